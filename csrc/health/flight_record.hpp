@@ -71,7 +71,7 @@ struct FlightEntry {
   int8_t reduce_op = -1;        // ark::ReduceOp; -1: none
   FlightState state = FlightState::scheduled;  // pass `started` for a call that runs at once: saves a clock reading
   uint64_t sequence = 0;        // of collectives in the group, from 1; a p2p operation carries the last collective's
-  uint64_t p2p_sequence = 0;    // of send/recv with this peer, from 1
+  uint64_t p2p_sequence = 0;    // of sends to (or receives from) this peer with this tag, from 1; 0: unknown
   const char* operation = "";   // static string: "all_reduce"
   uint64_t input_bytes = 0;
   uint64_t input_elements = 0;
@@ -97,7 +97,7 @@ struct FlightPeer {
 
 // Why a dump is written. Kept by the record, so that a later dump also shows the earlier (first) cause.
 struct FlightFailure {
-  uint64_t key = 0;             // same failure seen by several threads: same key, one dump. 0: no such check
+  uint64_t key = 0;             // one failure seen by several threads: one key, one dump. 0: no such check
   uint32_t group = 0;
   bool has_group = false;
   std::string error;
@@ -149,8 +149,11 @@ class FlightRecord {
   void set_global_rank(int rank, int world_size);
 
   std::string to_json() const;
+  // Keeps the cause of a failure for later output; what comes after the first few, or twice (by key), is let go.
+  void note(const FlightFailure& failure) noexcept;
   // Notes the failure and writes to_json() to `path`: temporary file beside it, mode 0600, then rename, so a reader
-  // sees a whole file or none. Any thread; never throws. True: the failure is on disk (or was already, by its key).
+  // sees a whole file or none. Any thread; never throws. A key that another thread has dumped, or is dumping, is not
+  // written again. False: the file could not be written.
   bool dump(const std::string& path, const FlightFailure& failure) noexcept;
   bool dump(const std::string& path) const noexcept;  // on demand, without a failure
 
@@ -165,7 +168,6 @@ class FlightRecord {
   Group* group(uint32_t id) const;
   template <typename Change>
   void update(uint64_t id, Change change);
-  void note(const FlightFailure& failure);
   bool write_file(const std::string& path) const;
 
   std::atomic<Ring*> ring_{nullptr};
