@@ -1,0 +1,111 @@
+"""Registers the backend "ark" with torch.distributed. Imports no torch by itself: PyTorch calls register() at the end
+of its own import, where any exception would break `import torch` for every program of the environment.
+
+So nothing that can go wrong here is raised: it is kept, and told when somebody asks for the backend. And nothing
+changes for programs that use other backends: see _hide_until_named.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+_registered = False
+_failures: list[Exception] = []
+
+
+def register() -> None:
+    """Entry point of torch.backends: make "ark" known. May be called any number of times; never raises."""
+    global _registered
+    if _registered:
+        return
+    try:
+        import torch.distributed as dist
+
+        if dist.is_available() and "ark" not in dist.Backend.backend_list:
+            # A list: a string would be taken letter by letter.
+            dist.Backend.register_backend("ark", _create, extended_api=True, devices=["cpu", "cuda"])
+            _hide_until_named(dist.Backend)
+        _registered = True
+        if _torch_is_importing() and _problem() is not None:
+            # Told by _create to whoever asks for "ark", and by `import ark_torch`, which must therefore run again.
+            sys.modules.pop("ark_torch", None)
+    except Exception as error:
+        _failures.append(error)
+
+
+def on_import() -> None:
+    """`import ark_torch`: raises when PyTorch and the extension do not belong together, registers otherwise."""
+    if _torch_is_importing():
+        return  # PyTorch imports us to call register()
+    _check()
+    register()
+    if _failures:
+        raise ImportError("ark_torch could not register its backend with PyTorch.") from _failures[-1]
+
+
+def _torch_is_importing() -> bool:
+    return bool(getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False))
+
+
+def _problem() -> str | None:
+    import torch
+
+    from ark_torch import _support
+
+    return _support.problem(torch.__version__, _support.built_for())
+
+
+def _check() -> None:
+    from ark_torch.errors import IncompatibleTorch
+
+    why = _problem()
+    if why is not None:
+        raise IncompatibleTorch(why)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """What PyTorch calls for each new group. Only here is the extension loaded."""
+    _check()
+    from ark_torch.distributed.group import create
+
+    return create(options, backend_options)
+
+
+class _Name:
+    """Backend.ARK until it is first read: then the plugin is put where PyTorch looks for it."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __get__(self, _: object, backend: Any) -> str:
+        backend._plugins.setdefault(_Key("ARK"), self._plugin)
+        return "ark"
+
+
+class _Key(str):
+    """The plugin's key "ARK", which also equals "ark".
+
+    To choose a group's default backend PyTorch compares this upper-case key with the lower-case names of a
+    "device:backend" list, so that "cpu:ark" would have none.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and other.upper() == "ARK"
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+def _hide_until_named(backend: Any) -> None:
+    """Keep the plugin out of Backend._plugins until a program names "ark".
+
+    While any plugin is registered, PyTorch (2.11 to 2.13) gives a group made as "cpu:gloo" no default backend: its
+    name() turns to "undefined", and what goes through the default backend raises. A program that never says "ark"
+    must not notice that the package is installed. Every path to a group reads Backend.ARK first.
+    """
+    plugin = backend._plugins.pop("ARK", None)
+    if plugin is not None:
+        backend.ARK = _Name(plugin)

@@ -1,0 +1,68 @@
+"""Which PyTorch this package works with, and the one sentence that says so when it does not.
+
+PyTorch's C++ classes change between minor versions, so one binary serves one minor (CPU and CUDA builds alike). The
+build records its PyTorch in _build_info.py; at import the two are compared here, before the extension is loaded: a
+mismatch would otherwise show as undefined symbols or a crash. Standard library only: setup.py reads this file too.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import urllib.parse
+
+SUPPORTED_MINORS = ("2.11", "2.12", "2.13")
+
+
+def minor_of(version: str) -> str:
+    """'2.13.0+cpu' -> '2.13'."""
+    return ".".join(version.split("+", 1)[0].split(".")[:2])
+
+
+def supported_text() -> str:
+    return ", ".join(SUPPORTED_MINORS[:-1]) + " and " + SUPPORTED_MINORS[-1]
+
+
+def rebuild_command() -> str:
+    """The pip command that builds the extension anew from where it was installed, past pip's cache of old wheels."""
+    source = "ark_torch"
+    try:
+        text = importlib.metadata.distribution("ark_torch").read_text("direct_url.json")
+        origin = json.loads(text) if text else {}
+        url = str(origin.get("url", ""))
+        if url.startswith("file://") and "dir_info" in origin:
+            path = urllib.parse.unquote(urllib.parse.urlparse(url).path)
+            source = ("-e " if origin["dir_info"].get("editable") else "") + path
+    except Exception:  # no metadata, or unreadable: the plain name is still a usable hint
+        pass
+    return f"python -m pip install --no-cache-dir --force-reinstall --no-deps {source}"
+
+
+def problem(torch_version: str, built_for: str | None) -> str | None:
+    """Why this ark_torch cannot work with that PyTorch, as one sentence with its remedy; None when it can.
+
+    built_for: version of PyTorch that the extension was built against; None when there is no extension.
+    """
+    if minor_of(torch_version) not in SUPPORTED_MINORS:
+        return (
+            f"ark_torch supports PyTorch {supported_text()}, and this environment has {torch_version}: install a "
+            f"supported one (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'), then run "
+            f"`{rebuild_command()}`."
+        )
+    if built_for is None:
+        return f"ark_torch's extension has not been built: run `{rebuild_command()}`."
+    if minor_of(built_for) != minor_of(torch_version):
+        return (
+            f"ark_torch was built for PyTorch {built_for}, and this environment has {torch_version}: run "
+            f"`{rebuild_command()}`."
+        )
+    return None
+
+
+def built_for() -> str | None:
+    """Version of PyTorch that the extension was built against; None when it has not been built."""
+    try:
+        from ark_torch._build_info import TORCH_VERSION
+    except ImportError:
+        return None
+    return str(TORCH_VERSION)

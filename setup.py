@@ -1,0 +1,120 @@
+"""Builds the one extension, ark_torch._C, against the PyTorch that is installed here.
+
+Everything static is in pyproject.toml. This file adds what depends on the machine: the extension (csrc/**/*.cpp,
+no CUDA library, no -march=native: one wheel serves every x86-64 machine), the requirement on the very minor of
+PyTorch that it was built against, and ark_torch/_build_info.py, which records that version for the check at import.
+Source distributions are made without PyTorch.
+"""
+
+import glob
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+# Importing torch must not load installed backends, least of all an older ark_torch.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+os.chdir(ROOT)
+SUPPORT = runpy.run_path(str(ROOT / "ark_torch" / "_support.py"))
+
+try:
+    import torch
+    from torch.utils import cpp_extension
+except ImportError as error:
+    torch = None
+    WHY_NOT = (
+        f"ark_torch is built against the PyTorch of its environment, and {sys.executable} finds none ({error}): install "
+        f"it first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*'); if it is installed (uv, or a "
+        "machine without a network), add --no-build-isolation with setuptools and ninja installed."
+    )
+
+
+class NeedsTorch(build_ext):
+    """Stands in for the build when there is no PyTorch: an sdist can be made, anything else says what to install."""
+
+    def run(self) -> None:
+        raise SystemExit(WHY_NOT)
+
+
+def make_build_command() -> type:
+    class Build(cpp_extension.BuildExtension):
+        """Adds a kept object folder, ccache, and the record of the PyTorch built against."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # One object folder for every way to build (wheel, editable, in place), so that after touching one file
+            # only that file is compiled; named after the exact PyTorch and Python, whose headers differ.
+            tag = f"torch{torch.__version__}-{sys.implementation.cache_tag}"
+            self.build_temp = str(ROOT / "build" / f"objects-{tag}")
+
+        def build_extensions(self) -> None:
+            use_ccache(Path(self.build_temp))
+            super().build_extensions()
+            text = f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+            self.build_info = Path(self.get_ext_fullpath("ark_torch._C")).parent / "_build_info.py"
+            self.build_info.write_text(text)
+
+        def copy_extensions_to_source(self) -> None:
+            super().copy_extensions_to_source()
+            inplace = Path(self.get_finalized_command("build_py").get_package_dir("ark_torch"))
+            shutil.copy(Path(self.build_lib) / "ark_torch" / "_build_info.py", inplace / "_build_info.py")
+
+        def get_outputs(self) -> list:
+            return [*super().get_outputs(), os.path.join(self.build_lib, "ark_torch", "_build_info.py")]
+
+    return Build
+
+
+def use_ccache(folder: Path) -> None:
+    """Compile through ccache where it is installed; newer PyTorch does so by itself."""
+    ccache = shutil.which("ccache")
+    if ccache is None or "CXX" in os.environ or hasattr(cpp_extension, "_wrap_compiler"):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    wrapper = folder / "c++"  # ccache called under a compiler's name finds that compiler in PATH
+    if not wrapper.is_symlink():
+        wrapper.symlink_to(ccache)
+    os.environ["CXX"] = str(wrapper)
+
+
+def make_extension() -> Extension:
+    sources = sorted(glob.glob("csrc/**/*.cpp", recursive=True))
+    return cpp_extension.CppExtension(
+        "ark_torch._C",
+        sources,
+        include_dirs=[str(ROOT / "csrc"), str(ROOT / "ark_torch" / "kernels")],
+        # -ffp-contract=off: a fused multiply-add would make results depend on the instruction set.
+        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"],
+        extra_link_args=["-Wl,--as-needed"],
+    )
+
+
+def options() -> dict:
+    if torch is None:
+        low, high = SUPPORT["SUPPORTED_MINORS"][0], SUPPORT["SUPPORTED_MINORS"][-1]
+        above = f"{high.split('.')[0]}.{int(high.split('.')[1]) + 1}"
+        return {
+            "ext_modules": [Extension("ark_torch._C", [])],  # the wheel is not a pure one, whoever asks
+            "cmdclass": {"build_ext": NeedsTorch},
+            "install_requires": [f"torch>={low},<{above}"],
+        }
+    minor = SUPPORT["minor_of"](torch.__version__)
+    if minor not in SUPPORT["SUPPORTED_MINORS"] and not {"sdist", "egg_info", "clean"} & set(sys.argv):
+        raise SystemExit(
+            f"ark_torch supports PyTorch {SUPPORT['supported_text']()}, and {sys.executable} has {torch.__version__}: "
+            f"install a supported one first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*')."
+        )
+    return {
+        "ext_modules": [make_extension()],
+        "cmdclass": {"build_ext": make_build_command()},
+        "install_requires": [f"torch=={minor}.*"],
+    }
+
+
+setup(**options())
