@@ -1,0 +1,169 @@
+"""Every environment variable of ark_torch, declared once: name, type, default, allowed values, meaning.
+
+Programs read them through `read()`, which checks all of them at once, so that a misspelt value is told before any byte
+moves; C++ never reads the environment. The table in README.md is made from here (`python -m ark_torch.env`). Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "ARK_"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One variable. `kind` is bool, choice, int, int_or_auto, path or prefix."""
+
+    name: str
+    kind: str
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+    minimum: int = 0
+    maximum: int = 0
+
+    @property
+    def field(self) -> str:
+        return self.name[len(PREFIX) :].lower()
+
+    def allowed(self) -> str:
+        """What may stand in the variable, for messages and the table."""
+        if self.kind == "bool":
+            return "0 or 1"
+        if self.kind == "choice":
+            return ", ".join(self.choices[:-1]) + " or " + self.choices[-1]
+        if self.kind == "int":
+            return f"a whole number from {self.minimum} to {self.maximum}"
+        if self.kind == "int_or_auto":
+            return f"auto, or a whole number from {self.minimum} to {self.maximum}"
+        if self.kind == "prefix":
+            return "a path; its folder must exist"
+        return "the path of a readable file"
+
+    def parse(self, text: str) -> Any:
+        """The value of a non-empty text; ValueError naming the variable and what is allowed."""
+        text = text.strip()
+        if self.kind == "bool" and text in ("0", "1"):
+            return text == "1"
+        if self.kind == "choice" and text.lower() in self.choices:
+            return text.lower()
+        if self.kind == "int_or_auto" and text.lower() == "auto":
+            return "auto"
+        if self.kind in ("int", "int_or_auto") and text.isascii() and text.isdigit():
+            value = int(text)
+            if self.minimum <= value <= self.maximum:
+                return value
+        if self.kind == "prefix" and os.path.isdir(os.path.dirname(text) or "."):
+            return text
+        if self.kind == "path" and os.path.isfile(text) and os.access(text, os.R_OK):
+            return text
+        raise ValueError(
+            f"{self.name}={text!r} is not allowed: it takes {self.allowed()}, and unset means {self.shown_default()}."
+        )
+
+    def shown_default(self) -> str:
+        if self.kind == "bool":
+            return str(int(self.default))
+        return "none" if self.default == "" else str(self.default)
+
+
+VARIABLES = (
+    Variable(
+        "ARK_DISABLE",
+        "bool",
+        False,
+        'Hand every new "ark" group to PyTorch\'s own Gloo (CPU) or NCCL (CUDA): the first thing to try in trouble.',
+    ),
+    Variable(
+        "ARK_DEBUG",
+        "bool",
+        False,
+        "Compare operation, sizes, dtype, reduce operation and root between the ranks before every collective "
+        "(TORCH_DISTRIBUTED_DEBUG=DETAIL does so too).",
+    ),
+    Variable(
+        "ARK_SHARED_MEMORY",
+        "choice",
+        "auto",
+        "auto: found out for each group. off: as if no rank shared memory with another, so Gloo carries the group. "
+        "on: ranks that share no memory are an error.",
+        choices=("auto", "on", "off"),
+    ),
+    Variable(
+        "ARK_FLIGHT_RECORD",
+        "int",
+        2048,
+        "How many of the last operations the flight record keeps; 0: none.",
+        minimum=0,
+        maximum=1 << 20,
+    ),
+    Variable(
+        "ARK_FLIGHT_DUMP",
+        "prefix",
+        "",
+        "Where a failure writes the flight record: this text followed by the rank and .json. Unset: nothing is written.",
+    ),
+    Variable(
+        "ARK_SPIN_US",
+        "int_or_auto",
+        20,
+        "How many microseconds a waiting thread polls before it sleeps; auto: none when there are more ranks than "
+        "cores.",
+        minimum=0,
+        maximum=1_000_000,
+    ),
+    Variable(
+        "ARK_DISPATCH",
+        "path",
+        "",
+        "A dispatch table (JSON, written by the autotune) in place of the built-in one.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values in force, one field a variable (ARK_SPIN_US -> spin_us)."""
+
+    disable: bool
+    debug: bool
+    shared_memory: str
+    flight_record: int
+    flight_dump: str
+    spin_us: int | str
+    dispatch: str
+
+
+def read(environ: Mapping[str, str] | None = None) -> Settings:
+    """Reads and checks every variable; an empty one counts as unset. ValueError names the first bad one."""
+    environ = os.environ if environ is None else environ
+    values = {}
+    for variable in VARIABLES:
+        text = environ.get(variable.name, "")
+        values[variable.field] = variable.parse(text) if text.strip() else variable.default
+    return Settings(**values)
+
+
+def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
+    """Variables that start with ARK_ and are not ours: a misspelt name does nothing, and should be told."""
+    environ = os.environ if environ is None else environ
+    known = {variable.name for variable in VARIABLES}
+    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def table() -> str:
+    """The variables as the Markdown table that stands in README.md."""
+    lines = ["| variable | allowed | default | meaning |", "| --- | --- | --- | --- |"]
+    for variable in VARIABLES:
+        doc = variable.doc.replace("|", "\\|")
+        lines.append(f"| `{variable.name}` | {variable.allowed()} | {variable.shown_default()} | {doc} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
