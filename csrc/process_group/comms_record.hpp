@@ -1,0 +1,70 @@
+// Eager collectives in torch.profiler: one "record_param_comms" event a call, as ProcessGroupNCCL emits.
+//
+// A CommsRecord lives on the stack of the collective's method, so that the event spans the call (for a synchronous
+// one the whole operation, for an asynchronous one its enqueueing, as with NCCL). Nothing is built unless some
+// RecordFunction callback wants this call: the test is one thread-local read, so an unprofiled call pays a few
+// nanoseconds. NCCL builds the strings and vectors always.
+//
+// The constructor of ParamCommsDebugInfo gained isAsynchronizedOp and sequence numbers between the supported PyTorch
+// minors; the `requires` below choose what the headers at hand offer.
+#pragma once
+
+#include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace ark {
+
+// What does not change over a group's life; built once at its construction.
+struct CommsGroup {
+  std::tuple<std::string, std::string> name;  // group name, description
+  int rank = 0;
+  int size = 0;
+  int global_rank_start = 0;  // c10d::getGlobalRankStartAndStride
+  int global_rank_stride = 1;
+};
+
+// One call. `rank` is what NCCL shows as "Rank": the own rank, but the root of broadcast, reduce, gather and scatter,
+// the destination of send and the source of recv.
+struct CommsCall {
+  const char* name;
+  int64_t sequence;
+  bool is_p2p = false;
+  int rank;
+  int64_t input_elements;
+  int64_t output_elements;
+  at::ScalarType dtype;
+  const std::vector<int64_t>* input_splits = nullptr;
+  const std::vector<int64_t>* output_splits = nullptr;
+  bool async;
+};
+
+class CommsRecord {
+ public:
+  // `describe()` returns the CommsCall; it runs only when someone listens. Inputs and outputs: a tensor, a vector of
+  // tensors, or a vector of vectors, whatever the method was given.
+  template <typename Describe, typename Inputs, typename Outputs>
+  CommsRecord(const CommsGroup& group, Describe&& describe, const Inputs& inputs, const Outputs& outputs) {
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value()) [[unlikely]] {
+      start(group, describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
+    }
+  }
+  CommsRecord(const CommsRecord&) = delete;
+  CommsRecord& operator=(const CommsRecord&) = delete;
+
+ private:
+  void start(const CommsGroup& group, const CommsCall& call, c10::IValue inputs, c10::IValue outputs,
+             at::StepCallbacks&& callbacks);
+
+  // Order matters: the event ends (and reads the debug info) before the info is taken away.
+  std::optional<c10::DebugInfoGuard> info_;
+  std::optional<at::RecordFunction> event_;
+};
+
+}  // namespace ark
