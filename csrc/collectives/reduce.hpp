@@ -1,10 +1,13 @@
 // Element-wise reduction of one buffer per rank: the project's one arithmetic.
 //
 // out[i] = round(finish(src[0][i] op src[1][i] op ... op src[ranks-1][i])), strictly in rank order. 8- and 16-bit
-// floats are widened to float32 and rounded once at the end (nearest even); float32 and float64 add in their own
-// precision; integers wrap; no fused multiply-add anywhere. The bits therefore depend on inputs and rank count
-// alone, not on instruction set, chunking or alignment. Implementations for AVX-512, AVX2 and baseline x86-64 live
-// in one binary and are chosen once at run time.
+// floats are widened to float32 and rounded once at the end (nearest even, PyTorch's conversions); float32 and
+// float64 add in their own precision; complex numbers as pairs of their parts; integers wrap; any byte but 0 is a
+// true bool; no fused multiply-add anywhere. AVG divides by the number of ranks before the rounding. MIN and MAX let
+// a NaN win and hold -0 below +0 (IEEE 754-2019 minimum, maximum). Every NaN in a result is the positive quiet NaN
+// with an empty payload. The bits therefore depend on inputs and rank count alone, not on instruction set, chunking,
+// alignment or the calling thread's floating-point mode (torch.set_flush_denormal). Implementations for AVX-512,
+// AVX2 and baseline x86-64 live in one binary and are chosen once at run time.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,204 @@
+// The loops over elements and ranks, and the table of them for one instruction set. Private to reduce_<isa>.cpp.
+//
+// Up to K::kFused ranks go in one pass from the sources to the result. More ranks go block by block through an
+// accumulator that stays in the L1 cache, kFused ranks a pass, always in rank order. Every pass loads a block's or
+// vector's sources before it stores the result there, which is what lets the result replace one of the sources.
+#pragma once
+
+#include "reduce_formats.hpp"
+#include "reduce_ops.hpp"
+
+namespace ark::ARK_REDUCE_ISA {
+
+// One (format, operation) pair; an element is kParts scalars (2: complex).
+template <class Format_, class Op_, int kParts_, int kFused_>
+struct Kernel {
+  using Format = Format_;
+  using Op = Op_;
+  using Raw = typename Format::Raw;
+  using Acc = typename Format::Acc;
+  static constexpr int kParts = kParts_;
+  static constexpr int kFused = kFused_;
+  static constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);  // scalars of one vector
+  static constexpr size_t kBytes = sizeof(ElementOf<Raw>);               // of one scalar in memory
+  static constexpr size_t kBlock = 2048 / sizeof(Acc);                   // vectors of the accumulator
+};
+
+struct Job {
+  unsigned char* out;
+  unsigned char* out2;
+  const void* const* sources;  // from the pass's first rank on
+  const double* factors;       // likewise; premul_sum only
+  int ranks;                   // of the whole operation
+};
+
+template <class K, bool kWhole>
+ARK_INLINE typename K::Acc take(const unsigned char* from, size_t lanes, [[maybe_unused]] const double* factor) {
+  auto x = K::Format::decode(load<typename K::Raw, kWhole>(from, lanes));
+  if constexpr (K::Op::kPremultiply) x = x * static_cast<ElementOf<typename K::Acc>>(*factor);
+  return x;
+}
+
+// Combines `kRanks` sources at scalar `begin`, after the accumulator if kFromAcc, into the result or accumulator.
+template <class K, bool kFromAcc, bool kToOut, int kRanks, bool kWhole>
+ARK_INLINE void step(const Job& job, const unsigned char* const* from, typename K::Acc* acc, size_t at, size_t lanes) {
+  using Op = typename K::Op;
+  using Acc = typename K::Acc;
+  constexpr int kFirst = kFromAcc ? 0 : 1;
+  Acc x = kFromAcc ? *acc : take<K, kWhole>(from[0] + at, lanes, job.factors);
+#pragma GCC unroll 4
+  for (int r = kFirst; r < kRanks; r++) {
+    x = Op::combine(x, take<K, kWhole>(from[r] + at, lanes, K::Op::kPremultiply ? job.factors + r : nullptr));
+  }
+  if constexpr (kToOut) {
+    if constexpr (Op::kAverage) x = x / static_cast<ElementOf<Acc>>(job.ranks);
+    const auto raw = K::Format::encode(canonical(x));
+    store<kWhole>(job.out + at, raw, lanes);
+    if (job.out2) store<kWhole>(job.out2 + at, raw, lanes);
+  } else {
+    *acc = x;
+  }
+}
+
+// Scalars [begin, end) of the buffers.
+template <class K, bool kFromAcc, bool kToOut, int kRanks>
+__attribute__((noinline)) void pass(const Job& given, typename K::Acc* acc, size_t begin, size_t end) {
+  const Job job = given;  // a copy that stores through out cannot change
+  const unsigned char* from[kRanks];
+  for (int r = 0; r < kRanks; r++) from[r] = static_cast<const unsigned char*>(job.sources[r]);
+  constexpr size_t kAdvance = (kFromAcc || !kToOut) ? 1 : 0;
+  size_t i = begin;
+  for (; i + K::kStep <= end; i += K::kStep, acc += kAdvance) {
+    step<K, kFromAcc, kToOut, kRanks, true>(job, from, acc, i * K::kBytes, K::kStep);
+  }
+  if (i < end) step<K, kFromAcc, kToOut, kRanks, false>(job, from, acc, i * K::kBytes, end - i);
+}
+
+// The last 1 to kFused ranks, into the result.
+template <class K, bool kFromAcc>
+ARK_INLINE void last_pass(const Job& job, int ranks, typename K::Acc* acc, size_t begin, size_t end) {
+  if constexpr (K::kFused == 1) {
+    pass<K, kFromAcc, true, 1>(job, acc, begin, end);
+  } else {
+    switch (ranks) {
+      case 1: return pass<K, kFromAcc, true, 1>(job, acc, begin, end);
+      case 2: return pass<K, kFromAcc, true, 2>(job, acc, begin, end);
+      case 3: return pass<K, kFromAcc, true, 3>(job, acc, begin, end);
+      default: return pass<K, kFromAcc, true, 4>(job, acc, begin, end);
+    }
+  }
+}
+
+template <class K>
+void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t count, const double* factors) {
+  static_assert(K::kFused == 1 || K::kFused == 4, "last_pass and the step's unrolling know these");
+  const DefaultFloatMode mode;
+  const size_t end = count * K::kParts;
+  const Job whole{static_cast<unsigned char*>(out), static_cast<unsigned char*>(out2), sources, factors, ranks};
+  if (ranks <= K::kFused) return last_pass<K, false>(whole, ranks, nullptr, 0, end);
+
+  typename K::Acc acc[K::kBlock];
+  constexpr size_t kScalars = K::kBlock * K::kStep;
+  for (size_t begin = 0; begin < end; begin += kScalars) {
+    const size_t stop = end - begin < kScalars ? end : begin + kScalars;
+    Job job = whole;
+    pass<K, false, false, K::kFused>(job, acc, begin, stop);
+    int left = ranks;
+    while ((left -= K::kFused) > 0) {
+      job.sources += K::kFused;
+      if (K::Op::kPremultiply) job.factors += K::kFused;
+      if (left <= K::kFused) {
+        last_pass<K, true>(job, left, acc, begin, stop);
+      } else {
+        pass<K, true, false, K::kFused>(job, acc, begin, stop);
+      }
+    }
+  }
+}
+
+inline constexpr int kHot = 4;   // kFused where speed matters: SUM and AVG of the types that models are trained in
+inline constexpr int kCold = 1;  // elsewhere: few instantiations, so that this compiles in seconds
+
+template <class Format, int kParts, int kFused>
+ReduceFn float_kernel(ReduceOp op) {
+  constexpr bool kComplex = kParts == 2;
+  using Times = std::conditional_t<kComplex, ComplexProduct, Product>;
+  switch (op) {
+    case ReduceOp::sum: return reduce<Kernel<Format, Sum, kParts, kFused>>;
+    case ReduceOp::avg: return reduce<Kernel<Format, Average, kParts, kFused>>;
+    case ReduceOp::product: return reduce<Kernel<Format, Times, kParts, kCold>>;
+    case ReduceOp::premul_sum: return reduce<Kernel<Format, PremulSum, kParts, kCold>>;
+    default: break;
+  }
+  if constexpr (!kComplex) {
+    if (op == ReduceOp::min) return reduce<Kernel<Format, Min, 1, kCold>>;
+    if (op == ReduceOp::max) return reduce<Kernel<Format, Max, 1, kCold>>;
+  }
+  return nullptr;
+}
+
+template <class Unsigned, class Ordered>  // Ordered: the type itself, for MIN and MAX
+ReduceFn integer_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum: return reduce<Kernel<Native<Unsigned>, Sum, 1, kCold>>;
+    case ReduceOp::product: return reduce<Kernel<Native<Unsigned>, Product, 1, kCold>>;
+    case ReduceOp::min: return reduce<Kernel<Native<Ordered>, Min, 1, kCold>>;
+    case ReduceOp::max: return reduce<Kernel<Native<Ordered>, Max, 1, kCold>>;
+    case ReduceOp::band: return reduce<Kernel<Native<Unsigned>, BitAnd, 1, kCold>>;
+    case ReduceOp::bor: return reduce<Kernel<Native<Unsigned>, BitOr, 1, kCold>>;
+    case ReduceOp::bxor: return reduce<Kernel<Native<Unsigned>, BitXor, 1, kCold>>;
+    default: return nullptr;
+  }
+}
+
+inline ReduceFn boolean_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::max:
+    case ReduceOp::bor: return reduce<Kernel<Boolean, BitOr, 1, kCold>>;
+    case ReduceOp::product:
+    case ReduceOp::min:
+    case ReduceOp::band: return reduce<Kernel<Boolean, BitAnd, 1, kCold>>;
+    case ReduceOp::bxor: return reduce<Kernel<Boolean, BitXor, 1, kCold>>;
+    default: return nullptr;
+  }
+}
+
+inline ReduceFn scale_kernel(ReduceOp op) {  // e8m0fnu: powers of two
+  switch (op) {
+    case ReduceOp::product: return reduce<Kernel<Float8E8M0FNU, Product, 1, kCold>>;
+    case ReduceOp::min: return reduce<Kernel<Float8E8M0FNU, Min, 1, kCold>>;
+    case ReduceOp::max: return reduce<Kernel<Float8E8M0FNU, Max, 1, kCold>>;
+    default: return nullptr;
+  }
+}
+
+inline ReduceFn find(DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::boolean: return boolean_kernel(op);
+    case DType::u8: return integer_kernel<uint8_t, uint8_t>(op);
+    case DType::i8: return integer_kernel<uint8_t, int8_t>(op);
+    case DType::u16: return integer_kernel<uint16_t, uint16_t>(op);
+    case DType::i16: return integer_kernel<uint16_t, int16_t>(op);
+    case DType::u32: return integer_kernel<uint32_t, uint32_t>(op);
+    case DType::i32: return integer_kernel<uint32_t, int32_t>(op);
+    case DType::u64: return integer_kernel<uint64_t, uint64_t>(op);
+    case DType::i64: return integer_kernel<uint64_t, int64_t>(op);
+    case DType::f16: return float_kernel<Float16, 1, kHot>(op);
+    case DType::bf16: return float_kernel<BFloat16, 1, kHot>(op);
+    case DType::f32: return float_kernel<Native<float>, 1, kHot>(op);
+    case DType::f64: return float_kernel<Native<double>, 1, kHot>(op);
+    case DType::f8_e4m3fn: return float_kernel<Float8E4M3FN, 1, kCold>(op);
+    case DType::f8_e5m2: return float_kernel<Float8E5M2, 1, kCold>(op);
+    case DType::f8_e4m3fnuz: return float_kernel<Float8E4M3FNUZ, 1, kCold>(op);
+    case DType::f8_e5m2fnuz: return float_kernel<Float8E5M2FNUZ, 1, kCold>(op);
+    case DType::f8_e8m0fnu: return scale_kernel(op);
+    case DType::c32: return float_kernel<Float16, 2, kCold>(op);
+    case DType::c64: return float_kernel<Native<float>, 2, kCold>(op);
+    case DType::c128: return float_kernel<Native<double>, 2, kCold>(op);
+    case DType::raw8: return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace ark::ARK_REDUCE_ISA
