@@ -1,0 +1,104 @@
+# The commands of this project; `make` alone lists them. Everything is set up on first use, in .venv.
+#
+# PyTorch 2.13.0 is pinned for development: the extension is built for one minor, the tests run bodies of PyTorch's
+# own suite, and figures are compared between runs. Users may have any supported minor (ark_torch/_support.py).
+TORCH := torch==2.13.0
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.ark-setup
+PYTEST := $(PY) -m pytest
+
+# Debian's names: C++ compiler, CPython's headers and venv, CMake and GoogleTest for the C++ tests. ccache and Ninja
+# make rebuilds quick; iproute2 makes the network namespaces of one test.
+SYSTEM_PACKAGES := g++ make python3-dev python3-venv cmake ninja-build libgtest-dev ccache iproute2
+
+SOURCES := $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o -name '*.cuh')
+BUILT := ark_torch/_build_info.py
+
+.PHONY: help setup build demo test test-quick test-nightly test-cpp test-cpp-plain test-cpp-thread test-cpp-address
+.PHONY: bench lint format clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+
+setup: $(STAMP) build ## creates .venv with all that is needed, and builds the extension
+
+$(STAMP): pyproject.toml setup.py Makefile ark_torch/_version.py
+	@test -n "$(PYTHON)" || { echo "No python3 found: install Python 3.10 or newer (Debian: apt-get install python3 python3-venv python3-dev)."; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: ark_torch needs Python 3.10 or newer (make setup PYTHON=/path/to/python3)."; exit 1; }
+	@missing=""; if command -v dpkg-query >/dev/null; then \
+	  for p in $(SYSTEM_PACKAGES); do \
+	    dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || missing="$$missing $$p"; done; \
+	  if [ -n "$$missing" ]; then \
+	    if [ "$$(id -u)" = 0 ]; then \
+	      echo "Installing$$missing"; \
+	      { apt-get install -qq -y --no-install-recommends $$missing || { apt-get update -qq && \
+	        apt-get install -qq -y --no-install-recommends $$missing; }; } >/dev/null || exit 1; \
+	    else echo "Please run: sudo apt-get install$$missing"; exit 1; fi; fi; \
+	else for c in c++ cmake make; do command -v $$c >/dev/null || { echo "Please install $$c (Debian names of all that is needed: $(SYSTEM_PACKAGES))."; exit 1; }; done; fi
+	@test -x $(PY) || { echo "Creating $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "Installing $(TORCH) and the tools of development"
+	@$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)" "setuptools>=77" "ninja>=1.11"
+	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@touch $(BUILT) $@
+
+# The extension, when a source is newer. setup.py decides file by file what to compile.
+build: $(BUILT)
+
+$(BUILT): $(SOURCES) | $(STAMP)
+	@echo "Building ark_torch._C"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
+	$(PY) examples/train_gpt.py
+
+test: setup test-cpp ## everything but the nightly runs (20 minutes on two cores)
+	$(PYTEST) -m "not nightly"
+
+test-quick: setup test-cpp-plain ## the fast tests (under 3 minutes)
+	$(PYTEST) -m "not slow and not nightly"
+
+test-nightly: setup test-cpp ## every test, the long ones too
+	$(PYTEST)
+
+test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: plain, ThreadSanitizer, Address and UB Sanitizer
+
+test-cpp-plain: setup
+	@$(call cpp_tests,plain,-DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')")
+	@ln -sf build/cpp-plain/compile_commands.json compile_commands.json
+
+test-cpp-thread: setup
+	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF)
+
+test-cpp-address: setup
+	@$(call cpp_tests,address,-DARK_SANITIZE=address -DARK_WITH_TORCH=OFF)
+
+define cpp_tests
+echo "C++ tests, $(1)"; \
+PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
+cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
+ctest --test-dir build/cpp-$(1) --output-on-failure
+endef
+
+bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
+	$(PY) -m ark_torch.tools.bench
+
+CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp')
+
+lint: $(STAMP) ## ruff, clang-format, mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	$(VENV)/bin/mypy
+
+format: $(STAMP) ## rewrites the sources as `make lint` wants them
+	$(VENV)/bin/ruff check --fix -q .
+	$(VENV)/bin/ruff format -q .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+
+clean: ## removes what was built; keeps .venv
+	rm -rf build dist out compile_commands.json *.egg-info ark_torch/_C.*.so $(BUILT)
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
