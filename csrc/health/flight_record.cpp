@@ -73,7 +73,9 @@ FlightRecord& FlightRecord::instance() {
   return *record;
 }
 
-FlightRecord::FlightRecord(size_t capacity) { resize(capacity); }
+FlightRecord::FlightRecord(size_t capacity) {
+  resize(capacity);
+}
 
 FlightRecord::~FlightRecord() {
   for (int chunk = 0; chunk < kChunks; ++chunk) delete[] chunks_[chunk].load(std::memory_order_relaxed);

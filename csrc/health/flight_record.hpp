@@ -45,8 +45,8 @@ class FlightSizes {
   void add(const int64_t* dims, size_t count);  // one tensor
   void add(int64_t elements) { add(&elements, 1); }
 
-  int stored() const { return stored_; }             // tensors whose sizes are kept
-  uint32_t total() const { return total_; }          // tensors the operation had
+  int stored() const { return stored_; }     // tensors whose sizes are kept
+  uint32_t total() const { return total_; }  // tensors the operation had
   bool truncated() const { return truncated_; }
   int dims(int tensor) const { return dims_[tensor]; }
   int64_t size(int tensor, int dim) const { return sizes_[tensor][dim]; }
@@ -61,51 +61,51 @@ class FlightSizes {
 
 // One operation. The caller fills the first part; id, state and times are the record's.
 struct FlightEntry {
-  uint32_t group = 0;           // from register_group
-  int32_t root = -1;            // rank in the group; -1: the operation has none
-  int32_t peer = -1;            // send: destination, recv: source (rank in the group); -1: none or any source
+  uint32_t group = 0;  // from register_group
+  int32_t root = -1;   // rank in the group; -1: the operation has none
+  int32_t peer = -1;   // send: destination, recv: source (rank in the group); -1: none or any source
   int32_t tag = 0;
   bool is_p2p = false;
-  int8_t dtype = -1;            // ark::DType; -1: none (barrier)
-  int8_t output_dtype = -1;     // -1: as dtype
-  int8_t reduce_op = -1;        // ark::ReduceOp; -1: none
+  int8_t dtype = -1;                           // ark::DType; -1: none (barrier)
+  int8_t output_dtype = -1;                    // -1: as dtype
+  int8_t reduce_op = -1;                       // ark::ReduceOp; -1: none
   FlightState state = FlightState::scheduled;  // pass `started` for a call that runs at once: saves a clock reading
-  uint64_t sequence = 0;        // of collectives in the group, from 1; a p2p operation carries the last collective's
-  uint64_t p2p_sequence = 0;    // of sends to (or receives from) this peer with this tag, from 1; 0: unknown
-  const char* operation = "";   // static string: "all_reduce"
+  uint64_t sequence = 0;       // of collectives in the group, from 1; a p2p operation carries the last collective's
+  uint64_t p2p_sequence = 0;   // of sends to (or receives from) this peer with this tag, from 1; 0: unknown
+  const char* operation = "";  // static string: "all_reduce"
   uint64_t input_bytes = 0;
   uint64_t input_elements = 0;
   uint64_t output_elements = 0;
-  int64_t timeout_ms = 0;       // 0: none
+  int64_t timeout_ms = 0;  // 0: none
   FlightSizes inputs;
   FlightSizes outputs;
 
   uint64_t id = 0;
-  int64_t created_ns = 0;       // steady clock
+  int64_t created_ns = 0;  // steady clock
   int64_t started_ns = 0;
-  int64_t ended_ns = 0;         // completed or failed
+  int64_t ended_ns = 0;  // completed or failed
 };
 
 // How far a rank got, as read from shared memory by the rank that writes the dump.
 struct FlightPeer {
-  int rank = -1;                // in the group
-  uint64_t last_enqueued = 0;   // sequence numbers
+  int rank = -1;               // in the group
+  uint64_t last_enqueued = 0;  // sequence numbers
   uint64_t last_completed = 0;
-  int waiting_on = -1;          // rank it waits for; -1: none or unknown
-  bool lost = false;            // its process ended
+  int waiting_on = -1;  // rank it waits for; -1: none or unknown
+  bool lost = false;    // its process ended
 };
 
 // Why a dump is written. Kept by the record, so that a later dump also shows the earlier (first) cause.
 struct FlightFailure {
-  uint64_t key = 0;             // one failure seen by several threads: one key, one dump. 0: no such check
+  uint64_t key = 0;  // one failure seen by several threads: one key, one dump. 0: no such check
   uint32_t group = 0;
   bool has_group = false;
   std::string error;
-  int peer = -1;                // rank to blame; -1: unknown
+  int peer = -1;  // rank to blame; -1: unknown
   std::string operation;
   uint64_t sequence = 0;
   std::vector<FlightPeer> peers;
-  std::string frame;            // hook: Python frame of the caller, filled with ARK_DEBUG=1; empty otherwise
+  std::string frame;  // hook: Python frame of the caller, filled with ARK_DEBUG=1; empty otherwise
 };
 
 class FlightRecord {

@@ -247,8 +247,7 @@ void FlightRecord::note(const FlightFailure& failure) noexcept {
 bool FlightRecord::write_file(const std::string& path) const {
   const std::string text = to_json();
   static std::atomic<uint64_t> serial{0};
-  const std::string temporary =
-      path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial.fetch_add(1));
+  const std::string temporary = path + ".tmp." + std::to_string(::getpid()) + "." + std::to_string(serial.fetch_add(1));
   const int file = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
   if (file < 0) return false;
   size_t written = 0;

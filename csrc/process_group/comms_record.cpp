@@ -7,7 +7,9 @@ namespace {
 
 // Templates, so that what one PyTorch minor lacks is discarded and not compiled.
 template <typename Info>
-constexpr bool kKnowsAsync = requires(Info info) { info.isAsynchronizedOp(); };
+constexpr bool kKnowsAsync = requires(Info info) {
+  info.isAsynchronizedOp();
+};
 
 template <typename Info>
 std::shared_ptr<Info> make_info(const CommsGroup& group, const CommsCall& call, const std::vector<int64_t>& in_splits,

@@ -51,7 +51,8 @@ class CommsRecord {
   // tensors, or a vector of vectors, whatever the method was given.
   template <typename Describe, typename Inputs, typename Outputs>
   CommsRecord(const CommsGroup& group, Describe&& describe, const Inputs& inputs, const Outputs& outputs) {
-    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value()) [[unlikely]] {
+    if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value())
+        [[unlikely]] {
       start(group, describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
     }
   }
