@@ -1,9 +1,9 @@
 // Element formats: how bytes in memory become accumulator lanes and back. Private to the reduce_<isa>.cpp files.
 //
 // A format has Raw (lanes as stored), Acc (lanes as accumulated; same number of them), decode, and encode, which
-// rounds once to nearest even. Bits agree with PyTorch's conversions: overflow gives infinity where the format has
-// one and NaN where not (no saturation), the fnuz formats have no negative zero, e8m0fnu drops the sign. encode
-// takes canonical NaNs only (see canonical()).
+// rounds once to nearest even. Bits agree with PyTorch 2.13's conversions: overflow gives infinity where the format
+// has one, +-448 in e4m3fn (infinity included; older versions gave NaN) and NaN in the fnuz formats, which have no
+// negative zero; e8m0fnu drops the sign. encode takes canonical NaNs only (see canonical()).
 #pragma once
 
 #include "reduce_lanes.hpp"
@@ -53,7 +53,9 @@ struct SmallFloat {
                               : kSpecials == Specials::fn ? kSign - 1
                               : sizeof(Bits) == 1         ? kSign - 1  // PyTorch's choice for e5m2: all ones
                                                           : kTopExponent | (1 << (kMantissa - 1));
-  static constexpr int kOverflow = kSpecials == Specials::ieee ? kTopExponent : kNan;
+  static constexpr int kOverflow = kSpecials == Specials::ieee ? kTopExponent
+                                   : kSpecials == Specials::fn ? kSign - 2  // the largest value
+                                                               : kNan;
 
   static constexpr float power(int exponent) { return __builtin_bit_cast(float, (exponent + 127) << 23); }
 

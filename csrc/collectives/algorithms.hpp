@@ -1,0 +1,36 @@
+// The shared-memory algorithms, one file each. All are written in rounds (rounds.hpp) and end with every rank having
+// published and released the same number of them. `chunk` is the payload of a round in bytes.
+#pragma once
+
+#include <cstring>
+
+#include "collectives/reduce.hpp"
+#include "collectives/rounds.hpp"
+
+namespace ark {
+
+inline constexpr size_t kAlign = 64;  // parts of a chunk start on cache lines
+inline size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+inline size_t align_down(size_t bytes) { return bytes / kAlign * kAlign; }
+
+// memcpy that may be given null pointers when there is nothing to copy.
+inline void copy_bytes(void* target, const void* source, size_t bytes) {
+  if (bytes > 0) std::memcpy(target, source, bytes);
+}
+
+// root -1: everybody receives the result (all_reduce); else root alone does (reduce), and out is null elsewhere.
+void one_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root);
+void two_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root, size_t chunk);
+void reduce_scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t count, size_t chunk);
+void all_gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);
+void broadcast(Rounds&, const Operation&, void* data, size_t bytes, size_t chunk);
+void gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);
+void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t bytes, size_t chunk);
+void all_to_all(Rounds&, const Operation&, const Bytes* ins, const MutableBytes* outs, size_t chunk);
+void barrier(Rounds&, const Operation&);
+
+// The per-rank multipliers of a premul_sum, read from the operation's first round; null for other operations.
+const double* gather_factors(const Rounds& rounds, const Operation& operation, uint64_t first_round,
+                             std::vector<double>& storage);
+
+}  // namespace ark

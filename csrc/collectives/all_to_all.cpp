@@ -1,0 +1,90 @@
+// all_to_all with any split sizes, and barrier.
+//
+// A rank knows what it sends and what it expects, not what the others exchange, yet all must take the same number
+// of rounds. So the first round's slot begins with the writer's row of the size matrix, followed by the first piece
+// for every peer: everyone reads every row, checks the sizes it was promised, and knows the longest exchange.
+#include <algorithm>
+
+#include "collectives/algorithms.hpp"
+#include "error.hpp"
+
+namespace ark {
+
+void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, const MutableBytes* outs, size_t chunk) {
+  const int size = rounds.size(), rank = rounds.rank();
+  const size_t row = align_up(size * sizeof(uint64_t));
+  const size_t piece = std::max<size_t>(kAlign, align_down(chunk / size));
+  size_t longest = 0;
+  for (int peer = 0; peer < size; ++peer) longest = std::max(longest, peer == rank ? 0 : ins[peer].size);
+  rounds.begin(operation, row + std::min(align_up(longest), piece) * size + piece);
+  const uint64_t first = rounds.next();
+  // Pieces are packed one behind the other; where a peer's begins follows from the row.
+  auto length = [&](uint64_t total, size_t k) -> size_t {
+    return k * piece >= total ? 0 : std::min<uint64_t>(piece, total - k * piece);
+  };
+  auto publish = [&](size_t k) {
+    std::byte* slot = rounds.open(first + k);
+    if (k == 0) {
+      for (int peer = 0; peer < size; ++peer) {
+        const uint64_t bytes = peer == rank ? 0 : ins[peer].size;
+        copy_bytes(slot + peer * sizeof bytes, &bytes, sizeof bytes);
+      }
+    }
+    std::byte* cursor = slot + row;
+    for (int peer = 0; peer < size; ++peer) {
+      const size_t bytes = peer == rank ? 0 : length(ins[peer].size, k);
+      if (bytes > 0) copy_bytes(cursor, static_cast<const std::byte*>(ins[peer].data) + k * piece, bytes);
+      cursor += align_up(bytes);
+    }
+    rounds.publish(first + k);
+  };
+
+  publish(0);
+  std::vector<uint64_t> matrix(static_cast<size_t>(size) * size, 0);
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) {
+      for (int other = 0; other < size; ++other) matrix[peer * size + other] = other == rank ? 0 : ins[other].size;
+      continue;
+    }
+    copy_bytes(&matrix[static_cast<size_t>(peer) * size], rounds.read(first, peer), size * sizeof(uint64_t));
+    const uint64_t promised = matrix[peer * size + rank];
+    if (promised != outs[peer].size) {
+      Error error(ErrorKind::mismatch,
+                  "rank " + std::to_string(peer) + " sends " + std::to_string(promised) + " bytes, but this rank's output "
+                  "split for it holds " + std::to_string(outs[peer].size),
+                  ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
+                               "Make output split sizes equal the peers' input split sizes (and the dtypes equal); then "
+                               "destroy the process group and create it again."});
+      rounds.waiter().health().fail(error);
+      throw error;
+    }
+  }
+  const uint64_t most = *std::max_element(matrix.begin(), matrix.end());
+  const size_t pieces = std::max<size_t>(1, (most + piece - 1) / piece);
+  if (ins[rank].size > 0 && ins[rank].data != outs[rank].data) {
+    copy_bytes(outs[rank].data, ins[rank].data, std::min(ins[rank].size, outs[rank].size));
+  }
+  for (size_t k = 0; k < pieces; ++k) {
+    if (k + 1 < pieces) publish(k + 1);
+    for (int step = 1; step < size; ++step) {
+      const int peer = (rank + step) % size;
+      const std::byte* cursor = rounds.read(first + k, peer) + row;
+      for (int before = 0; before < rank; ++before) cursor += align_up(length(matrix[peer * size + before], k));
+      const size_t bytes = length(matrix[peer * size + rank], k);
+      if (bytes > 0) copy_bytes(static_cast<std::byte*>(outs[peer].data) + k * piece, cursor, bytes);
+    }
+    rounds.release(first + k);
+  }
+}
+
+void barrier(Rounds& rounds, const Operation& operation) {
+  rounds.begin(operation, 0);
+  const uint64_t round = rounds.next();
+  rounds.pass(round);
+  for (int peer = 0; peer < rounds.size(); ++peer) {
+    if (peer != rounds.rank()) rounds.read(round, peer);
+  }
+  rounds.release(round);
+}
+
+}  // namespace ark

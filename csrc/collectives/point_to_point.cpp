@@ -1,0 +1,374 @@
+// Framing, matching and progress of send and recv. See the header for the protocol.
+#include "collectives/point_to_point.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "error.hpp"
+
+namespace ark {
+
+namespace {
+
+struct FrameHeader {
+  uint64_t message_bytes;
+  uint64_t offset;
+  uint32_t frame_bytes;
+  int32_t tag;
+  uint64_t reserved[5];
+};
+static_assert(sizeof(FrameHeader) == 64);
+
+constexpr auto kSlice = std::chrono::milliseconds(20);
+// How long the background thread leaves a new transfer to its poster, who usually waits on it at once.
+constexpr auto kHandOver = std::chrono::microseconds(200);
+
+}  // namespace
+
+PointToPoint::PointToPoint(GroupHealth& health, std::vector<Channel> to, std::vector<Channel> from,
+                           std::vector<protocol::Counter*> doorbell_of, SpinPolicy policy,
+                           std::function<void(int)> commit)
+    : health_(health),
+      to_(std::move(to)),
+      from_(std::move(from)),
+      doorbells_(std::move(doorbell_of)),
+      policy_(policy),
+      commit_(std::move(commit)),
+      peers_(to_.size()) {}
+
+PointToPoint::~PointToPoint() { stop(); }
+
+void PointToPoint::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_background_.notify_all();
+  ring_and_wake(*doorbells_[health_.rank()]);
+  if (background_.joinable()) {
+    if (background_.get_id() == std::this_thread::get_id()) {
+      background_.detach();
+    } else {
+      background_.join();
+    }
+  }
+}
+
+void PointToPoint::post(TransferPtr transfer) {
+  Finished finished;
+  {
+    std::lock_guard lock(mutex_);
+    ++pending_;
+    try {
+      if (health_.failed() || stopping_) health_.raise(transfer->context);
+      if (transfer->is_send && !peers_[transfer->peer].committed) {
+        commit_(transfer->peer);
+        peers_[transfer->peer].committed = true;
+      }
+      if (transfer->is_send) {
+        peers_[transfer->peer].sends.push_back(transfer);
+      } else if (!match_unexpected(transfer, finished)) {
+        recvs_.push_back(transfer);
+      }
+      progress(finished);
+    } catch (...) {
+      finished.emplace_back(transfer, std::current_exception());
+    }
+  }
+  finish(finished);
+  if (transfer->finished.load(std::memory_order_acquire)) return;
+  std::lock_guard lock(mutex_);
+  if (!background_.joinable() && !stopping_) background_ = std::thread([this] { background(); });
+  wake_background_.notify_one();
+}
+
+bool PointToPoint::wait(const Transfer& transfer, Clock::time_point until) {
+  protocol::Counter& doorbell = *doorbells_[health_.rank()];
+  waiters_.fetch_add(1);
+  protocol::store_relaxed(health_.own().waiting_on, int64_t{transfer.peer} + 1);
+  struct Leave {
+    std::atomic<int>& count;
+    int64_t& waiting_on;
+    ~Leave() {
+      protocol::store_relaxed(waiting_on, int64_t{0});
+      count.fetch_sub(1);
+    }
+  } leave{waiters_, health_.own().waiting_on};
+  auto spin_until = Clock::now() + policy_.spin;
+  auto next_check = Clock::now() + kSlice;
+  while (!transfer.finished.load(std::memory_order_acquire)) {
+    const uint64_t seen = protocol::current(doorbell);
+    Finished finished;
+    bool moved;
+    {
+      std::lock_guard lock(mutex_);
+      moved = progress(finished);
+      if (!moved && Clock::now() >= next_check) {
+        check_pending(finished);
+        next_check = Clock::now() + kSlice;
+      }
+    }
+    finish(finished);
+    if (transfer.finished.load(std::memory_order_acquire)) break;
+    const auto now = Clock::now();
+    if (now >= until) return false;
+    if (moved) {
+      spin_until = now + policy_.spin;
+    } else if (now >= spin_until) {
+      sleep_on(doorbell, seen, std::min<std::chrono::nanoseconds>(kSlice, until - now));
+    }
+  }
+  return true;
+}
+
+// All below, but finish() and background(), run with mutex_ held.
+
+bool PointToPoint::progress(Finished& finished) {
+  bool moved = false;
+  for (int peer = 0; peer < static_cast<int>(peers_.size()); ++peer) {
+    if (peer == health_.rank()) continue;
+    moved |= push(peer, finished);
+    moved |= pull(peer, finished);
+  }
+  return moved;
+}
+
+bool PointToPoint::push(int rank, Finished& finished) {
+  Peer& peer = peers_[rank];
+  Channel& channel = to_[rank];
+  const size_t room = channel.slot_bytes() - sizeof(FrameHeader);
+  bool moved = false;
+  while (!peer.sends.empty() && channel.writable(peer.next_out)) {
+    Transfer& transfer = *peer.sends.front();
+    const size_t bytes = std::min(room, transfer.bytes - transfer.moved);
+    std::byte* slot = channel.slot(peer.next_out);
+    *reinterpret_cast<FrameHeader*>(slot) =
+        FrameHeader{transfer.bytes, transfer.moved, static_cast<uint32_t>(bytes), transfer.tag, {}};
+    if (bytes > 0) std::memcpy(slot + sizeof(FrameHeader), static_cast<const std::byte*>(transfer.data) + transfer.moved, bytes);
+    transfer.moved += bytes;
+    channel.signal(peer.next_out++);
+    ring_and_wake(*doorbells_[rank]);
+    moved = true;
+    if (transfer.moved == transfer.bytes) {
+      finished.emplace_back(peer.sends.front(), nullptr);
+      peer.sends.pop_front();
+    }
+  }
+  return moved;
+}
+
+bool PointToPoint::wants_from(int rank) const {
+  const Peer& peer = peers_[rank];
+  if (peer.reading && (peer.incoming || peer.discarding || peer.aside->claimed)) return true;
+  return std::any_of(recvs_.begin(), recvs_.end(),
+                     [&](const TransferPtr& recv) { return recv->peer == rank || recv->peer == kAnySource; });
+}
+
+TransferPtr PointToPoint::take_recv(int rank, int tag) {
+  for (auto it = recvs_.begin(); it != recvs_.end(); ++it) {
+    if ((*it)->tag == tag && ((*it)->peer == rank || (*it)->peer == kAnySource)) {
+      TransferPtr found = *it;
+      recvs_.erase(it);
+      return found;
+    }
+  }
+  return nullptr;
+}
+
+namespace {
+
+std::exception_ptr size_mismatch(const Transfer& transfer, int rank, int source, size_t sent) {
+  return std::make_exception_ptr(
+      Error(ErrorKind::mismatch,
+            "rank " + std::to_string(source) + " sent " + std::to_string(sent) + " bytes with tag " +
+                std::to_string(transfer.tag) + ", but the tensor to receive them holds " + std::to_string(transfer.bytes),
+            ErrorContext{rank, source, transfer.context.name, transfer.context.sequence,
+                         "Receive into a tensor of the size and dtype that was sent."}));
+}
+
+}  // namespace
+
+bool PointToPoint::pull(int rank, Finished& finished) {
+  Peer& peer = peers_[rank];
+  Channel& channel = from_[rank];
+  bool moved = false;
+  while (wants_from(rank) && channel.readable(peer.next_in)) {
+    const std::byte* slot = channel.slot(peer.next_in);
+    const FrameHeader header = *reinterpret_cast<const FrameHeader*>(slot);
+    const size_t room = channel.slot_bytes() - sizeof(FrameHeader);
+    if (!peer.reading) {
+      peer.reading = true;
+      peer.in_bytes = header.message_bytes;
+      peer.in_moved = 0;
+      peer.discarding = false;
+      peer.incoming = take_recv(rank, header.tag);
+      if (peer.incoming) {
+        peer.incoming->peer = rank;
+        if (peer.incoming->bytes != header.message_bytes) {
+          finished.emplace_back(peer.incoming, size_mismatch(*peer.incoming, health_.rank(), rank, header.message_bytes));
+          peer.incoming.reset();
+          peer.discarding = true;
+        }
+      } else {
+        peer.unexpected.push_back(Unexpected{header.tag, std::vector<std::byte>(header.message_bytes), 0, nullptr});
+        peer.aside = std::prev(peer.unexpected.end());
+      }
+    }
+    // The frame's numbers come from another process: never write past what was set aside for the message.
+    const size_t bytes = std::min({size_t{header.frame_bytes}, room, peer.in_bytes - peer.in_moved});
+    if (bytes > 0 && !peer.discarding) {
+      std::byte* target = peer.incoming ? static_cast<std::byte*>(peer.incoming->data) : peer.aside->bytes.data();
+      std::memcpy(target + peer.in_moved, slot + sizeof(FrameHeader), bytes);
+    }
+    peer.in_moved += bytes;
+    advance_and_wake(*channel.released_by_reader(), ++peer.next_in);
+    ring_and_wake(*doorbells_[rank]);
+    moved = true;
+    if (peer.in_moved < peer.in_bytes) continue;
+    peer.reading = false;
+    if (peer.incoming) {
+      finished.emplace_back(std::move(peer.incoming), nullptr);
+      peer.incoming.reset();
+    } else if (!peer.discarding) {
+      peer.aside->arrived = peer.in_bytes;
+      if (TransferPtr claimed = peer.aside->claimed) {
+        if (claimed->bytes > 0) std::memcpy(claimed->data, peer.aside->bytes.data(), claimed->bytes);
+        peer.unexpected.erase(peer.aside);
+        finished.emplace_back(std::move(claimed), nullptr);
+      }
+    }
+  }
+  return moved;
+}
+
+bool PointToPoint::match_unexpected(const TransferPtr& transfer, Finished& finished) {
+  for (int rank = 0; rank < static_cast<int>(peers_.size()); ++rank) {
+    if (transfer->peer != kAnySource && transfer->peer != rank) continue;
+    Peer& peer = peers_[rank];
+    for (auto it = peer.unexpected.begin(); it != peer.unexpected.end(); ++it) {
+      if (it->tag != transfer->tag || it->claimed) continue;
+      transfer->peer = rank;
+      const bool arriving = peer.reading && !peer.incoming && !peer.discarding && peer.aside == it;
+      if (it->bytes.size() != transfer->bytes) {
+        finished.emplace_back(transfer, size_mismatch(*transfer, health_.rank(), rank, it->bytes.size()));
+        if (!arriving) peer.unexpected.erase(it);
+        else peer.discarding = true, peer.unexpected.erase(it);
+      } else if (arriving) {
+        it->claimed = transfer;
+      } else {
+        if (transfer->bytes > 0) std::memcpy(transfer->data, it->bytes.data(), transfer->bytes);
+        peer.unexpected.erase(it);
+        finished.emplace_back(transfer, nullptr);
+      }
+      return true;
+    }
+  }
+  return false;
+}
+
+void PointToPoint::check_pending(Finished& finished) {
+  std::exception_ptr error;
+  auto check = [&](const TransferPtr& transfer) {
+    if (error) return;
+    if (const auto alarm = health_.alarm(transfer->context, transfer->peer)) {
+      if (progress(finished)) return;  // it came after all; looked at again in the next slice
+      try {
+        health_.raise(*alarm, transfer->context, transfer->peer);
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+  };
+  // Copies: progress() changes the lists.
+  std::vector<TransferPtr> all(recvs_.begin(), recvs_.end());
+  for (Peer& peer : peers_) {
+    all.insert(all.end(), peer.sends.begin(), peer.sends.end());
+    if (peer.incoming) all.push_back(peer.incoming);
+    for (const Unexpected& aside : peer.unexpected) {
+      if (aside.claimed) all.push_back(aside.claimed);
+    }
+  }
+  for (const TransferPtr& transfer : all) check(transfer);
+  if (!error) return;
+  std::vector<TransferPtr> already;
+  for (const auto& entry : finished) already.push_back(entry.first);
+  for (const TransferPtr& transfer : all) {
+    if (std::find(already.begin(), already.end(), transfer) != already.end()) continue;
+    try {
+      health_.raise(transfer->context);
+    } catch (...) {
+      finished.emplace_back(transfer, std::current_exception());
+    }
+  }
+  recvs_.clear();
+  for (Peer& peer : peers_) {
+    peer.sends.clear();
+    // A message half read into a tensor whose recv has just failed is thrown away.
+    if (peer.reading) peer.discarding = true;
+    peer.incoming.reset();
+    peer.unexpected.clear();
+  }
+}
+
+void PointToPoint::fail_all() {
+  Finished finished;
+  {
+    std::lock_guard lock(mutex_);
+    check_pending(finished);
+  }
+  finish(finished);
+  ring_and_wake(*doorbells_[health_.rank()]);
+}
+
+void PointToPoint::finish(Finished& finished) {
+  if (finished.empty()) return;
+  for (auto& [transfer, error] : finished) {
+    auto done = std::move(transfer->done);
+    transfer->finished.store(true, std::memory_order_release);
+    if (done) done(error);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    pending_ -= std::min(pending_, finished.size());
+  }
+  // Other threads of this process may be asleep waiting for one of these.
+  if (waiters_.load() > 0) ring_and_wake(*doorbells_[health_.rank()]);
+}
+
+void PointToPoint::background() {
+  protocol::Counter& doorbell = *doorbells_[health_.rank()];
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      wake_background_.wait(lock, [&] { return stopping_ || pending_ > 0; });
+      if (stopping_) return;
+    }
+    std::this_thread::sleep_for(kHandOver);
+    auto next_check = Clock::now() + kSlice;
+    for (;;) {
+      const uint64_t seen = protocol::current(doorbell);
+      Finished finished;
+      bool moved = false;
+      {
+        std::lock_guard lock(mutex_);
+        if (stopping_) return;
+        if (pending_ == 0) break;
+        // A thread that waits makes progress for everybody; this one only looks now and then.
+        if (waiters_.load() == 0) moved = progress(finished);
+        if (!moved && Clock::now() >= next_check) {
+          check_pending(finished);
+          next_check = Clock::now() + kSlice;
+        }
+      }
+      finish(finished);
+      if (moved) continue;
+      if (waiters_.load() > 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      } else {
+        sleep_on(doorbell, seen, kSlice);
+      }
+    }
+  }
+}
+
+}  // namespace ark
