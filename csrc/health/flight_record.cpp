@@ -138,6 +138,13 @@ uint32_t FlightRecord::register_group(std::string_view name, std::string_view de
   return id;
 }
 
+void FlightRecord::describe_group(uint32_t id, std::string_view name, std::string_view description) {
+  std::lock_guard guard(mutex_);
+  if (id >= groups_) return;
+  group(id)->name = name;
+  group(id)->description = description;
+}
+
 void FlightRecord::retire_group(uint32_t id) {
   std::lock_guard guard(mutex_);
   if (id >= groups_) return;

@@ -89,10 +89,12 @@ struct FlightEntry {
 // How far a rank got, as read from shared memory by the rank that writes the dump.
 struct FlightPeer {
   int rank = -1;               // in the group
-  uint64_t last_enqueued = 0;  // sequence numbers
+  uint64_t last_enqueued = 0;  // sequence numbers of collectives
+  uint64_t last_started = 0;
   uint64_t last_completed = 0;
-  int waiting_on = -1;  // rank it waits for; -1: none or unknown
-  bool lost = false;    // its process ended
+  int waiting_on = -1;    // rank it waits for; -1: none or unknown
+  std::string operation;  // what it is in; empty: nothing or unknown
+  bool lost = false;      // its process ended
 };
 
 // Why a dump is written. Kept by the record, so that a later dump also shows the earlier (first) cause.
@@ -131,6 +133,8 @@ class FlightRecord {
   // its members in rank order (empty: 0..size-1). Returns the id that entries carry.
   uint32_t register_group(std::string_view name, std::string_view description, int rank, int size,
                           const std::vector<int>& global_ranks);
+  // PyTorch names a group only after its backend was made.
+  void describe_group(uint32_t group, std::string_view name, std::string_view description);
   // The group is gone: its entries stay until overwritten, then its id may be given out again.
   void retire_group(uint32_t group);
 

@@ -113,8 +113,9 @@ void write_failure(JsonWriter& json, int64_t time, const FlightFailure& failure)
   json.key("peers").open('[');
   for (const FlightPeer& peer : failure.peers) {
     json.open('{').field("rank", peer.rank).field("last_enqueued", peer.last_enqueued);
-    json.field("last_completed", peer.last_completed);
-    json.number_or_null("waiting_on", peer.waiting_on, peer.waiting_on >= 0).flag("lost", peer.lost).close('}');
+    json.field("last_started", peer.last_started).field("last_completed", peer.last_completed);
+    json.number_or_null("waiting_on", peer.waiting_on, peer.waiting_on >= 0).field("operation", peer.operation);
+    json.flag("lost", peer.lost).close('}');
   }
   json.close(']').close('}');
 }

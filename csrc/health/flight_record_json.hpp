@@ -21,7 +21,7 @@
 //   }],
 //   "failures": [{                                                          first cause first
 //     "time_ns", "group", "error", "peer", "operation", "sequence", "frame",
-//     "peers": [{"rank", "last_enqueued", "last_completed", "waiting_on", "lost"}]
+//     "peers": [{"rank", "last_enqueued", "last_started", "last_completed", "waiting_on", "operation", "lost"}]
 //   }]
 // }
 // Integers are below 2^63; text is valid UTF-8 (bytes that are not become U+FFFD).

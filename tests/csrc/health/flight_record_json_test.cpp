@@ -37,7 +37,7 @@ TEST(FlightRecordJson, OddCharactersStayValidJson) {
   failure.error = odd;
   failure.operation = odd;
   failure.frame = odd;
-  failure.peers = {{0, 1, 2, -1, false}, {1, 0, 0, 0, true}};
+  failure.peers = {{0, 1, 2, 2, -1, odd, false}, {1, 0, 0, 0, 0, "", true}};
   record.note(failure);
   const std::string json = record.to_json();
   EXPECT_TRUE(JsonReader::valid(json)) << json;
@@ -47,6 +47,14 @@ TEST(FlightRecordJson, OddCharactersStayValidJson) {
   EXPECT_FALSE(contains(json, "\xFF"));
   EXPECT_FALSE(JsonReader::valid(json + "]"));  // the reader itself can say no
   EXPECT_FALSE(JsonReader::valid(json.substr(0, json.size() - 1)));
+}
+
+TEST(FlightRecordJson, GroupsGetTheirNamesLater) {
+  FlightRecord record(8);
+  const uint32_t group = record.register_group("", "", 0, 2, {});
+  record.describe_group(group, "0", "default_pg");
+  record.describe_group(group + 1, "nobody", "");
+  EXPECT_TRUE(contains(record.to_json(), "\"name\":\"0\",\"description\":\"default_pg\""));
 }
 
 TEST(FlightRecordJson, NamesTypesAndAbsences) {
@@ -76,7 +84,7 @@ TEST(FlightRecordJson, DumpsOneWholePrivateFile) {
   failure.has_group = true;
   failure.error = "rank 1 ended";
   failure.peer = 1;
-  failure.peers = {{1, 5, 4, -1, true}};
+  failure.peers = {{1, 5, 5, 4, -1, "all_reduce", true}};
   const std::string path = flight_dump_path(folder / "flight_", 3);
   EXPECT_TRUE(path.ends_with("/flight_3.json"));
   EXPECT_TRUE(record.dump(path, failure));
