@@ -95,8 +95,8 @@ TEST(FlightRecordJson, DumpsOneWholePrivateFile) {
   const std::string json = contents(path);
   EXPECT_TRUE(JsonReader::valid(json)) << json;
   EXPECT_TRUE(contains(json,
-                       "\"peers\":[{\"rank\":1,\"last_enqueued\":5,\"last_completed\":4,\"waiting_on\":null,"
-                       "\"lost\":true}]"))
+                       "\"peers\":[{\"rank\":1,\"last_enqueued\":5,\"last_started\":5,\"last_completed\":4,"
+                       "\"waiting_on\":null,\"operation\":\"all_reduce\",\"lost\":true}]"))
       << json;
 
   ::unlink(path.c_str());
