@@ -29,8 +29,8 @@ try:
 except ImportError as error:
     torch = None
     WHY_NOT = (
-        f"ark_torch is built against the PyTorch of its environment, and {sys.executable} finds none ({error}): install "
-        f"it first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*'); if it is installed (uv, or a "
+        f"ark_torch is built against the PyTorch of its environment, and {sys.executable} finds none ({error}): "
+        f"install it first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*'); if it is installed (uv, or a "
         "machine without a network), add --no-build-isolation with setuptools and ninja installed."
     )
 

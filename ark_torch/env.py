@@ -106,7 +106,7 @@ VARIABLES = (
         "ARK_FLIGHT_DUMP",
         "prefix",
         "",
-        "Where a failure writes the flight record: this text followed by the rank and .json. Unset: nothing is written.",
+        "Where a failure writes the flight record: this text, then the rank and .json. Unset: nothing is written.",
     ),
     Variable(
         "ARK_SPIN_US",

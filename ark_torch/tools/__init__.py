@@ -1,0 +1,1 @@
+"""Tools run as modules: python -m ark_torch.tools.NAME."""

@@ -1,0 +1,225 @@
+"""The doctor's probes. Each yields rows; any may raise (doctor.run_probe turns that into a row).
+
+Standard library only, and nothing of ark_torch but files that import no torch: the doctor has to run where PyTorch is
+missing, of another version, or crashes at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ark_torch import _support, env
+from ark_torch._version import __version__
+from ark_torch.tools.doctor import FAIL, INFO, OK, WARN, Probe, Row
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+
+
+def child(*arguments: str, seconds: float = 60.0) -> tuple[bool, str]:
+    """Runs this Python in a process of its own; (it ended well, its output or what went wrong)."""
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], capture_output=True, text=True, timeout=seconds, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {seconds:.0f} s"
+    if done.returncode < 0:
+        return False, f"killed by signal {-done.returncode}"
+    if done.returncode:
+        return False, (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return True, done.stdout.strip()
+
+
+def versions() -> Iterator[Row]:
+    yield Row("ark_torch", OK, f"{__version__} in {HERE.parent}")
+    right = sys.platform == "linux" and platform.machine() == "x86_64"
+    yield Row("system", OK if right else FAIL, platform.platform(), "" if right else "ark_torch needs Linux on x86-64")
+    new = sys.version_info >= (3, 10)
+    text = f"{platform.python_version()} at {sys.executable}"
+    yield Row("python", OK if new else FAIL, text, "" if new else "ark_torch needs Python 3.10 or newer")
+
+
+def pytorch() -> Iterator[Row]:
+    script = "import json, torch; print(json.dumps([torch.__version__, torch.version.cuda, torch.__file__]))"
+    good, text = child("-c", script, seconds=120)
+    if not good:
+        advice = f"install a supported PyTorch: {_support.supported_text()}; then `{_support.rebuild_command()}`"
+        yield Row("pytorch", FAIL, text, advice)
+        return
+    version, cuda, where = json.loads(text.splitlines()[-1])
+    yield Row("pytorch", OK, f"{version} (CUDA {cuda or 'none'}) at {os.path.dirname(where)}")
+    why = _support.problem(version, _support.built_for())
+    if why is not None:
+        yield Row("extension", FAIL, f"built for PyTorch {_support.built_for() or 'none'}", why)
+        return
+    good, text = child("-c", "import ark_torch, ark_torch._C as c; print(c.__file__)")
+    advice = "" if good else f"build it anew: {_support.rebuild_command()}"
+    yield Row("extension", OK if good else FAIL, f"built for PyTorch {_support.built_for()}: {text}", advice)
+
+
+def entry_points() -> Iterator[Row]:
+    found = [
+        group
+        for group in ("torch.backends", "torch.distributed.backends", "torch_dynamo_backends")
+        if any(entry.name == "ark" for entry in importlib.metadata.entry_points(group=group))
+    ]
+    whole = "torch.backends" in found
+    advice = "" if whole else "the installation has no metadata: install with pip, or `import ark_torch` in the script"
+    yield Row("entry points", OK if whole else WARN, ", ".join(found) or "none", advice)
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        advice = "the script has to `import ark_torch` itself"
+        yield Row("entry points", WARN, "TORCH_DEVICE_BACKEND_AUTOLOAD is off", advice)
+
+
+def environment() -> Iterator[Row]:
+    values = {name: text for name, text in sorted(os.environ.items()) if name.startswith(env.PREFIX)}
+    shown = ", ".join(f"{name}={text}" for name, text in values.items()) or "no ARK_ variable is set"
+    try:
+        env.read()
+        yield Row("environment", OK, shown)
+    except ValueError as error:
+        yield Row("environment", FAIL, shown, str(error))
+    for name in env.unknown():
+        known = ", ".join(variable.name for variable in env.VARIABLES)
+        yield Row("environment", WARN, f"{name} is not a variable of ark_torch", f"known: {known}")
+
+
+def shared_memory() -> Iterator[Row]:
+    descriptor = os.memfd_create("ark-doctor", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, MIB)
+        os.pwrite(descriptor, b"ark", 0)
+        left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with left, right:
+            socket.send_fds(left, [b"x"], [descriptor])
+            _, received, _, _ = socket.recv_fds(right, 1, 1)
+        works = len(received) == 1 and os.pread(received[0], 3, 0) == b"ark"
+        for copy in received:
+            os.close(copy)
+    finally:
+        os.close(descriptor)
+    advice = "" if works else "descriptors do not pass over Unix sockets here: look at the container's seccomp profile"
+    yield Row("memfd", OK if works else FAIL, "created, written, passed over a Unix socket and read back", advice)
+    try:
+        room = shutil.disk_usage("/dev/shm")
+        text = f"{room.free // MIB} MiB free of {room.total // MIB} MiB (not needed: memory has no name here)"
+        yield Row("/dev/shm", INFO, text)
+    except OSError as error:
+        yield Row("/dev/shm", INFO, f"{error} (not needed: memory has no name here)")
+    for name, limit, enough in (
+        ("memlock", resource.RLIMIT_MEMLOCK, 64 * MIB),
+        ("nofile", resource.RLIMIT_NOFILE, 1024),
+    ):
+        soft, hard = resource.getrlimit(limit)
+        text = " of ".join("unlimited" if value == resource.RLIM_INFINITY else str(value) for value in (soft, hard))
+        low = soft != resource.RLIM_INFINITY and soft < enough
+        if name == "memlock":
+            yield Row("limit memlock", INFO, text, "RDMA and pinned memory will want more: ulimit -l" if low else "")
+        else:
+            yield Row("limit nofile", WARN if low else OK, text, "many groups need more: ulimit -n" if low else "")
+
+
+def memory() -> Iterator[Row]:
+    table = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(table[key].split()[0]) // 1024 for key in ("MemAvailable", "MemTotal"))
+    low = free < 512
+    yield Row("memory", WARN if low else OK, f"{free} MiB available of {total} MiB", "little room" if low else "")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(path).read_text().strip() if os.path.exists(path) else ""
+        if text.isdigit() and int(text) // MIB < total:
+            yield Row("memory", INFO, f"control group's limit {int(text) // MIB} MiB; shared memory counts towards it")
+
+
+def processor() -> Iterator[Row]:
+    allowed = sorted(os.sched_getaffinity(0))
+    text = f"{os.cpu_count()} in all, {len(allowed)} for this process"
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    words = quota.read_text().split() if quota.exists() else []
+    if len(words) == 2 and words[0].isdigit():
+        text += f", control group's quota {int(words[0]) / int(words[1]):.1f}"
+    nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+    yield Row("cores", OK, f"{text}; {max(nodes, 1)} memory node(s)")
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in info if line.startswith("flags")), "").split()
+    model = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
+    best = "avx512" if {"avx512f", "avx512bw", "avx512vl"} <= set(flags) else "avx2" if "avx2" in flags else "baseline"
+    yield Row("vectors", INFO, f"{best} ({model})")
+
+
+def compilers() -> Iterator[Row]:
+    wanted = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    for name in dict.fromkeys(name for name in wanted if name):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+        yield Row("compiler", OK, f"{path}: {(done.stdout.splitlines() or ['no version'])[0]}")
+        return
+    yield Row("compiler", WARN, "none in PATH", "only needed to build ark_torch: a C++20 compiler, g++ 11 or newer")
+
+
+def cuda() -> Iterator[Row]:
+    # By its path and without its folder in sys.path, where tools would shadow modules of the standard library.
+    script = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    good, text = child("-c", script, str(HERE / "_probe_cuda.py"))
+    if not good:
+        yield Row("cuda", WARN, text, "the CUDA driver or NVRTC brought the probe down")
+        return
+    for row in json.loads(text):
+        yield Row(**row)
+
+
+def network() -> Iterator[Row]:
+    folder = Path("/sys/class/infiniband")
+    devices = sorted(folder.iterdir()) if folder.is_dir() else []
+    for device in devices:
+        states = [port.read_text().strip() for port in sorted(device.glob("ports/*/state"))]
+        yield Row("rdma", INFO, f"{device.name}: {', '.join(states) or 'no port'}")
+    if not devices:
+        yield Row("rdma", INFO, "no device (groups over several machines go through PyTorch's own backends)")
+    good, text = child("-c", "import socket; socket.getaddrinfo(socket.gethostname(), 0)", seconds=10)
+    if not good:
+        advice = "torchrun's rendezvous resolves it: put the name into /etc/hosts, or pass --master-addr 127.0.0.1"
+        yield Row("host name", WARN, f"{socket.gethostname()}: {text}", advice)
+
+
+def collective() -> Iterator[Row]:
+    """The proof: two processes, one all_reduce over ark."""
+    good, text = child("-m", "ark_torch.tools._probe_collective", seconds=120)
+    advice = "" if good else "the rows above may say why; ARK_DISABLE=1 goes around ark"
+    yield Row("all_reduce", OK if good else FAIL, text, advice)
+
+
+def libc() -> Iterator[Row]:
+    library: Any = ctypes.CDLL(None)
+    library.gnu_get_libc_version.restype = ctypes.c_char_p
+    yield Row("glibc", INFO, library.gnu_get_libc_version().decode())
+
+
+PROBES: tuple[tuple[str, Probe, bool], ...] = (
+    ("versions", versions, True),
+    ("glibc", libc, False),
+    ("pytorch", pytorch, True),
+    ("entry points", entry_points, False),
+    ("environment", environment, True),
+    ("shared memory", shared_memory, True),
+    ("memory", memory, False),
+    ("processor", processor, False),
+    ("compiler", compilers, False),
+    ("cuda", cuda, False),
+    ("network", network, False),
+    ("all_reduce", collective, True),
+)

@@ -1,0 +1,89 @@
+"""What works on this machine, what does not, and why: `python -m ark_torch.tools.doctor [--json]`.
+
+The first thing to run, and to send along, when something is wrong; so it must not itself fall over: it imports the
+standard library only, a probe that raises becomes a row, and what might take the process down (importing PyTorch, the
+extension, the CUDA driver) runs in a child with a time limit. The exit code is 0 when collectives on CPU tensors work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
+
+
+@dataclass
+class Row:
+    """One finding. FAIL means that collectives on CPU tensors cannot work; WARN that something less does not."""
+
+    probe: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+Probe = Callable[[], Iterable[Row]]
+
+
+def run_probe(name: str, probe: Probe, needed: bool) -> list[Row]:
+    """The probe's rows; one row with the exception when it raises. What it found before is kept."""
+    rows: list[Row] = []
+    try:
+        for row in probe():
+            rows.append(row)
+    except Exception as error:
+        advice = "this probe failed; the finding is the error itself"
+        rows.append(Row(name, FAIL if needed else WARN, f"{type(error).__name__}: {error}", advice))
+    return rows
+
+
+def diagnose(probes: Iterable[tuple[str, Probe, bool]]) -> list[Row]:
+    rows: list[Row] = []
+    for name, probe, needed in probes:
+        rows += run_probe(name, probe, needed)
+    return rows
+
+
+def cpu_works(rows: Iterable[Row]) -> bool:
+    return all(row.state != FAIL for row in rows)
+
+
+def as_table(rows: list[Row]) -> str:
+    width = max(len(row.probe) for row in rows)
+    lines = []
+    for row in rows:
+        first, *rest = row.found.splitlines() or [""]
+        lines.append(f"{row.state:<4}  {row.probe:<{width}}  {first}")
+        lines += [" " * (width + 8) + line for line in rest]
+        if row.advice:
+            lines.append(" " * (width + 8) + "-> " + row.advice)
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    options = parser.parse_args(arguments)
+    from ark_torch.tools._probes import PROBES
+
+    started = time.monotonic()
+    rows = diagnose(PROBES)
+    works = cpu_works(rows)
+    if options.json:
+        seconds = round(time.monotonic() - started, 2)
+        print(json.dumps({"cpu_works": works, "seconds": seconds, "rows": [asdict(row) for row in rows]}, indent=2))
+    else:
+        print(as_table(rows))
+        print("\nCollectives on CPU tensors " + ("work." if works else "do not work: see the rows that say FAIL."))
+    return 0 if works else 1
+
+
+if __name__ == "__main__":
+    # Under its package name too, so that the probes' Row is this file's Row.
+    sys.modules.setdefault("ark_torch.tools.doctor", sys.modules["__main__"])
+    sys.exit(main())
