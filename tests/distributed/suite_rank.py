@@ -1,0 +1,72 @@
+"""One rank of one body of PyTorch's own DistributedTest, over a group of the backend under test.
+
+The suite decides at import, from $BACKEND, which bodies skip themselves: it is imported while BACKEND says
+"gloo" (or "mpi" for the all-to-all bodies), so that they run, and the group they get is made with ours.
+This mirrors TestDistBackend._run without its pipes and listener thread.
+"""
+
+from __future__ import annotations
+
+import os
+import unittest
+from datetime import timedelta
+from typing import Any
+
+from support.rank import Rank
+
+
+def _suite() -> Any:
+    from torch.testing._internal.distributed import distributed_test
+
+    return distributed_test
+
+
+def _case() -> Any:
+    suite = _suite()
+    return type("ArkSuite", (suite.TestDistBackend, suite.DistributedTest._DistTestBase), {})
+
+
+def bodies(rank: Rank) -> dict[str, str]:
+    """Every body and why its decorators skip it ("" when they do not)."""
+    case = _case()
+    names = [name for name in dir(case) if name.startswith("test")]
+    return {name: getattr(getattr(case, name), "__unittest_skip_why__", "") for name in names}
+
+
+def run_body(rank: Rank, name: str) -> str:
+    """"" when it passed, else why it skipped itself; raises what the body raises."""
+    import torch.distributed as dist
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_distributed import TEST_SKIPS
+
+    suite = _suite()
+    folder = str(rank.scratch)
+    init = f"file://{folder}/init_dir/file"
+    os.environ.update(TEMP_DIR=folder, INIT_METHOD=init, MASTER_ADDR="127.0.0.1")
+    # Bodies for the group [1, 2] skip themselves below 8 ranks unless this says "mpi"; they need three.
+    os.environ["BACKEND"] = "mpi" if rank.world_size > 2 else "gloo"
+    for sub in ("barrier", "test_dir", "init_dir"):
+        os.makedirs(os.path.join(folder, sub), exist_ok=True)
+    case = _case()(name)
+    case.rank = rank.rank
+    case.file_name = f"{folder}/init_dir/file"
+    timeout = timedelta(seconds=suite.CUSTOM_PG_TIMEOUT.get(name, suite.default_pg_timeout))
+    dist.init_process_group(
+        rank.backend, init_method=init, world_size=rank.world_size, rank=rank.rank, timeout=timeout
+    )
+    case._barrier(timeout=60)
+    common_utils.set_rng_seed()
+    why = ""
+    try:
+        getattr(case, name)()
+    except unittest.SkipTest as skip:
+        why = str(skip) or "SkipTest"
+    except SystemExit as leave:
+        why = next((skip.message for skip in TEST_SKIPS.values() if skip.exit_code == leave.code), "")
+        if not why:
+            raise AssertionError(f"{name} left with exit code {leave.code}") from leave
+    if not why:
+        case._barrier(timeout=60)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return why

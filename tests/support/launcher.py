@@ -1,0 +1,375 @@
+"""Running a test function on N ranks, each a real process, under a hard time limit.
+
+    values = run_ranks(body, 4, "argument")            # body(rank: Rank, "argument") on every rank
+    with Job(body, 3) as job:                          # or act while they run
+        job.wait_event(1, "inside"); job.kill(1); outcomes = job.finish(timeout=20)
+
+Whatever happens, leaving the `with` ends every process below the job. A job that outlives its limit is
+asked for the stacks of all its threads (they are in the failure's message), then killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import itertools
+import os
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from support import processes, wire
+
+TESTS = Path(__file__).resolve().parent.parent
+DEFAULT_TIMEOUT = 120.0
+BACKEND = os.environ.get("ARK_TEST_BACKEND", "ark")
+PYTORCHS_OWN = ("torchinductor_", "torchelastic_")  # caches that PyTorch itself leaves in the temporary folder
+
+# One thread of arithmetic in a rank: the machines that run the tests have few cores, and a fork must not
+# meet the threads of an OpenMP pool.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def base_environment(**extra: str) -> dict[str, str]:
+    """The environment of every process that tests start: without what other jobs have set."""
+    foreign = ("ARK_", "TORCH_DISTRIBUTED", "MASTER_", "RANK", "WORLD_SIZE")
+    env = {k: v for k, v in os.environ.items() if k.startswith("ARK_TEST_") or not k.startswith(foreign)}
+    path = [str(TESTS), str(TESTS.parent)] if os.environ.get("ARK_TEST_FROM_SOURCE", "1") == "1" else [str(TESTS)]
+    if "PYTHONPATH" in env:
+        path.append(env["PYTHONPATH"])
+    return env | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)} | extra
+
+
+class Zygote:
+    """The test process's end of support.zygote."""
+
+    def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed"), **env: str) -> None:
+        ours, theirs = socket.socketpair()
+        processes.become_subreaper()
+        self._sock = ours
+        command = [sys.executable, "-m", "support.zygote", str(theirs.fileno()), *preload]
+        self._process = subprocess.Popen(command, env=base_environment(**env), pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.pid = self._process.pid
+        _zygotes.add(self.pid)
+        ours.settimeout(120)
+        ready, _ = wire.receive(ours)
+        if ready != "ready":
+            raise AssertionError(f"zygote said {ready!r}")
+
+    def fork(self, spec: dict[str, Any], fds: tuple[int, ...]) -> list[int]:
+        wire.send(self._sock, spec, fds)
+        return wire.receive(self._sock)[0]
+
+    def close(self) -> None:
+        _zygotes.discard(self.pid)
+        self._sock.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_zygotes: set[int] = set()
+_shared: dict[str, Any] = {}
+_serial = itertools.count()
+
+
+def zygote_pids() -> frozenset[int]:
+    return frozenset(_zygotes)
+
+
+def shared_zygote() -> Zygote:
+    if "zygote" not in _shared:
+        _shared["zygote"] = Zygote()
+    return _shared["zygote"]
+
+
+def _store_address() -> tuple[str, int]:
+    if "store" not in _shared:
+        import torch.distributed as dist
+
+        _shared["store"] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return "127.0.0.1", _shared["store"].port
+
+
+def close_shared() -> None:
+    zygote = _shared.pop("zygote", None)
+    if zygote is not None:
+        zygote.close()
+    _shared.pop("store", None)
+
+
+atexit.register(close_shared)
+
+
+@dataclass
+class Outcome:
+    """What became of one rank."""
+
+    rank: int
+    kind: str = "running"  # result, error, exit, lost (ended without a word), killed (by the test)
+    value: Any = None
+    exit_code: int | None = None
+    ended: float = 0.0  # time.monotonic() when its result or error arrived, else when it ended
+    events: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
+
+    @property
+    def message(self) -> str:
+        return self.value["message"] if self.kind == "error" else ""
+
+    def describe(self) -> str:
+        text = f"--- rank {self.rank}: {self.kind}, exit code {self.exit_code}\n"
+        if self.kind == "error":
+            text += self.value["traceback"]
+        return text + (f"  its output ends:\n{self.log[-6000:]}" if self.log else "")
+
+
+class RanksFailed(AssertionError):
+    """At least one rank did not return a value."""
+
+    def __init__(self, reason: str, outcomes: list[Outcome]) -> None:
+        super().__init__(reason + "\n" + "\n".join(o.describe() for o in outcomes if o.kind != "result"))
+        self.outcomes = outcomes
+
+
+class Job:
+    """A test function running on `count` ranks."""
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        count: int,
+        *args: Any,
+        env: dict[str, str | None] | None = None,
+        spawn: bool = False,
+        backend: str | None = None,
+        destroy: bool = True,
+        store: tuple[str, int] | None = None,
+        store_timeout: float = 60.0,
+        zygote: Zygote | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        self.count = count
+        self.scratch = Path(tempfile.mkdtemp(prefix="rank-test-"))
+        self._spawned: list[subprocess.Popen[bytes]] = []
+        spec: dict[str, Any] = {
+            "path": inspect.getfile(body),
+            "name": body.__qualname__,
+            "count": count,
+            "args": args,
+            "kwargs": kwargs or {},
+            "env": {"TMPDIR": str(self._make("tmp")), "XDG_RUNTIME_DIR": str(self._make("run"))} | (env or {}),
+            "backend": backend or BACKEND,
+            "destroy": destroy,
+            "store": store or _store_address(),
+            "store_timeout": store_timeout,
+            "job": f"job{next(_serial)}-{secrets.token_hex(4)}",
+            "scratch": str(self.scratch),
+            "parent": os.getpid(),
+            "fork": not spawn,
+        }
+        pairs = [socket.socketpair() for _ in range(count)]
+        ends = tuple(theirs.fileno() for _, theirs in pairs)
+        if spawn:
+            self.pids = [self._spawn(spec, index, fd) for index, fd in enumerate(ends)]
+        else:
+            self.pids = (zygote or shared_zygote()).fork(spec, ends)
+        self.started = time.monotonic()
+        self.socks = [ours for ours, _ in pairs]
+        for index, (ours, theirs) in enumerate(pairs):
+            theirs.close()
+            if spawn:
+                wire.send(ours, (spec, index))
+            wire.send(ours, "start")
+        self._readers = [wire.Reader(sock) for sock in self.socks]
+        self.outcomes = [Outcome(rank) for rank in range(count)]
+        self._selector = selectors.DefaultSelector()
+        self._pidfds: list[int] = []
+        for rank, sock in enumerate(self.socks):
+            self._selector.register(sock, selectors.EVENT_READ, ("message", rank))
+            pidfd = os.pidfd_open(self.pids[rank])
+            self._pidfds.append(pidfd)
+            self._selector.register(pidfd, selectors.EVENT_READ, ("ended", rank))
+        self._ended: set[int] = set()
+
+    def _make(self, name: str) -> Path:
+        path = self.scratch / name
+        path.mkdir(mode=0o700)
+        return path
+
+    def _spawn(self, spec: dict[str, Any], index: int, fd: int) -> int:
+        env = base_environment(**{k: v for k, v in spec["env"].items() if v is not None})
+        command = [sys.executable, "-m", "support.rank", str(fd)]
+        self._spawned.append(subprocess.Popen(command, env=env, pass_fds=[fd]))
+        return self._spawned[-1].pid
+
+    # -- what happens in the ranks
+
+    def _on_message(self, rank: int, message: tuple[str, Any, Any]) -> None:
+        kind, first, second = message
+        outcome = self.outcomes[rank]
+        if kind == "event":
+            outcome.events[first] = second
+        else:
+            outcome.kind, outcome.value, outcome.ended = kind, first, time.monotonic()
+
+    def _on_end(self, rank: int) -> None:
+        for message in self._readers[rank].drain():
+            self._on_message(rank, message)
+        try:
+            _, status = os.waitpid(self.pids[rank], 0)
+            self.outcomes[rank].exit_code = processes.exit_code(status)
+        except ChildProcessError:
+            popen = next((p for p in self._spawned if p.pid == self.pids[rank]), None)
+            self.outcomes[rank].exit_code = popen.returncode if popen else None
+        outcome = self.outcomes[rank]
+        if outcome.kind == "running":
+            outcome.kind = "lost"
+        outcome.ended = outcome.ended or time.monotonic()
+        self._ended.add(rank)
+
+    def _step(self, deadline: float) -> None:
+        """Take in what has happened; waits for something until the deadline."""
+        for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+            what, rank = key.data
+            if what == "ended":
+                self._selector.unregister(key.fileobj)
+                self._on_end(rank)
+            else:
+                for message in self._readers[rank].drain():
+                    self._on_message(rank, message)
+                if self._readers[rank].closed:
+                    self._selector.unregister(key.fileobj)
+
+    def _wait_until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        deadline = time.monotonic() + timeout
+        while not done():
+            if time.monotonic() >= deadline:
+                self._fail(f"{what}: not within {timeout:.1f} s")
+            self._step(deadline)
+
+    def _fail(self, reason: str) -> None:
+        """Ask for stacks, end everything, raise."""
+        alive = [rank for rank in range(self.count) if rank not in self._ended]
+        for rank in alive:
+            processes.signal_quietly(self.pids[rank], signal.SIGCONT)
+            processes.signal_quietly(self.pids[rank], signal.SIGUSR1)
+        time.sleep(0.7 if alive else 0.0)
+        self._read_logs()
+        error = RanksFailed(reason, self.outcomes)
+        self.close()
+        raise error
+
+    def _read_logs(self) -> None:
+        for outcome in self.outcomes:
+            path = self.scratch / f"rank{outcome.rank}.log"
+            outcome.log = path.read_text(errors="replace") if path.exists() else ""
+
+    # -- what a test does
+
+    def wait_event(self, rank: int, name: str, timeout: float = DEFAULT_TIMEOUT) -> Any:
+        """Wait until the rank reports the event; fails at once when it ends before that."""
+        outcome = self.outcomes[rank]
+        self._wait_until(lambda: name in outcome.events or rank in self._ended, timeout, f"rank {rank}: {name}")
+        if name not in outcome.events:
+            self._fail(f"rank {rank} ended before {name!r}")
+        return outcome.events[name]
+
+    def wait_all(self, name: str, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+        return [self.wait_event(rank, name, timeout) for rank in range(self.count)]
+
+    def go(self, rank: int, name: str, value: Any = None) -> None:
+        wire.send(self.socks[rank], (name, value))
+
+    def go_all(self, name: str, value: Any = None) -> None:
+        for rank in range(self.count):
+            self.go(rank, name, value)
+
+    def kill(self, rank: int) -> float:
+        """SIGKILL; the time at which it was sent."""
+        now = time.monotonic()
+        if rank not in self._ended:
+            processes.signal_quietly(self.pids[rank], signal.SIGKILL)
+        self.outcomes[rank].kind = "killed"
+        return now
+
+    def stop(self, rank: int) -> float:
+        processes.signal_quietly(self.pids[rank], signal.SIGSTOP)
+        now = time.monotonic()
+        while processes.state_of(self.pids[rank]) not in ("T", "Z", "") and time.monotonic() < now + 5:
+            time.sleep(0.001)
+        return now
+
+    def resume(self, rank: int) -> None:
+        processes.signal_quietly(self.pids[rank], signal.SIGCONT)
+
+    def wait_outcomes(self, ranks: list[int], timeout: float) -> list[Outcome]:
+        """Wait until these ranks have said what became of them (they may still be exiting)."""
+        self._wait_until(lambda: all(self.outcomes[r].kind != "running" for r in ranks), timeout, f"ranks {ranks}")
+        return [self.outcomes[rank] for rank in ranks]
+
+    def finish(self, timeout: float = DEFAULT_TIMEOUT, ranks: list[int] | None = None) -> list[Outcome]:
+        """Wait until the ranks (all of them) have ended."""
+        wanted = range(self.count) if ranks is None else ranks
+        self._wait_until(lambda: all(r in self._ended for r in wanted), timeout, "the ranks end")
+        self._read_logs()
+        return [self.outcomes[rank] for rank in wanted]
+
+    def values(self, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
+        """The values that the ranks returned; raises with every rank's story when one did not."""
+        outcomes = self.finish(timeout)
+        if any(o.kind != "result" or o.exit_code != 0 for o in outcomes):
+            bad = [o.rank for o in outcomes if o.kind != "result" or o.exit_code != 0]
+            for outcome in outcomes:
+                if outcome.kind == "result" and outcome.exit_code != 0:
+                    outcome.kind = "died after its result"
+            raise RanksFailed(f"ranks {bad} failed", outcomes)
+        return [o.value for o in outcomes]
+
+    def close(self) -> None:
+        if self.scratch.exists():
+            processes.end_tree(self.pids)
+            for popen in self._spawned:
+                popen.wait()
+            self._selector.close()
+            for sock in self.socks:
+                sock.close()
+            for pidfd in self._pidfds:
+                os.close(pidfd)
+            left = [path for name in ("tmp", "run") for path in (self.scratch / name).iterdir()]
+            self.left_behind = [str(path) for path in left if not path.name.startswith(PYTORCHS_OWN)]
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if _[0] is None and self.left_behind:
+            raise AssertionError(f"the job left behind: {self.left_behind}")
+
+
+def run_ranks(body: Callable[..., Any], count: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **options: Any) -> list[Any]:
+    """Run the function on every rank; their values in rank order."""
+    with Job(body, count, *args, **options) as job:
+        return job.values(timeout)
