@@ -28,11 +28,7 @@ try:
     from torch.utils import cpp_extension
 except ImportError as error:
     torch = None
-    WHY_NOT = (
-        f"ark_torch is built against the PyTorch of its environment, and {sys.executable} finds none ({error}): "
-        f"install it first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*'); if it is installed (uv, or a "
-        "machine without a network), add --no-build-isolation with setuptools and ninja installed."
-    )
+    WHY_NOT = SUPPORT["no_torch"](sys.executable, str(error))
 
 
 class NeedsTorch(build_ext):

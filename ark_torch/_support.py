@@ -38,6 +38,15 @@ def rebuild_command() -> str:
     return f"python -m pip install --no-cache-dir --force-reinstall --no-deps {source}"
 
 
+def no_torch(interpreter: str, why: str = "no module named torch") -> str:
+    """What a build says that finds no PyTorch."""
+    return (
+        f"ark_torch is built against the PyTorch of its environment, and {interpreter} finds none ({why}): install it "
+        f"first (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'); if it is installed (uv, or a machine "
+        "without a network), add --no-build-isolation, with setuptools and ninja installed."
+    )
+
+
 def problem(torch_version: str, built_for: str | None) -> str | None:
     """Why this ark_torch cannot work with that PyTorch, as one sentence with its remedy; None when it can.
 

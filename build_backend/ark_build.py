@@ -6,12 +6,41 @@ the target environment's interpreter: its site-packages are put at the *end* of 
 ninja still come from the isolated environment. uv runs them with an interpreter of its own: --no-build-isolation.
 """
 
+import importlib.util
+import runpy
 import sys
 import sysconfig
+from typing import Any
 
 for _name in ("purelib", "platlib"):
     _path = sysconfig.get_path(_name)
     if _path and _path not in sys.path:
         sys.path.append(_path)
 
+import setuptools  # noqa: E402
+
+if int(setuptools.__version__.split(".")[0]) < 77:  # without isolation nothing else looks at build-system.requires
+    raise SystemExit(
+        f"ark_torch's build needs setuptools 77 or newer, and this environment has {setuptools.__version__}: "
+        "python -m pip install 'setuptools>=77' 'ninja>=1.11'"
+    )
+
+from setuptools import build_meta  # noqa: E402
 from setuptools.build_meta import *  # noqa: E402, F403
+
+
+def _need_torch() -> None:
+    """Asked first of all: pip would otherwise fetch the gigabytes of a PyTorch before the build finds none."""
+    if importlib.util.find_spec("torch") is None:
+        support = runpy.run_path("ark_torch/_support.py")
+        raise SystemExit(support["no_torch"](sys.executable))
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    _need_torch()
+    return list(build_meta.get_requires_for_build_wheel(config_settings))
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    _need_torch()
+    return list(build_meta.get_requires_for_build_editable(config_settings))

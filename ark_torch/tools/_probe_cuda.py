@@ -1,4 +1,4 @@
-"""The doctor's look at the CUDA driver, the GPUs and NVRTC, as a script in a process of its own: a broken driver may take
+"""The doctor's look at the CUDA driver, the GPUs and NVRTC, a script in a process of its own: a broken driver may take
 it down. Prints a JSON list of rows. ctypes on the driver itself, so that it works without PyTorch.
 """
 
