@@ -17,6 +17,10 @@
 
 namespace ark {
 
+namespace detail {
+struct PeerGroup;
+}
+
 class PeerMonitor {
  public:
   // connections[peer] is a stream socket to that peer, empty for `rank` itself. on_lost runs on the monitor's thread,
@@ -33,8 +37,7 @@ class PeerMonitor {
   void say_goodbye() noexcept;
 
  private:
-  struct Impl;
-  std::shared_ptr<Impl> impl_;
+  std::shared_ptr<detail::PeerGroup> group_;
 };
 
 }  // namespace ark

@@ -23,9 +23,9 @@
 #include <string>
 #include <vector>
 
-#include "key_value.hpp"
-#include "shared_memory.hpp"
-#include "unique_fd.hpp"
+#include "memory/key_value.hpp"
+#include "memory/shared_memory.hpp"
+#include "memory/unique_fd.hpp"
 
 namespace ark {
 
@@ -51,5 +51,9 @@ struct ConnectResult {
 
 // The store's keys must be this group's own (a prefix that no other living group uses).
 ConnectResult connect(KeyValueStore& store, const ConnectOptions& options);
+
+// The same with a given identity, as if this process ran elsewhere (tests of groups over several machines).
+struct Identity;
+ConnectResult connect(KeyValueStore& store, const ConnectOptions& options, const Identity& identity);
 
 }  // namespace ark

@@ -20,10 +20,9 @@ constexpr uint32_t kMaxRanks = 65536;                   // of one group; a sanit
 constexpr uint64_t kMaxSegmentBytes = uint64_t{1} << 46;  // what x86-64 can map, halved
 
 enum class Sharing : uint32_t {
-  willing = 1,      // listens at socket_name and hands out its segment
-  declined = 2,     // was told not to share memory
-  unable = 3,       // the system gives it no local socket; its outcome message says why
-  failed = 4,       // cannot take part at all (no memory for the segment); its outcome message says why
+  willing = 1,   // listens at socket_name and hands out its segment
+  declined = 2,  // was told not to share memory
+  unable = 3,    // the system gives it no local socket; its outcome message says why
 };
 
 struct HandleRecord {

@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <string>
 
-#include "unique_fd.hpp"
+#include "memory/unique_fd.hpp"
 
 namespace ark {
 
