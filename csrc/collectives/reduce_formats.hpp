@@ -131,9 +131,9 @@ struct Float8E8M0FNU {
     return bits_as<F32>(wide == 255 ? I32{} + 0x7fc00000 : bits);
   }
   static ARK_INLINE Raw encode(Acc x) {
-    const I32 magnitude = bits_as<I32>(x) & 0x7fffffff;
-    const I32 rounded = (magnitude + 0x3fffff - (magnitude >= 0x800000)) >> 23;  // a true comparison is -1
-    return narrow<Raw>(magnitude >= 0x7f800000 ? I32{} + 255 : rounded);
+    const I32 any = bits_as<I32>(x) & 0x7fffffff;
+    const I32 magnitude = any < 0x7f800000 ? any : I32{} + 0x7f800000;           // NaN goes where infinity goes: to 255
+    return narrow<Raw>((magnitude + 0x3fffff - (magnitude >= 0x800000)) >> 23);  // a true comparison is -1
   }
 };
 

@@ -10,14 +10,13 @@
 
 namespace ark::ARK_REDUCE_ISA {
 
-// One (format, operation) pair; an element is kParts scalars (2: complex).
-template <class Format_, class Op_, int kParts_, int kFused_>
+// One (format, operation) pair.
+template <class Format_, class Op_, int kFused_>
 struct Kernel {
   using Format = Format_;
   using Op = Op_;
   using Raw = typename Format::Raw;
   using Acc = typename Format::Acc;
-  static constexpr int kParts = kParts_;
   static constexpr int kFused = kFused_;
   static constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);  // scalars of one vector
   static constexpr size_t kBytes = sizeof(ElementOf<Raw>);               // of one scalar in memory
@@ -90,10 +89,9 @@ ARK_INLINE void last_pass(const Job& job, int ranks, typename K::Acc* acc, size_
 }
 
 template <class K>
-void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t count, const double* factors) {
+void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t end, const double* factors) {
   static_assert(K::kFused == 1 || K::kFused == 4, "last_pass and the step's unrolling know these");
   const DefaultFloatMode mode;
-  const size_t end = count * K::kParts;
   const Job whole{static_cast<unsigned char*>(out), static_cast<unsigned char*>(out2), sources, factors, ranks};
   if (ranks <= K::kFused) return last_pass<K, false>(whole, ranks, nullptr, 0, end);
 
@@ -119,34 +117,46 @@ void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t
 inline constexpr int kHot = 4;   // kFused where speed matters: SUM and AVG of the types that models are trained in
 inline constexpr int kCold = 1;  // elsewhere: few instantiations, so that this compiles in seconds
 
-template <class Format, int kParts, int kFused>
+template <class Format, int kFused>
 ReduceFn float_kernel(ReduceOp op) {
-  constexpr bool kComplex = kParts == 2;
-  using Times = std::conditional_t<kComplex, ComplexProduct, Product>;
   switch (op) {
-    case ReduceOp::sum: return reduce<Kernel<Format, Sum, kParts, kFused>>;
-    case ReduceOp::avg: return reduce<Kernel<Format, Average, kParts, kFused>>;
-    case ReduceOp::product: return reduce<Kernel<Format, Times, kParts, kCold>>;
-    case ReduceOp::premul_sum: return reduce<Kernel<Format, PremulSum, kParts, kCold>>;
-    default: break;
+    case ReduceOp::sum: return reduce<Kernel<Format, Sum, kFused>>;
+    case ReduceOp::avg: return reduce<Kernel<Format, Average, kFused>>;
+    case ReduceOp::product: return reduce<Kernel<Format, Product, kCold>>;
+    case ReduceOp::min: return reduce<Kernel<Format, Min, kCold>>;
+    case ReduceOp::max: return reduce<Kernel<Format, Max, kCold>>;
+    case ReduceOp::premul_sum: return reduce<Kernel<Format, PremulSum, kCold>>;
+    default: return nullptr;
   }
-  if constexpr (!kComplex) {
-    if (op == ReduceOp::min) return reduce<Kernel<Format, Min, 1, kCold>>;
-    if (op == ReduceOp::max) return reduce<Kernel<Format, Max, 1, kCold>>;
+}
+
+// A complex number is two scalars in a row, which only a product mixes.
+template <class K>
+void reduce_pairs(void* out, void* out2, const void* const* sources, int ranks, size_t count, const double* factors) {
+  reduce<K>(out, out2, sources, ranks, 2 * count, factors);
+}
+
+template <class Part>
+ReduceFn complex_kernel(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum: return reduce_pairs<Kernel<Part, Sum, kHot>>;
+    case ReduceOp::avg: return reduce_pairs<Kernel<Part, Average, kHot>>;
+    case ReduceOp::product: return reduce_pairs<Kernel<Part, ComplexProduct, kCold>>;
+    case ReduceOp::premul_sum: return reduce_pairs<Kernel<Part, PremulSum, kCold>>;
+    default: return nullptr;
   }
-  return nullptr;
 }
 
 template <class Unsigned, class Ordered>  // Ordered: the type itself, for MIN and MAX
 ReduceFn integer_kernel(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return reduce<Kernel<Native<Unsigned>, Sum, 1, kCold>>;
-    case ReduceOp::product: return reduce<Kernel<Native<Unsigned>, Product, 1, kCold>>;
-    case ReduceOp::min: return reduce<Kernel<Native<Ordered>, Min, 1, kCold>>;
-    case ReduceOp::max: return reduce<Kernel<Native<Ordered>, Max, 1, kCold>>;
-    case ReduceOp::band: return reduce<Kernel<Native<Unsigned>, BitAnd, 1, kCold>>;
-    case ReduceOp::bor: return reduce<Kernel<Native<Unsigned>, BitOr, 1, kCold>>;
-    case ReduceOp::bxor: return reduce<Kernel<Native<Unsigned>, BitXor, 1, kCold>>;
+    case ReduceOp::sum: return reduce<Kernel<Native<Unsigned>, Sum, kCold>>;
+    case ReduceOp::product: return reduce<Kernel<Native<Unsigned>, Product, kCold>>;
+    case ReduceOp::min: return reduce<Kernel<Native<Ordered>, Min, kCold>>;
+    case ReduceOp::max: return reduce<Kernel<Native<Ordered>, Max, kCold>>;
+    case ReduceOp::band: return reduce<Kernel<Native<Unsigned>, BitAnd, kCold>>;
+    case ReduceOp::bor: return reduce<Kernel<Native<Unsigned>, BitOr, kCold>>;
+    case ReduceOp::bxor: return reduce<Kernel<Native<Unsigned>, BitXor, kCold>>;
     default: return nullptr;
   }
 }
@@ -155,20 +165,20 @@ inline ReduceFn boolean_kernel(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::max:
-    case ReduceOp::bor: return reduce<Kernel<Boolean, BitOr, 1, kCold>>;
+    case ReduceOp::bor: return reduce<Kernel<Boolean, BitOr, kCold>>;
     case ReduceOp::product:
     case ReduceOp::min:
-    case ReduceOp::band: return reduce<Kernel<Boolean, BitAnd, 1, kCold>>;
-    case ReduceOp::bxor: return reduce<Kernel<Boolean, BitXor, 1, kCold>>;
+    case ReduceOp::band: return reduce<Kernel<Boolean, BitAnd, kCold>>;
+    case ReduceOp::bxor: return reduce<Kernel<Boolean, BitXor, kCold>>;
     default: return nullptr;
   }
 }
 
 inline ReduceFn scale_kernel(ReduceOp op) {  // e8m0fnu: powers of two
   switch (op) {
-    case ReduceOp::product: return reduce<Kernel<Float8E8M0FNU, Product, 1, kCold>>;
-    case ReduceOp::min: return reduce<Kernel<Float8E8M0FNU, Min, 1, kCold>>;
-    case ReduceOp::max: return reduce<Kernel<Float8E8M0FNU, Max, 1, kCold>>;
+    case ReduceOp::product: return reduce<Kernel<Float8E8M0FNU, Product, kCold>>;
+    case ReduceOp::min: return reduce<Kernel<Float8E8M0FNU, Min, kCold>>;
+    case ReduceOp::max: return reduce<Kernel<Float8E8M0FNU, Max, kCold>>;
     default: return nullptr;
   }
 }
@@ -184,18 +194,18 @@ inline ReduceFn find(DType dtype, ReduceOp op) {
     case DType::i32: return integer_kernel<uint32_t, int32_t>(op);
     case DType::u64: return integer_kernel<uint64_t, uint64_t>(op);
     case DType::i64: return integer_kernel<uint64_t, int64_t>(op);
-    case DType::f16: return float_kernel<Float16, 1, kHot>(op);
-    case DType::bf16: return float_kernel<BFloat16, 1, kHot>(op);
-    case DType::f32: return float_kernel<Native<float>, 1, kHot>(op);
-    case DType::f64: return float_kernel<Native<double>, 1, kHot>(op);
-    case DType::f8_e4m3fn: return float_kernel<Float8E4M3FN, 1, kCold>(op);
-    case DType::f8_e5m2: return float_kernel<Float8E5M2, 1, kCold>(op);
-    case DType::f8_e4m3fnuz: return float_kernel<Float8E4M3FNUZ, 1, kCold>(op);
-    case DType::f8_e5m2fnuz: return float_kernel<Float8E5M2FNUZ, 1, kCold>(op);
+    case DType::f16: return float_kernel<Float16, kHot>(op);
+    case DType::bf16: return float_kernel<BFloat16, kHot>(op);
+    case DType::f32: return float_kernel<Native<float>, kHot>(op);
+    case DType::f64: return float_kernel<Native<double>, kHot>(op);
+    case DType::f8_e4m3fn: return float_kernel<Float8E4M3FN, kCold>(op);
+    case DType::f8_e5m2: return float_kernel<Float8E5M2, kCold>(op);
+    case DType::f8_e4m3fnuz: return float_kernel<Float8E4M3FNUZ, kCold>(op);
+    case DType::f8_e5m2fnuz: return float_kernel<Float8E5M2FNUZ, kCold>(op);
     case DType::f8_e8m0fnu: return scale_kernel(op);
-    case DType::c32: return float_kernel<Float16, 2, kCold>(op);
-    case DType::c64: return float_kernel<Native<float>, 2, kCold>(op);
-    case DType::c128: return float_kernel<Native<double>, 2, kCold>(op);
+    case DType::c32: return complex_kernel<Float16>(op);
+    case DType::c64: return complex_kernel<Native<float>>(op);
+    case DType::c128: return complex_kernel<Native<double>>(op);
     case DType::raw8: return nullptr;
   }
   return nullptr;
