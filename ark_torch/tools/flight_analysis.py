@@ -1,0 +1,182 @@
+"""What the ranks' flight records say together: who is behind, at which operation, and which operations do not match.
+
+A group's collectives carry the same sequence number on every rank, so records are compared number by number. Ranks
+that left no record (killed) are known from what the others read of them in shared memory at the failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ark_torch.tools.flight_dumps import Dump, Group, Operation, Peer, Progress
+
+# Elements that all ranks must agree on. Not listed: nothing to compare between ranks (all_to_all).
+_SAME_INPUT = {"all_reduce", "all_reduce_coalesced", "all_reduce_sparse", "broadcast", "reduce", "gather", "all_gather"}
+_SAME_INPUT |= {"all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
+_SAME_OUTPUT = {"all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "scatter"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How far a rank got in a group, and whose record says so."""
+
+    progress: Progress
+    by: int  # global rank; the rank itself when it left a record
+    waiting_on: int | None = None  # global rank
+    lost: bool = False
+
+
+def ranks_text(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+class Job:
+    """The records of one job's ranks."""
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self.dumps = dict(sorted(dumps.items()))
+        self.groups: dict[str, Group] = {}
+        self._tables: dict[str, dict[int, dict[int, Operation]]] = {}
+        for dump in self.dumps.values():
+            for name, group in dump.groups.items():
+                self.groups.setdefault(name, group)
+            for operation in dump.operations:
+                if not operation.is_p2p:
+                    row = self._tables.setdefault(operation.group, {}).setdefault(operation.sequence, {})
+                    row[dump.rank] = operation
+
+    def collectives(self, group: str) -> dict[int, dict[int, Operation]]:
+        """sequence -> rank -> operation, in order."""
+        return dict(sorted(self._tables.get(group, {}).items()))
+
+    def _reports(self, group: str) -> Iterator[tuple[int, int, Peer]]:
+        """(global rank reported on, reporter, what it saw), first failures first."""
+        for dump in self.dumps.values():
+            for failure in dump.failures:
+                if failure.group != group:
+                    continue
+                for peer in failure.peers:
+                    rank = dump.groups[group].to_global(peer.rank)
+                    if rank is not None:
+                        yield rank, dump.rank, peer
+
+    def progress(self, group: str) -> dict[int, Seen]:
+        """Every member that anything is known of."""
+        seen: dict[int, Seen] = {}
+        for rank, by, peer in self._reports(group):
+            waiting = self.groups[group].to_global(peer.waiting_on)
+            known = seen.get(rank)
+            if known is None or (known.progress.scheduled, known.lost) < (peer.progress.scheduled, peer.lost):
+                seen[rank] = Seen(peer.progress, by, waiting, peer.lost or (known is not None and known.lost))
+        for rank, dump in self.dumps.items():
+            if group in dump.groups:
+                report = seen.get(rank)
+                waiting = None if report is None else report.waiting_on
+                seen[rank] = Seen(dump.groups[group].collective, rank, waiting)
+        return dict(sorted(seen.items()))
+
+
+def _signature(operation: Operation) -> tuple[object, ...]:
+    name = operation.operation
+    return (
+        name,
+        operation.dtype,
+        operation.reduce_op,
+        operation.root,
+        operation.input_elements if name in _SAME_INPUT else None,
+        operation.output_elements if name in _SAME_OUTPUT else None,
+    )
+
+
+def mismatches(job: Job, group: str) -> Iterator[str]:
+    """Operations of one sequence number that cannot be the same collective; the majority is taken to be right."""
+    for sequence, row in job.collectives(group).items():
+        signatures = {rank: _signature(operation) for rank, operation in row.items()}
+        usual = Counter(signatures.values()).most_common(1)[0][0]
+        odd = [rank for rank, signature in signatures.items() if signature != usual]
+        if odd:
+            agree = [rank for rank in row if rank not in odd]
+            parts = [f"rank {rank} called {row[rank].title}" for rank in odd]
+            yield f"sequence {sequence}: {ranks_text(agree)} called {row[agree[0]].title}, but {'; '.join(parts)}"
+
+
+def stragglers(job: Job, group: str) -> Iterator[str]:
+    """Who the others wait for."""
+    seen = job.progress(group)
+    if not seen:
+        return
+    members = job.groups[group].ranks
+    silent = [rank for rank in members if rank not in seen]
+    if silent:
+        yield f"{ranks_text(silent)} left no record and no other rank reports on it"
+    furthest = max(state.progress.scheduled for state in seen.values())
+    rows = job.collectives(group)
+    for rank, state in seen.items():
+        ended = " (its process ended)" if state.lost else ""
+        source = "" if state.by == rank else f", as rank {state.by} saw"
+        if state.progress.scheduled < furthest:
+            missed = state.progress.scheduled + 1
+            row = rows.get(missed, {})
+            title = next((operation.title for operation in row.values()), "an operation no record still holds")
+            waiting = [other for other in row if other != rank and row[other].state != "completed"]
+            tail = f"; {ranks_text(waiting)} called it" if waiting else ""
+            yield f"rank {rank}{ended} is behind: it has not called sequence {missed}, {title}{tail}{source}"
+        elif state.lost:
+            yield f"rank {rank}{ended} in sequence {state.progress.completed + 1}{source}"
+    if all(state.progress.scheduled == furthest for state in seen.values()):
+        done = min(state.progress.completed for state in seen.values())
+        late = [rank for rank, state in seen.items() if state.progress.completed < furthest]
+        if late and done < furthest:
+            row = rows.get(done + 1, {})
+            title = next((operation.title for operation in row.values()), "an operation no record still holds")
+            if len(late) < len(seen):
+                yield f"all called sequence {done + 1}, {title}, and {ranks_text(late)} did not finish it"
+            else:
+                yield f"all called sequence {done + 1}, {title}, and none finished it"
+
+
+Pair = tuple[str, int, int, int]  # group, global source, global destination, tag
+
+
+def messages(job: Job) -> dict[Pair, tuple[list[Operation], list[Operation]]]:
+    """Sends and receives by pair of ranks, in order. Those from any source are left out: whom they met is unknown."""
+    pairs: dict[Pair, tuple[list[Operation], list[Operation]]] = {}
+    for dump in job.dumps.values():
+        for operation in dump.operations:
+            peer = dump.groups[operation.group].to_global(operation.peer)
+            if operation.is_p2p and peer is not None:
+                sending = operation.operation == "send"
+                source, target = (dump.rank, peer) if sending else (peer, dump.rank)
+                sides = pairs.setdefault((operation.group, source, target, operation.tag), ([], []))
+                sides[0 if sending else 1].append(operation)
+    return pairs
+
+
+def message_number(operations: list[Operation], index: int, wrapped: bool) -> int | None:
+    """Which message of its pair this is, from 1; None when the record no longer tells."""
+    if operations[index].p2p_sequence > 0:
+        return operations[index].p2p_sequence
+    return None if wrapped else index + 1
+
+
+def unpaired(job: Job) -> Iterator[str]:
+    """Sends without a receive and receives without a send, where both ranks left a record that reaches back."""
+    for (group, source, target, tag), sides in messages(job).items():
+        if source not in job.dumps or target not in job.dumps:
+            continue
+        totals = []
+        for rank, side in zip((source, target), sides, strict=True):
+            totals.append(message_number(side, len(side) - 1, job.dumps[rank].wrapped) if side else 0)
+        sent, received = totals
+        if sent is None or received is None or (not all(sides) and any(job.dumps[r].wrapped for r in (source, target))):
+            continue
+        rank, peer, side = (source, target, sides[0]) if sent > received else (target, source, sides[1])
+        waiting = [operation for operation in side if operation.state != "completed"]
+        if sent != received and waiting:
+            what = "received" if sent > received else "sent"
+            yield (
+                f"group {group}: rank {rank} waits in {waiting[-1].title} (message {max(sent, received)} from rank "
+                f"{source} to rank {target}, tag {tag}), which rank {peer} has not {what}"
+            )
