@@ -1,0 +1,473 @@
+"""Asynchrony: operations that run without their caller, futures and callbacks, threads, point to point.
+
+A test here that waits for something which can only happen if another part makes progress by itself is
+protected by the launcher's limit: a deadlock shows as a failure with every thread's stack.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.launcher import BACKEND, Job, run_ranks
+from support.rank import Rank
+from support.reference import assert_same_bits, make_input, reduce
+
+
+def _sum(count: int, seed: int, world: int) -> torch.Tensor:
+    return reduce([make_input(torch.float32, count, seed, r) for r in range(world)], "SUM")
+
+
+def _async_forms(rank: Rank) -> None:
+    """Every collective with async_op=True, many in flight, waited for in reverse."""
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    pending: list[tuple[Any, Callable[[], None]]] = []
+
+    def later(work: Any, check: Callable[[], None]) -> None:
+        assert work is not None and hasattr(work, "wait")
+        pending.append((work, check))
+
+    for seed in range(20):
+        count = 1 + 977 * seed
+        a = make_input(torch.float32, count, seed, me)
+        later(
+            dist.all_reduce(a, async_op=True),
+            lambda a=a, c=count, s=seed: assert_same_bits(a, _sum(c, s, world), f"all_reduce {s}"),
+        )
+        b = make_input(torch.float32, count, seed, me)
+        later(
+            dist.broadcast(b, seed % world, async_op=True),
+            lambda b=b, c=count, s=seed: assert_same_bits(b, make_input(torch.float32, c, s, s % world), "broadcast"),
+        )
+        outs = [torch.full((count,), float("nan")) for _ in range(world)]
+        later(
+            dist.all_gather(outs, make_input(torch.float32, count, seed, me), async_op=True),
+            lambda o=outs, c=count, s=seed: [
+                assert_same_bits(o[r], make_input(torch.float32, c, s, r), "all_gather") for r in range(world)
+            ],
+        )
+        whole = torch.full((count * world,), float("nan"))
+        later(
+            dist.all_gather_into_tensor(whole, make_input(torch.float32, count, seed, me), async_op=True),
+            lambda o=whole, c=count, s=seed: assert_same_bits(
+                o, torch.cat([make_input(torch.float32, c, s, r) for r in range(world)]), "all_gather_into_tensor"
+            ),
+        )
+        part = torch.full((count,), float("nan"))
+        later(
+            dist.reduce_scatter_tensor(part, make_input(torch.float32, count * world, seed, me), async_op=True),
+            lambda o=part, c=count, s=seed: assert_same_bits(
+                o, _sum(c * world, s, world)[c * me : c * me + c], "reduce_scatter_tensor"
+            ),
+        )
+        moved = torch.full((count * world,), float("nan"))
+        later(
+            dist.all_to_all_single(moved, make_input(torch.float32, count * world, seed, me), async_op=True),
+            lambda o=moved, c=count, s=seed: assert_same_bits(
+                o,
+                torch.cat([make_input(torch.float32, c * world, s, r)[c * me : c * me + c] for r in range(world)]),
+                "all_to_all_single",
+            ),
+        )
+        later(dist.barrier(async_op=True), lambda: None)
+    for work, check in reversed(pending):
+        work.wait()
+        assert work.is_completed()
+        check()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_many_operations_in_flight(world: int) -> None:
+    run_ranks(_async_forms, world)
+
+
+def _progress_without_caller(rank: Rank) -> None:
+    """An operation finishes while its caller does nothing at all."""
+    rank.init()
+    tensor = torch.full((100_000,), float(rank.rank))
+    work = dist.all_reduce(tensor, async_op=True)
+    deadline = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < deadline, "no progress without wait()"
+        time.sleep(0.005)
+    assert tensor[0].item() == sum(range(rank.world_size))
+    work.wait()
+
+
+@pytest.mark.quick
+def test_progress_without_the_caller() -> None:
+    run_ranks(_progress_without_caller, 2)
+
+
+def _returns_at_once(rank: Rank) -> float:
+    """async_op=True returns although the peer has not come."""
+    rank.init()
+    dist.barrier()
+    if rank.rank == 1:
+        rank.wait_for("go")
+    started = time.monotonic()
+    works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(8)]
+    took = time.monotonic() - started
+    if rank.rank == 0:
+        assert not works[0].is_completed()
+        rank.report("issued")
+    for work in works:
+        work.wait()
+    return took
+
+
+def test_issuing_returns_before_the_peer_arrives() -> None:
+    with Job(_returns_at_once, 2) as job:
+        job.wait_event(0, "issued", timeout=30)  # rank 1 has not called yet: only asynchrony gets us here
+        job.go(1, "go")
+        job.values()
+
+
+def _futures(rank: Rank) -> None:
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    work = dist.all_reduce(torch.full((4,), float(me)), async_op=True)
+    future = work.get_future()
+    doubled = future.then(lambda f: f.value()[0] * 2).then(lambda f: f.value() + 1)
+    assert doubled.wait().tolist() == [sum(range(world)) * 2 + 1.0] * 4
+    assert future.done() and isinstance(future.value(), list) and len(future.value()) == 1
+    work.wait()
+    # A list of tensors: what DDP's reducer accepts.
+    tensors = [torch.full((3,), float(me)), torch.full((2, 2), 1.0)]
+    value = dist.all_reduce_coalesced(tensors, async_op=True).wait()  # PyTorch hands out the future itself
+    flat = value if isinstance(value[0], torch.Tensor) else value[0]
+    assert [tuple(t.shape) for t in flat] == [(3,), (2, 2)] and flat[1][0, 0].item() == world
+    # A callback added after the end runs as well, and one that raises gives its error to the waiter.
+    done = dist.all_reduce(torch.ones(1), async_op=True)
+    done.wait()
+    late = done.get_future().then(lambda f: f.value()[0].item())
+    assert late.wait() == world
+    broken = done.get_future().then(lambda f: 1 / 0)
+    with pytest.raises(Exception, match="division"):
+        broken.wait()
+    collected = torch.futures.collect_all([dist.all_reduce(torch.ones(2), async_op=True).get_future() for _ in range(5)])
+    assert [f.value()[0][0].item() for f in collected.wait()] == [world] * 5
+    assert work.result() is not None
+
+
+@pytest.mark.quick
+def test_futures_and_then() -> None:
+    run_ranks(_futures, 2)
+
+
+def _collective_in_callback(rank: Rank) -> None:
+    """PowerSGD does this: a `then` callback runs collectives and waits for them, chained two deep."""
+    rank.init()
+    world = rank.world_size
+
+    def again(future: torch.futures.Future[Any]) -> list[torch.Tensor]:
+        tensor = future.value()[0] / world
+        dist.all_reduce(tensor, async_op=True).get_future().wait()
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.all_reduce(tensor)
+        return [tensor / world**2]
+
+    for repeat in range(100):  # one at a time: the ranks must issue in one order
+        future = dist.all_reduce(torch.full((1000,), float(repeat)), async_op=True).get_future().then(again).then(again)
+        assert future.wait()[0].unique().tolist() == [float(repeat) * world]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_callback_may_run_collectives_and_wait(world: int) -> None:
+    run_ranks(_collective_in_callback, world, timeout=60)
+
+
+def _wait_timeout(rank: Rank) -> float:
+    rank.init(timeout=60)
+    dist.barrier()
+    if rank.rank == 1:
+        rank.wait_for("go")
+        return 0.0
+    work = dist.all_reduce(torch.ones(4), async_op=True)
+    started = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=1.5))
+    except Exception as error:
+        took = time.monotonic() - started
+        rank.report("raised", str(error))
+        return took
+    raise AssertionError("wait(1.5 s) returned although rank 1 never came")
+
+
+def test_wait_with_a_timeout() -> None:
+    with Job(_wait_timeout, 2, destroy=False) as job:
+        text = job.wait_event(0, "raised", timeout=20)
+        job.go(1, "go")
+        took = job.finish(30)[0].value
+    assert 1.4 <= took < 6.5, f"wait(1.5 s) took {took:.2f} s"
+    assert BACKEND != "ark" or ("all_reduce" in text and "1" in text), text
+
+
+def _threads_and_groups(rank: Rank) -> None:
+    """Four threads, each with a group of its own, at once; then one group from four threads in turn."""
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    groups = [dist.new_group(list(range(world))) for _ in range(4)]
+    failures: list[BaseException] = []
+
+    def work(index: int) -> None:
+        try:
+            for i in range(150):
+                seed = index * 1000 + i
+                count = 1 + (seed * 7919) % 5000
+                tensor = make_input(torch.float32, count, seed, me)
+                if i % 3 == 0:
+                    dist.all_reduce(tensor, group=groups[index])
+                else:
+                    dist.all_reduce(tensor, group=groups[index], async_op=True).wait()
+                assert_same_bits(tensor, _sum(count, seed, world), f"thread {index} step {i}")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    turn = threading.Lock()
+    barrier = threading.Barrier(4)
+    order: list[int] = []
+
+    def in_turn(index: int) -> None:
+        for step in range(40):
+            barrier.wait()
+            for holder in range(4):
+                if holder == index:
+                    with turn:
+                        order.append(index)
+                        tensor = make_input(torch.float32, 100, step * 4 + index, me)
+                        dist.all_reduce(tensor)
+                        if not torch.equal(tensor, _sum(100, step * 4 + index, world)):
+                            failures.append(AssertionError(f"thread {index} step {step}"))
+                barrier.wait()
+
+    threads = [threading.Thread(target=in_turn, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_threads_and_groups(world: int) -> None:
+    run_ranks(_threads_and_groups, world)
+
+
+def _waiters(rank: Rank) -> None:
+    """One work waited for by several threads; a work waited for by a thread that did not issue it."""
+    rank.init()
+    world = rank.world_size
+    for _ in range(30):
+        tensor = torch.full((5000,), 1.0)
+        work = dist.all_reduce(tensor, async_op=True)
+        seen: list[float] = []
+
+        def wait(work: Any = work, tensor: torch.Tensor = tensor, seen: list[float] = seen) -> None:
+            work.wait()
+            seen.append(tensor[17].item())
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert seen == [float(world)] * 4
+
+
+@pytest.mark.quick
+def test_several_threads_wait_for_one_work() -> None:
+    run_ranks(_waiters, 2)
+
+
+def _autograd_threads(rank: Rank) -> None:
+    """Collectives issued by gradient hooks on autograd's thread, while the main thread issues others."""
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    side = dist.new_group(list(range(world)))
+    weights = [torch.nn.Parameter(torch.full((50,), 1.0)) for _ in range(6)]
+    works: list[Any] = []
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda p: works.append(dist.all_reduce(p.grad, async_op=True)))
+    for step in range(10):
+        for weight in weights:
+            weight.grad = None
+        aside = dist.all_reduce(torch.ones(3), group=side, async_op=True)
+        torch.stack([w * (me + 1) for w in weights]).sum().backward()
+        for work in works:
+            work.wait()
+        works.clear()
+        aside.wait()
+        for weight in weights:
+            assert weight.grad is not None
+            assert weight.grad.tolist() == [float(sum(range(1, world + 1)))] * 50, f"step {step}"
+
+
+def test_collectives_from_autograd_threads() -> None:
+    run_ranks(_autograd_threads, 2)
+
+
+def _batch(rank: Rank) -> None:
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    after, before = (me + 1) % world, (me - 1) % world
+    for count in (1, 1000, 300_000):
+        sent = [make_input(torch.float32, count, s, me) for s in range(3)]
+        got = [torch.full((count,), float("nan")) for _ in range(3)]
+        operations = [dist.P2POp(dist.irecv, got[i], before) for i in range(3)]
+        operations += [dist.P2POp(dist.isend, sent[i], after) for i in range(3)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        for i in range(3):
+            assert_same_bits(got[i], make_input(torch.float32, count, i, before), f"batch {count} [{i}]")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("world", [2, 3])
+def test_batch_isend_irecv(world: int) -> None:
+    run_ranks(_batch, world)
+
+
+def _tags(rank: Rank) -> None:
+    """Tags received in another order than sent; equal tags keep their order."""
+    rank.init()
+    if rank.rank == 0:
+        works = [dist.isend(torch.full((1 + tag * 3000,), float(tag)), 1, tag=tag) for tag in range(20)]
+        for i in range(10):
+            works.append(dist.isend(torch.full((7,), float(i)), 1, tag=5))
+        for work in works:
+            work.wait()
+        dist.barrier()
+    else:
+        for tag in reversed(range(20)):
+            got = torch.full((1 + tag * 3000,), float("nan"))
+            dist.recv(got, 0, tag=tag)
+            assert got.unique().tolist() == [float(tag)]
+        for i in range(10):
+            got = torch.full((7,), float("nan"))
+            dist.recv(got, 0, tag=5)
+            assert got.tolist() == [float(i)] * 7, "messages of one tag overtook each other"
+        dist.barrier()
+
+
+@pytest.mark.quick
+def test_tags_out_of_order() -> None:
+    run_ranks(_tags, 2)
+
+
+def _any_source(rank: Rank) -> None:
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    if me == 0:
+        for round_ in range(5):
+            seen = []
+            for _ in range(world - 1):
+                got = torch.full((1000,), float("nan"))
+                source = dist.recv(got, None, tag=round_)
+                assert got.unique().tolist() == [float(source * 10 + round_)]
+                seen.append(source)
+            assert sorted(seen) == list(range(1, world))
+        work = dist.irecv(got, None, tag=99)
+        work.wait()
+        assert work._source_rank() == 1 and got[0].item() == 7
+    else:
+        for round_ in range(5):
+            dist.send(torch.full((1000,), float(me * 10 + round_)), 0, tag=round_)
+        if me == 1:
+            dist.send(torch.full((1000,), 7.0), 0, tag=99)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_receive_from_any_source(world: int) -> None:
+    run_ranks(_any_source, world)
+
+
+def _crossing(rank: Rank) -> None:
+    """Both sides send big messages before either receives: isend (and the pipeline schedules) rely on it."""
+    rank.init()
+    peer = 1 - rank.rank
+    count = 8 << 20
+    works = [dist.isend(torch.full((count,), float(rank.rank + i)), peer, tag=i) for i in range(3)]
+    for i in reversed(range(3)):
+        got = torch.full((count,), float("nan"))
+        dist.recv(got, peer, tag=i)
+        assert got[0].item() == got[-1].item() == peer + i
+    for work in works:
+        work.wait()
+
+
+def test_isend_never_blocks() -> None:
+    run_ranks(_crossing, 2)
+
+
+def _send_and_collect(rank: Rank) -> None:
+    """Point to point in flight does not hold collectives up, and the other way round."""
+    rank.init()
+    me = rank.rank
+    if me == 0:
+        received = torch.full((10,), float("nan"))
+        work = dist.irecv(received, 1, tag=3)
+        dist.all_reduce(torch.ones(1000))
+        dist.barrier()
+        work.wait()
+        assert received.tolist() == [5.0] * 10
+    else:
+        dist.all_reduce(torch.ones(1000))
+        dist.barrier()
+        dist.send(torch.full((10,), 5.0), 0, tag=3)
+
+
+@pytest.mark.quick
+def test_point_to_point_beside_collectives() -> None:
+    run_ranks(_send_and_collect, 2)
+
+
+def _functional_other_thread(rank: Rank) -> None:
+    """wait_tensor from a thread that did not issue the operation."""
+    import torch.distributed._functional_collectives as funcol
+
+    rank.init()
+    pending = [funcol.all_reduce(torch.full((100,), float(i)), "sum", dist.group.WORLD) for i in range(20)]
+    seen: list[float] = []
+    thread = threading.Thread(target=lambda: seen.extend(funcol.wait_tensor(t)[3].item() for t in pending))
+    thread.start()
+    thread.join()
+    assert seen == [float(i * rank.world_size) for i in range(20)]
+
+
+def test_wait_tensor_on_another_thread() -> None:
+    run_ranks(_functional_other_thread, 2)
+
+
+def _dropped_works(rank: Rank) -> None:
+    """Works and tensors that nobody keeps: the operation still happens, its memory stays until then."""
+    rank.init()
+    for i in range(200):
+        dist.all_reduce(torch.full((2000,), float(i)), async_op=True)
+    check = torch.ones(1)
+    dist.all_reduce(check)
+    assert check.item() == rank.world_size
+
+
+@pytest.mark.quick
+def test_works_that_nobody_keeps() -> None:
+    run_ranks(_dropped_works, 2)
