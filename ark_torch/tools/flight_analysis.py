@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ark_torch.tools.flight_dumps import Dump, Group, Operation, Peer, Progress
 
@@ -37,15 +37,35 @@ class Job:
 
     def __init__(self, dumps: Mapping[int, Dump]) -> None:
         self.dumps = dict(sorted(dumps.items()))
+        self.failed_at: dict[str, int] = {}
+        for failure in (failure for dump in self.dumps.values() for failure in dump.failures):
+            if failure.group is not None:
+                known = self.failed_at.get(failure.group, failure.time_ns)
+                self.failed_at[failure.group] = min(known, failure.time_ns)
         self.groups: dict[str, Group] = {}
         self._tables: dict[str, dict[int, dict[int, Operation]]] = {}
         for dump in self.dumps.values():
             for name, group in dump.groups.items():
                 self.groups.setdefault(name, group)
             for operation in dump.operations:
-                if not operation.is_p2p:
+                if not operation.is_p2p and not self.too_late(operation):
                     row = self._tables.setdefault(operation.group, {}).setdefault(operation.sequence, {})
                     row[dump.rank] = operation
+
+    def too_late(self, operation: Operation) -> bool:
+        """Called when the group had already failed: it raised at once and took no part."""
+        failed_at = self.failed_at.get(operation.group)
+        return failed_at is not None and operation.state != "completed" and operation.time_created_ns > failed_at
+
+    def blamed(self, group: str) -> dict[int, list[int]]:
+        """Rank that an error names -> ranks whose error it is."""
+        blame: dict[int, list[int]] = {}
+        for dump in self.dumps.values():
+            for failure in dump.failures[:1]:
+                culprit = dump.groups[group].to_global(failure.peer) if failure.group == group else None
+                if culprit is not None:
+                    blame.setdefault(culprit, []).append(dump.rank)
+        return blame
 
     def collectives(self, group: str) -> dict[int, dict[int, Operation]]:
         """sequence -> rank -> operation, in order."""
@@ -74,7 +94,13 @@ class Job:
             if group in dump.groups:
                 report = seen.get(rank)
                 waiting = None if report is None else report.waiting_on
-                seen[rank] = Seen(dump.groups[group].collective, rank, waiting)
+                progress = dump.groups[group].collective
+                late = [
+                    op.sequence for op in dump.operations if op.group == group and self.too_late(op) and not op.is_p2p
+                ]
+                if late:
+                    progress = replace(progress, scheduled=min(progress.scheduled, min(late) - 1))
+                seen[rank] = Seen(progress, rank, waiting)
         return dict(sorted(seen.items()))
 
 
@@ -111,6 +137,8 @@ def stragglers(job: Job, group: str) -> Iterator[str]:
     silent = [rank for rank in members if rank not in seen]
     if silent:
         yield f"{ranks_text(silent)} left no record and no other rank reports on it"
+    for culprit, accusers in job.blamed(group).items():
+        yield f"{ranks_text(accusers)} failed because of rank {culprit}"
     furthest = max(state.progress.scheduled for state in seen.values())
     rows = job.collectives(group)
     for rank, state in seen.items():

@@ -3,7 +3,7 @@
 The analyser knows NCCL's world, so some things are put its way:
 - Names are NCCL's ("nccl:all_reduce"); it refuses others.
 - It compares states and sizes literally: sizes it cannot judge (lists of tensors, all_to_all) are given as element
-  counts, and `failed` becomes how far the operation had got.
+  counts, and `failed` becomes how far the operation had got. What was called after the group had failed is left out.
 - It takes a send or receive for something all ranks of the group join. Each direction of each pair of ranks therefore
   becomes a group of two of its own, "<group>:p2p <source>-><destination>", where it pairs them rightly.
 - It drops what is older than the youngest record's first entry by record id, which ranks do not share. The cut is made
@@ -160,11 +160,14 @@ def _stand_in(job: Job, files: _Files, group: str, first: int) -> None:
         # Without a report: a collective that others completed had this rank in it.
         seen = job.progress(group).get(rank)
         progress = seen.progress if seen else Progress(done, done, done)
+        gone = rank in job.blamed(group) or (seen is not None and seen.lost)
         files.group(rank, group, job.groups[group].description, job.groups[group].ranks, progress)
         for sequence, row in rows.items():
-            if first <= sequence <= progress.scheduled:
-                other, model = next(iter(row.items()))
-                state = "completed" if sequence <= progress.completed else "started"
+            other, model = next(iter(row.items()))
+            finished = sequence <= progress.completed or all(op.state == "completed" for op in row.values())
+            # What a lost rank died in, it will never join: leaving it out is what makes the analyser name the rank.
+            if first <= sequence <= progress.scheduled and (finished or not gone):
+                state = "completed" if finished else "started"
                 files.entries[rank].append({**_entry(model, job.dumps[other]), "state": state, "retired": False})
 
 
@@ -220,7 +223,8 @@ def convert(dumps: Mapping[int, Dump]) -> tuple[dict[int, dict[str, Any]], list[
             if name in dump.groups:
                 files.group(rank, name, group.description, group.ranks, dump.groups[name].collective)
                 for operation in dump.operations:
-                    if operation.group == name and not operation.is_p2p and operation.sequence >= first:
+                    skipped = operation.is_p2p or operation.sequence < first or job.too_late(operation)
+                    if operation.group == name and not skipped:
                         files.entries[rank].append(_entry(operation, dump))
         _stand_in(job, files, name, first)
     notes += _add_messages(job, files)

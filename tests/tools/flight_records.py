@@ -104,9 +104,10 @@ class RecordBuilder:
         return self
 
     def fail(self, error: str, peers: list[dict[str, Any]], peer: int | None = None) -> RecordBuilder:
+        """A failure noticed 0.5 ms after the last operation was called."""
         self.failures.append(
             {
-                "time_ns": 10**18,
+                "time_ns": 10**18 + 10**6 * len(self.entries) + 5 * 10**5,
                 "group": 0,
                 "error": error,
                 "peer": peer,

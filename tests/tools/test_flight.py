@@ -127,21 +127,47 @@ def test_healthy_job_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(collective.pass_check for collective in database.collectives)
 
 
-def test_killed_rank_is_made_up_from_what_others_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rank 1 left no record; the survivors read in shared memory that it had called two operations and ended one."""
+@pytest.mark.parametrize("called", [2, 3], ids=["between operations", "inside one"])
+def test_killed_rank_is_made_up_from_what_others_saw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], called: int
+) -> None:
+    """Rank 1 left no record; the survivors read in shared memory how far it had got."""
     for record in healthy():
         record.call().call().call(state="failed")
-        seen = [peer(0, 3, 2), peer(1, 2, 1, lost=True), peer(2, 3, 2, waiting_on=1)]
+        seen = [peer(0, 3, 2), peer(1, called, 1, lost=True), peer(2, 3, 2, waiting_on=1)]
         record.fail("rank 1 ended", seen, peer=1)
         if record.rank != 1:
             record.write(tmp_path)
     report = show(tmp_path, capsys, 1)
-    assert "rank 1 (its process ended) is behind: it has not called sequence 3" in report
+    assert "ranks 0, 2 failed because of rank 1" in report
+    if called == 2:
+        assert "rank 1 (its process ended) is behind: it has not called sequence 3" in report
     assert re.search(r"2 +3 +3 +2 +rank 1", report)
-    assert "rank 0 at 2001-09-09 01:46:40.000000 UTC: rank 1 ended" in report
+    assert "rank 0 at 2001-09-09 01:46:40.003500 UTC: rank 1 ended" in report
     output = analyse(tmp_path)
-    assert "missing ranks: {1}" in output and "sequence number: 3" in output
-    assert [entry["state"] for entry in entries(tmp_path, 1)] == ["completed", "started"]
+    assert "Not all ranks joining collective, sequence number: 3" in output and "missing ranks: {1}" in output
+    assert "has errors" not in output
+    assert [entry["state"] for entry in entries(tmp_path, 1)] == ["completed", "completed"]
+
+
+def test_late_rank_is_named_though_it_calls_after_the_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks 0 and 1 timed out waiting for rank 2, which then came, found the group failed, and left a record too."""
+    for record in healthy():
+        record.call()
+        if record.rank != 2:
+            record.call(state="failed")
+        record.fail("rank 2 did not arrive", [], peer=2)
+        if record.rank == 2:
+            record.failures[0]["time_ns"] = 10**18 + 10**9
+            record.call(state="failed")
+            record.entries[-1]["time_created_ns"] = 10**18 + 10**9 - 1
+        record.write(tmp_path)
+    report = show(tmp_path, capsys, 1)
+    assert "rank 2 is behind: it has not called sequence 2, all_reduce float32 [8]; ranks 0, 1 called it" in report
+    output = analyse(tmp_path)
+    assert "Not all ranks joining collective, sequence number: 2" in output and "missing ranks: {2}" in output
 
 
 def test_messages_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
