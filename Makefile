@@ -59,7 +59,7 @@ test: setup test-cpp ## everything but the nightly runs (20 minutes on two cores
 	$(PYTEST) -m "not nightly"
 
 test-quick: setup test-cpp-plain ## the fast tests (under 3 minutes)
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -m quick
 
 test-nightly: setup test-cpp ## every test, the long ones too
 	$(PYTEST)

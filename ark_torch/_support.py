@@ -72,6 +72,6 @@ def built_for() -> str | None:
     """Version of PyTorch that the extension was built against; None when it has not been built."""
     try:
         from ark_torch._build_info import TORCH_VERSION
-    except ImportError:
+    except Exception:  # missing, or not what the build wrote
         return None
     return str(TORCH_VERSION)

@@ -16,16 +16,30 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ark_torch import _support, env
 from ark_torch._version import __version__
-from ark_torch.tools.doctor import FAIL, INFO, OK, WARN, Probe, Row
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
+OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
+
+
+@dataclass
+class Row:
+    """One finding. FAIL means that collectives on CPU tensors cannot work; WARN that something less does not."""
+
+    probe: str
+    state: str
+    found: str
+    advice: str = ""
+
+
+Probe = Callable[[], Iterable[Row]]
 
 
 def child(*arguments: str, seconds: float = 60.0) -> tuple[bool, str]:

@@ -11,23 +11,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 
-OK, INFO, WARN, FAIL = "ok", "info", "warn", "FAIL"
-
-
-@dataclass
-class Row:
-    """One finding. FAIL means that collectives on CPU tensors cannot work; WARN that something less does not."""
-
-    probe: str
-    state: str
-    found: str
-    advice: str = ""
-
-
-Probe = Callable[[], Iterable[Row]]
+from ark_torch.tools._probes import FAIL, PROBES, WARN, Probe, Row
 
 
 def run_probe(name: str, probe: Probe, needed: bool) -> list[Row]:
@@ -69,8 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.doctor", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args(arguments)
-    from ark_torch.tools._probes import PROBES
-
     started = time.monotonic()
     rows = diagnose(PROBES)
     works = cpu_works(rows)
@@ -84,6 +69,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # Under its package name too, so that the probes' Row is this file's Row.
-    sys.modules.setdefault("ark_torch.tools.doctor", sys.modules["__main__"])
     sys.exit(main())

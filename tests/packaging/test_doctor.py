@@ -1,0 +1,127 @@
+"""The doctor: a whole report on this machine, and none of its probes able to take it down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ark_torch.tools import _probe_cuda, _probes, doctor
+
+
+def report(*arguments: str, **environment: str) -> tuple[int, dict]:
+    done = subprocess.run(
+        [sys.executable, "-m", "ark_torch.tools.doctor", "--json", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def rows_of(answer: dict, probe: str) -> list[dict]:
+    return [row for row in answer["rows"] if row["probe"] == probe]
+
+
+@pytest.mark.quick
+def test_this_machine_works() -> None:
+    code, answer = report()
+    assert code == 0 and answer["cpu_works"], answer
+    assert rows_of(answer, "all_reduce")[0]["state"] == "ok"
+    assert {"ark_torch", "system", "python", "pytorch", "extension", "memfd", "cores"} <= {
+        row["probe"] for row in answer["rows"]
+    }
+
+
+def test_broken_path_costs_the_compiler_row_only() -> None:
+    code, answer = report(PATH="/nonexistent")
+    assert code == 0, answer
+    assert rows_of(answer, "compiler")[0]["state"] == "warn"
+
+
+def test_bad_environment_value_is_a_finding() -> None:
+    code, answer = report(ARK_SPIN_US="soon", ARK_TYPO="1")
+    assert code == 1
+    states = [row["state"] for row in rows_of(answer, "environment")]
+    assert states == ["FAIL", "warn"]
+    assert "ARK_SPIN_US='soon'" in rows_of(answer, "environment")[0]["advice"]
+
+
+def test_runs_where_pytorch_does_not_fit(python, copied_package) -> None:
+    folder = copied_package(_build_info='TORCH_VERSION = "2.10.0"\n')
+    done = python(["-m", "ark_torch.tools.doctor", "--json"], path=folder)
+    answer = json.loads(done.stdout)
+    assert done.returncode == 1 and not answer["cpu_works"]
+    assert rows_of(answer, "extension")[0]["state"] == "FAIL"
+    assert "--force-reinstall" in rows_of(answer, "extension")[0]["advice"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_probe_that_raises_is_a_row(needed: bool) -> None:
+    def breaks() -> Iterator[_probes.Row]:
+        yield _probes.Row("half", _probes.OK, "found before")
+        raise OSError("no such luck")
+
+    def fine() -> Iterator[_probes.Row]:
+        yield _probes.Row("fine", _probes.OK, "still asked")
+
+    rows = doctor.diagnose([("half", breaks, needed), ("fine", fine, True)])
+    assert [row.found for row in rows] == ["found before", "OSError: no such luck", "still asked"]
+    assert doctor.cpu_works(rows) is not needed
+    assert "no such luck" in doctor.as_table(rows)
+
+
+@pytest.mark.quick
+def test_a_child_that_crashes_or_hangs_is_told() -> None:
+    assert _probes.child("-c", "import os; os.abort()") == (False, "killed by signal 6")
+    assert _probes.child("-c", "import time; time.sleep(60)", seconds=0.5) == (False, "no answer within 0 s")
+    assert _probes.child("-c", "raise SystemExit('because')") == (False, "because")
+
+
+@pytest.mark.quick
+def test_cuda_rows_without_a_driver(monkeypatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(_probe_cuda.ctypes, "CDLL", missing)
+    rows = _probe_cuda.driver_rows() + _probe_cuda.nvrtc_rows()
+    assert [(row["probe"], row["state"]) for row in rows] == [("cuda driver", "info"), ("nvrtc", "info")]
+
+
+class FakeDriver:
+    """Three GPUs, of which 0 and 2 do not see each other; every other call succeeds."""
+
+    def __getattr__(self, name: str):
+        def call(*arguments) -> int:
+            if name == "cuDeviceGetCount":
+                arguments[0]._obj.value = 3
+            if name == "cuDeviceCanAccessPeer":
+                arguments[0]._obj.value = int({arguments[1], arguments[2]} != {0, 2})
+            return 0
+
+        return call
+
+
+@pytest.mark.quick
+def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
+    monkeypatch.setattr(_probe_cuda.ctypes, "CDLL", lambda name: FakeDriver())
+    rows = _probe_cuda.driver_rows()
+    assert [row["probe"] for row in rows] == ["cuda driver", "gpu 0", "gpu 1", "gpu 2", "peer access"]
+    assert rows[-1]["state"] == "warn" and rows[-1]["found"] == "missing: 0->2 2->0"
+
+
+@pytest.mark.quick
+def test_doctor_imports_the_standard_library_only() -> None:
+    script = (
+        "import sys; sys.orig_argv = ['-m', 'ark_torch.tools.doctor']; import ark_torch.tools._probes; "
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "False False", done.stderr

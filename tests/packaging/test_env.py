@@ -1,0 +1,88 @@
+"""The environment variables: defaults, every kind of bad value, and the README's table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ark_torch import env
+
+REPO = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.quick
+
+
+def test_every_variable_has_a_field_and_a_default() -> None:
+    settings = env.read({})
+    assert [field.name for field in fields(env.Settings)] == [variable.field for variable in env.VARIABLES]
+    for variable in env.VARIABLES:
+        assert getattr(settings, variable.field) == variable.default
+        assert env.read({variable.name: " "}) == settings, "an empty variable counts as unset"
+
+
+def test_good_values(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    table.write_text("{}")
+    values = {
+        "ARK_DISABLE": "1",
+        "ARK_DEBUG": "0",
+        "ARK_SHARED_MEMORY": "OFF",
+        "ARK_FLIGHT_RECORD": "0",
+        "ARK_FLIGHT_DUMP": str(tmp_path / "flight-"),
+        "ARK_SPIN_US": "auto",
+        "ARK_DISPATCH": str(table),
+    }
+    assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
+    expected = env.Settings(True, False, "off", 0, str(tmp_path / "flight-"), "auto", str(table))
+    assert env.read(values) == expected
+    assert env.read({"ARK_SPIN_US": "7"}).spin_us == 7
+
+
+BAD = [
+    ("ARK_DISABLE", "yes", "0 or 1"),
+    ("ARK_DISABLE", "2", "0 or 1"),
+    ("ARK_DEBUG", "true", "0 or 1"),
+    ("ARK_SHARED_MEMORY", "maybe", "auto, on or off"),
+    ("ARK_FLIGHT_RECORD", "-1", "from 0 to 1048576"),
+    ("ARK_FLIGHT_RECORD", "1048577", "from 0 to 1048576"),
+    ("ARK_FLIGHT_RECORD", "auto", "from 0 to 1048576"),
+    ("ARK_FLIGHT_RECORD", "\u0661", "from 0 to 1048576"),  # a digit, but not an ASCII one
+    ("ARK_FLIGHT_RECORD", "1e3", "from 0 to 1048576"),
+    ("ARK_FLIGHT_DUMP", "/no/such/folder/flight-", "its folder must exist"),
+    ("ARK_SPIN_US", "0.5", "auto, or a whole number from 0 to 1000000"),
+    ("ARK_SPIN_US", "1000001", "auto, or a whole number from 0 to 1000000"),
+    ("ARK_DISPATCH", "/no/such/table.json", "the path of a readable file"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "allowed"), BAD)
+def test_bad_values_name_the_variable_and_what_is_allowed(name: str, text: str, allowed: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        env.read({name: text})
+    message = str(caught.value)
+    assert message.startswith(f"{name}={text!r} is not allowed: ") and allowed in message
+
+
+def test_every_variable_refuses_something() -> None:
+    assert {name for name, _, _ in BAD} == {variable.name for variable in env.VARIABLES}
+
+
+def test_misspelt_names_are_found() -> None:
+    assert env.unknown({"ARK_SPIN": "1", "ARK_SPIN_US": "1", "PATH": ""}) == ["ARK_SPIN"]
+
+
+def test_readme_holds_the_table_made_from_the_declarations() -> None:
+    readme = (REPO / "README.md").read_text()
+    found = re.search(r"<!-- env:begin -->\n(.*?)<!-- env:end -->", readme, re.S)
+    assert found, "README.md has no table between <!-- env:begin --> and <!-- env:end -->"
+    assert found.group(1).strip() == env.table().strip(), "put the output of `python -m ark_torch.env` into README.md"
+
+
+def test_no_other_file_reads_our_variables() -> None:
+    """Declared once: a second reader would have a second idea of what is allowed."""
+    pattern = re.compile(r"""(?:environ(?:\.get)?|getenv)\s*[\[(]\s*["']ARK_""")
+    sources = [*REPO.glob("ark_torch/**/*.py"), *REPO.glob("csrc/**/*.[ch]pp")]
+    assert len(sources) > 10
+    assert [str(path.relative_to(REPO)) for path in sources if pattern.search(path.read_text())] == []
