@@ -1,0 +1,1 @@
+"""The parts of examples/train_gpt.py: text, model, training run and report."""

@@ -1,0 +1,104 @@
+"""A small byte-level GPT: the model that examples/train_gpt.py trains.
+
+Pre-norm transformer with rotary positions; the output layer shares the embedding's weights, whose small
+initial values keep the first loss near ln(256). The tokens are the 256 byte values, so there is no tokenizer
+to fetch and any text will do. Nothing here knows about distributed training: that is the trainer's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding: turns pairs of channels by an angle that grows with the position."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm_attention = nn.LayerNorm(config.width, bias=False)
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.project = nn.Linear(config.width, config.width, bias=False)
+        self.norm_mlp = nn.LayerNorm(config.width, bias=False)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.relu(self.up(self.norm_mlp(x))).square())
+
+
+class GPT(nn.Module):
+    """Bytes in, logits over the next byte out."""
+
+    cosine: Tensor
+    sine: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if config.width % (2 * config.heads) != 0:
+            raise ValueError(f"width {config.width} must be a multiple of twice the heads ({config.heads})")
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, bias=False)
+        half = config.width // config.heads // 2
+        angles = torch.outer(torch.arange(config.context), 10000.0 ** (-torch.arange(half) / half))
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("sine", angles.sin(), persistent=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                # Layers that add into the residual stream start small, so that depth does not blow it up.
+                scale = (2 * config.layers) ** -0.5 if name.endswith(("project.weight", "down.weight")) else 1.0
+                nn.init.normal_(weight, std=0.02 if weight is self.embedding.weight else scale * weight.size(1) ** -0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.size(1)
+        cosine, sine = self.cosine[:length], self.sine[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    @torch.no_grad()
+    def generate(self, prompt: bytes, count: int, temperature: float, generator: torch.Generator) -> bytes:
+        """Continues the prompt by `count` bytes, each drawn from the softened distribution of the next byte."""
+        device = self.embedding.weight.device
+        tokens = torch.tensor([list(prompt)], dtype=torch.long)
+        for _ in range(count):
+            window = tokens[:, -self.config.context :].to(device)
+            probabilities = torch.softmax(self(window)[0, -1].float() / temperature, dim=-1).cpu()
+            tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator)[None]), dim=1)
+        return bytes(tokens[0].tolist())
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Mean cross entropy, in nats a byte, of predicting each byte of [batch, length + 1] windows from those before.
+
+    A function beside the model, not a method, because DistributedDataParallel only sees calls of the model itself.
+    """
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

@@ -1,0 +1,145 @@
+"""What the demo shows when its runs are over: curves, a comparison of the runs, a sample of text.
+
+The comparison judges as well: `compare` says which promises hold, and the demo's exit code follows it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import plotille
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from .training import RunResult, TrainingConfig
+
+# Two backends may round the same sum differently where more than two ranks add (two ranks: a + b is b + a), and
+# training feeds the last bit back into all that follows. Relative distance of the weights, in the Euclidean norm.
+ROUNDING = 1e-2
+
+
+@dataclass(frozen=True)
+class Verdict:
+    text: str
+    holds: bool
+
+
+def compare(results: list[RunResult]) -> list[Verdict]:
+    """Judges every later run against the first: bit for bit over the same backend, within rounding over another."""
+    first = results[0]
+    verdicts = []
+    for other in results[1:]:
+        if other.backend == first.backend:
+            differing = int((bits(first.weights) != bits(other.weights)).sum())
+            total = first.weights.numel()
+            text = f"two runs over {first.backend}: {differing} of {total:,} weights differ in any bit"
+            verdicts.append(Verdict(text, differing == 0))
+        else:
+            distance = float((first.weights - other.weights).norm() / other.weights.norm())
+            largest = float((first.weights - other.weights).abs().max())
+            text = (
+                f"{first.backend} against {other.backend}: weights differ by {distance:.1e} in relative norm, "
+                f"{largest:.1e} at most (rounding allows {ROUNDING:.0e})"
+            )
+            verdicts.append(Verdict(text, distance <= ROUNDING))
+    improved = first.held_out[-1][1] < first.held_out[0][1]
+    text = f"held-out loss fell from {first.held_out[0][1]:.3f} to {first.held_out[-1][1]:.3f} nats a byte"
+    return [*verdicts, Verdict(text, improved)]
+
+
+def bits(weights: torch.Tensor) -> torch.Tensor:
+    return weights.view(torch.int32)
+
+
+def comparison_table(results: list[RunResult]) -> Table:
+    table = Table(title="The same training over each backend; milliseconds a step, medians")
+    table.add_column("")
+    for result in results:
+        table.add_column(result.backend, justify="right")
+    gradient_mb = results[0].gradient_bytes / 1e6
+    rows = {
+        "training, seconds in all": [f"{r.seconds:.1f}" for r in results],
+        "held-out loss at the end": [f"{r.held_out[-1][1]:.4f}" for r in results],
+        "forward + backward": [f"{r.step_ms:.2f}" for r in results],
+        "the same without communication": [f"{r.local_step_ms:.2f}" for r in results],
+        "communication not hidden behind backward": [f"{r.exposed_ms:+.2f}" for r in results],
+        f"all_reduce of the gradients alone, {gradient_mb:.1f} MB": [f"{r.gradient_ms:.2f}" for r in results],
+    }
+    for name, values in rows.items():
+        table.add_row(name, *values)
+    return table
+
+
+def smooth(losses: list[float], window: int = 20) -> list[float]:
+    """Running mean over the last `window` steps."""
+    sums = torch.tensor([0.0, *losses], dtype=torch.float64).cumsum(0)
+    ends = torch.arange(1, len(losses) + 1)
+    starts = (ends - window).clamp(min=0)
+    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+
+
+def terminal_curve(result: RunResult, width: int) -> str:
+    """The loss curve as text, for the terminal."""
+    figure = plotille.Figure()
+    figure.width, figure.height, figure.with_colors = width, 14, False
+    figure.x_label, figure.y_label = "step", "loss, nats a byte"
+    figure.set_x_limits(min_=0, max_=len(result.losses))
+    figure.y_ticks_fkt = lambda low, high: f"{low:.2f}"
+    figure.x_ticks_fkt = lambda low, high: f"{low:.0f}"
+    figure.plot(list(range(1, len(result.losses) + 1)), smooth(result.losses), label="training (smoothed)")
+    steps, losses = zip(*result.held_out, strict=True)
+    figure.scatter(steps, losses, marker="o", label="held out")
+    return str(figure.show(legend=True))
+
+
+def draw(results: list[RunResult], path: Path) -> None:
+    """The PNG: loss curves of all runs, drawn over one another, and the communication time of each."""
+    figure = Figure(figsize=(12, 5), layout="tight")  # not pyplot: there may be no screen
+    curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
+    for number, result in enumerate(results):
+        style = dict(color=f"C{number}", linestyle=("-", "--", ":")[number % 3], linewidth=3 - 0.8 * number)
+        curves.plot(range(1, len(result.losses) + 1), smooth(result.losses), label=label(results, number), **style)
+        steps, losses = zip(*result.held_out, strict=True)
+        curves.plot(steps, losses, "o", color=f"C{number}", markersize=7 - 2 * number)
+    curves.set(xlabel="step", ylabel="loss, nats a byte", title="Training loss (lines, smoothed), held-out loss (dots)")
+    curves.legend()
+    curves.grid(alpha=0.3)
+    names = [label(results, number) for number in range(len(results))]
+    drawn = bars.bar(names, [r.gradient_ms for r in results], color=[f"C{n}" for n in range(len(results))])
+    bars.bar_label(drawn, fmt="%.2f")
+    bars.set(ylabel="ms", title=f"all_reduce of {results[0].gradient_bytes / 1e6:.1f} MB of gradients")
+    figure.savefig(path, dpi=120)
+
+
+def label(results: list[RunResult], number: int) -> str:
+    earlier = sum(result.backend == results[number].backend for result in results[:number])
+    return results[number].backend + (f" (run {earlier + 1})" if earlier else "")
+
+
+def write_report(results: list[RunResult], config: TrainingConfig, world: int, device: str, path: Path) -> None:
+    runs = [{key: value for key, value in asdict(result).items() if key != "weights"} for result in results]
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    verdicts = [asdict(verdict) for verdict in compare(results)]
+    report = {"ranks": world, "device": device, "versions": versions, "config": asdict(config)}
+    path.write_text(json.dumps({**report, "verdicts": verdicts, "runs": runs}, indent=1) + "\n")
+
+
+def show(console: Console, results: list[RunResult], sample: str, folder: Path) -> bool:
+    """Prints everything; returns whether all verdicts hold."""
+    console.print()
+    console.print(
+        terminal_curve(results[0], min(console.width - 24, 80)), markup=False, highlight=False, soft_wrap=True
+    )
+    console.print(comparison_table(results))
+    verdicts = compare(results)
+    for verdict in verdicts:
+        console.print(("[green]holds[/]  " if verdict.holds else "[red]FAILS[/]  ") + verdict.text, highlight=False)
+    console.print("\nA sample from the trained model:\n", style="bold")
+    console.print(sample, markup=False, highlight=False)
+    console.print(f"\nWritten to {folder}: loss.png, report.json, sample.txt, model.pt")
+    return all(verdict.holds for verdict in verdicts)
