@@ -110,15 +110,19 @@ FlightRecord::Group* FlightRecord::group(uint32_t id) const {
 
 uint32_t FlightRecord::register_group(std::string_view name, std::string_view description, int rank, int size,
                                       const std::vector<int>& global_ranks) {
+  if (size >= world_size_.load(std::memory_order_relaxed)) {
+    const bool known = rank >= 0 && static_cast<size_t>(rank) < global_ranks.size();
+    set_global_rank(known ? global_ranks[static_cast<size_t>(rank)] : rank, size);
+  }
   std::lock_guard guard(mutex_);
   const uint64_t next = next_id_.load(std::memory_order_relaxed);
-  uint32_t id = 0;
+  uint32_t id = 1;
   // A retired group whose last entry has been overwritten is free: programs that make groups in a loop stay flat.
   while (id < groups_ && !(group(id)->retired && group(id)->retired_at + capacity() < next)) ++id;
   if (id == groups_) {
     const uint32_t shifted = id + kFirstChunk;
     const int chunk = std::bit_width(shifted) - std::bit_width(kFirstChunk);
-    if (chunk >= kChunks) return groups_ - 1;  // 67 million live groups: keep recording, under the last one's name
+    if (chunk >= kChunks) return 0;  // 67 million live groups: keep recording, under no name
     if (chunks_[chunk].load(std::memory_order_relaxed) == nullptr) {
       chunks_[chunk].store(new Group[size_t{kFirstChunk} << chunk], std::memory_order_release);
     }
@@ -140,14 +144,14 @@ uint32_t FlightRecord::register_group(std::string_view name, std::string_view de
 
 void FlightRecord::describe_group(uint32_t id, std::string_view name, std::string_view description) {
   std::lock_guard guard(mutex_);
-  if (id >= groups_) return;
+  if (id == 0 || id >= groups_) return;
   group(id)->name = name;
   group(id)->description = description;
 }
 
 void FlightRecord::retire_group(uint32_t id) {
   std::lock_guard guard(mutex_);
-  if (id >= groups_) return;
+  if (id == 0 || id >= groups_) return;
   Group& entry = *group(id);
   entry.retired = true;
   entry.retired_at = next_id_.load(std::memory_order_relaxed);

@@ -90,11 +90,11 @@ struct FlightEntry {
 struct FlightPeer {
   int rank = -1;               // in the group
   uint64_t last_enqueued = 0;  // sequence numbers of collectives
-  uint64_t last_started = 0;
   uint64_t last_completed = 0;
-  int waiting_on = -1;    // rank it waits for; -1: none or unknown
+  int waiting_on = -1;  // rank it waits for; -1: none or unknown
+  bool lost = false;    // its process ended
+  uint64_t last_started = 0;
   std::string operation;  // what it is in; empty: nothing or unknown
-  bool lost = false;      // its process ended
 };
 
 // Why a dump is written. Kept by the record, so that a later dump also shows the earlier (first) cause.
@@ -130,7 +130,8 @@ class FlightRecord {
   bool enabled() const { return ring_.load(std::memory_order_acquire) != nullptr; }
 
   // Interns a group's names; once per group, not on the hot path. `rank` and `size` are the group's, `global_ranks`
-  // its members in rank order (empty: 0..size-1). Returns the id that entries carry.
+  // its members in rank order (empty: 0..size-1). Returns the id that entries carry, from 1 (0: no group). The
+  // largest group also tells who this process is.
   uint32_t register_group(std::string_view name, std::string_view description, int rank, int size,
                           const std::vector<int>& global_ranks);
   // PyTorch names a group only after its backend was made.
@@ -149,7 +150,7 @@ class FlightRecord {
   // Copies the entries, oldest first (tests, to_json). `errors`, when given, receives one text an entry.
   std::vector<FlightEntry> snapshot(std::vector<std::string>* errors = nullptr) const;
 
-  // Who this process is in the job; shown in the output. -1: unknown.
+  // Who this process is in the job; shown in the output. -1: unknown. register_group sees to it as a rule.
   void set_global_rank(int rank, int world_size);
 
   std::string to_json() const;
@@ -183,7 +184,7 @@ class FlightRecord {
   mutable std::mutex mutex_;  // everything below; never taken on the hot path
   std::vector<std::unique_ptr<Ring>> rings_;
   std::array<std::atomic<Group*>, kChunks> chunks_{};
-  uint32_t groups_ = 0;
+  uint32_t groups_ = 1;                                      // ids given out so far; 0 is nobody's
   std::vector<std::pair<int64_t, FlightFailure>> failures_;  // wall time, cause; the first kFailures
   std::vector<uint64_t> dumped_keys_;
 };

@@ -211,7 +211,7 @@ std::string FlightRecord::to_json() const {
 
   std::lock_guard guard(mutex_);
   json.key("groups").open('[');
-  for (uint32_t id = 0; id < groups_; ++id) {
+  for (uint32_t id = 1; id < groups_; ++id) {
     const Group& entry = *group(id);
     json.open('{').field("id", id).field("name", entry.name).field("description", entry.description);
     json.field("rank", entry.rank).field("size", entry.size).key("global_ranks").open('[');

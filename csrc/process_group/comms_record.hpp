@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -47,13 +48,18 @@ struct CommsCall {
 
 class CommsRecord {
  public:
-  // `describe()` returns the CommsCall; it runs only when someone listens. Inputs and outputs: a tensor, a vector of
-  // tensors, or a vector of vectors, whatever the method was given.
-  template <typename Describe, typename Inputs, typename Outputs>
-  CommsRecord(const CommsGroup& group, Describe&& describe, const Inputs& inputs, const Outputs& outputs) {
+  // `describe()` returns the CommsCall; it runs only when someone listens, and so does `group` when it is a function
+  // (one that takes a lock, say). Inputs and outputs: a tensor, a vector of tensors, or a vector of vectors, whatever
+  // the method was given.
+  template <typename Group, typename Describe, typename Inputs, typename Outputs>
+  CommsRecord(const Group& group, Describe&& describe, const Inputs& inputs, const Outputs& outputs) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value())
         [[unlikely]] {
-      start(group, describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
+      if constexpr (std::is_invocable_v<const Group&>) {
+        start(group(), describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
+      } else {
+        start(group, describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
+      }
     }
   }
   CommsRecord(const CommsRecord&) = delete;

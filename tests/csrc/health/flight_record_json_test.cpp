@@ -37,7 +37,7 @@ TEST(FlightRecordJson, OddCharactersStayValidJson) {
   failure.error = odd;
   failure.operation = odd;
   failure.frame = odd;
-  failure.peers = {{0, 1, 2, 2, -1, odd, false}, {1, 0, 0, 0, 0, "", true}};
+  failure.peers = {{0, 1, 2, -1, false, 2, odd}, {1, 0, 0, 0, true, 0, ""}};
   record.note(failure);
   const std::string json = record.to_json();
   EXPECT_TRUE(JsonReader::valid(json)) << json;
@@ -67,6 +67,7 @@ TEST(FlightRecordJson, NamesTypesAndAbsences) {
   barrier.operation = "barrier";
   record.scheduled(barrier);
   const std::string json = record.to_json();
+  EXPECT_TRUE(contains(json, "\"global_rank\":6,\"world_size\":2")) << json;  // told by the group
   EXPECT_TRUE(contains(json, "\"global_ranks\":[4,6]")) << json;
   EXPECT_TRUE(contains(json, "\"dtype\":\"float32\",\"output_dtype\":\"float32\",\"reduce_op\":\"SUM\"")) << json;
   EXPECT_TRUE(contains(json, "\"dtype\":null,\"output_dtype\":null,\"reduce_op\":null")) << json;
@@ -84,7 +85,7 @@ TEST(FlightRecordJson, DumpsOneWholePrivateFile) {
   failure.has_group = true;
   failure.error = "rank 1 ended";
   failure.peer = 1;
-  failure.peers = {{1, 5, 5, 4, -1, "all_reduce", true}};
+  failure.peers = {{1, 5, 4, -1, true, 5, "all_reduce"}};
   const std::string path = flight_dump_path(folder / "flight_", 3);
   EXPECT_TRUE(path.ends_with("/flight_3.json"));
   EXPECT_TRUE(record.dump(path, failure));
