@@ -6,9 +6,23 @@ PyTorch and the extension belong together, and register the backend; the extensi
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from ark_torch import _autoload
 from ark_torch._version import __version__
 
+if TYPE_CHECKING:
+    from ark_torch._C import Options
+
 _autoload.on_import()
 
-__all__ = ["__version__"]
+__all__ = ["Options", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """`ark_torch.Options`, for init_process_group(pg_options=...), loads the extension when it is asked for."""
+    if name == "Options":
+        from ark_torch._C import Options
+
+        return Options
+    raise AttributeError(f"module 'ark_torch' has no attribute {name!r}")

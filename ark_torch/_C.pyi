@@ -1,0 +1,46 @@
+"""Types of the extension (csrc/bindings.cpp)."""
+
+import enum
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+# (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes)
+Rule = tuple[str, str, str, int, int, int]
+
+class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
+    class SharedMemory(enum.Enum):
+        AUTO = 0
+        ON = 1
+        OFF = 2
+
+    shared_memory: SharedMemory
+    debug: bool
+    spin_us: int
+    flight_record: int
+    flight_dump: str
+    global_rank: int
+    make_carrier: Callable[[Any, int, int, timedelta], Any]
+    log: Callable[[str], None]
+    dispatch: list[Rule]
+    group_name: str
+    global_ranks_in_group: list[int]
+    _timeout: timedelta
+    def __init__(self) -> None: ...
+    def __copy__(self) -> Options: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
+
+class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None: ...
+    @property
+    def shares_memory(self) -> bool: ...
+    def perform_nocolor_split(self, device: Any = None) -> None: ...
+    def _set_sequence_number_for_group(self) -> None: ...
+
+def _flight_record_json() -> str: ...
+def _flight_record_dump(path: str) -> Any: ...
+def _shutdown_all_groups(patience_ms: int) -> None: ...
+def _default_dispatch() -> list[Rule]: ...
+def _reduce_isa() -> str: ...
