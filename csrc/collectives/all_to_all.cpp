@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "collectives/algorithms.hpp"
-#include "error.hpp"
+#include "collectives/agreement.hpp"
 
 namespace ark {
 
@@ -48,16 +48,7 @@ void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, co
     }
     copy_bytes(&matrix[static_cast<size_t>(peer) * size], rounds.read(first, peer), size * sizeof(uint64_t));
     const uint64_t promised = matrix[peer * size + rank];
-    if (promised != outs[peer].size) {
-      Error error(ErrorKind::mismatch,
-                  "rank " + std::to_string(peer) + " sends " + std::to_string(promised) + " bytes, but this rank's output "
-                  "split for it holds " + std::to_string(outs[peer].size),
-                  ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
-                               "Make output split sizes equal the peers' input split sizes (and the dtypes equal); then "
-                               "destroy the process group and create it again."});
-      rounds.waiter().health().fail(error);
-      throw error;
-    }
+    if (const auto error = broken_promise(operation, rank, peer, promised, outs[peer].size)) rounds.fail(*error);
   }
   const uint64_t most = *std::max_element(matrix.begin(), matrix.end());
   const size_t pieces = std::max<size_t>(1, (most + piece - 1) / piece);

@@ -58,7 +58,11 @@ struct MutableBytes {
 
 class Communicator {
  public:
+  Communicator(int rank, int size) : rank_(rank), size_(size) {}
   virtual ~Communicator() = default;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
   // `count` elements of descriptor.dtype; in == out allowed.
   virtual void all_reduce(const Operation&, const void* in, void* out, size_t count) = 0;
   virtual void reduce(const Operation&, const void* in, void* out, size_t count) = 0;  // out: root only
@@ -71,6 +75,10 @@ class Communicator {
   virtual void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) = 0;
   virtual void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) = 0;
   virtual void barrier(const Operation&) = 0;
+
+ protected:
+  const int rank_;
+  const int size_;
 };
 
 }  // namespace ark

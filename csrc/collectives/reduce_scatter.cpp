@@ -22,7 +22,7 @@ void reduce_scatter(Rounds& rounds, const Operation& operation, const void* cons
     for (int peer = 0; peer < size; ++peer) {
       if (peer == rank) continue;
       copy_bytes(slot + peer * piece, static_cast<const std::byte*>(ins[peer]) + k * piece_count * element,
-                  elements(k) * element);
+                 elements(k) * element);
     }
     rounds.publish(first + k);
   };

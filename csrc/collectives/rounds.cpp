@@ -3,27 +3,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
-#include "error.hpp"
+#include "collectives/agreement.hpp"
 
 namespace ark {
-
-namespace {
-
-std::string describe(const Descriptor& d) {
-  const bool known = static_cast<int>(d.kind) < kKinds && static_cast<int>(d.dtype) < kDTypes &&
-                     static_cast<int>(d.op) < kReduceOps;
-  if (!known) return "something unreadable";
-  std::string text = std::string(name_of(d.kind)) + "(" + std::to_string(d.count) + " x " + name_of(d.dtype);
-  if (d.kind == Kind::all_reduce || d.kind == Kind::reduce || d.kind == Kind::reduce_scatter) {
-    text += std::string(", ") + name_of(d.op);
-  }
-  if (d.root >= 0) text += ", root " + std::to_string(d.root);
-  return text + ", #" + std::to_string(d.sequence) + ")";
-}
-
-}  // namespace
 
 Rounds::Rounds(int rank, std::vector<Channel> outboxes, protocol::Counter* released, Waiter waiter, bool debug,
                std::function<void(size_t)> commit)
@@ -90,17 +73,11 @@ void Rounds::check_all(uint64_t first_round) {
 }
 
 void Rounds::check_descriptor(const SlotHeader& header, int peer) {
-  // Copied first: the peer's memory is not trusted to hold still.
-  const Descriptor theirs = header.descriptor;
-  if (std::memcmp(&theirs, &operation_.descriptor, sizeof theirs) == 0) return;
-  const char* shapes = theirs.shape != operation_.descriptor.shape && theirs.count == operation_.descriptor.count
-                           ? " with other shapes" : "";
-  Error error(ErrorKind::mismatch,
-              "ranks disagree: rank " + std::to_string(rank_) + " called " + describe(operation_.descriptor) + ", rank " +
-                  std::to_string(peer) + " called " + describe(theirs) + shapes,
-              ErrorContext{rank_, peer, operation_.context.name, operation_.context.sequence,
-                           "Call the same collective with the same size, dtype, reduce op and root on every rank, in "
-                           "the same order; then destroy the process group and create it again."});
+  const Descriptor theirs = header.descriptor;  // copied: the peer's memory is not trusted to hold still
+  if (const auto error = disagreement(operation_, theirs, rank_, peer)) fail(*error);
+}
+
+void Rounds::fail(const Error& error) {
   waiter_.health().fail(error);
   throw error;
 }

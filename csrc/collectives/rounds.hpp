@@ -56,6 +56,8 @@ class Rounds {
 
   // Debug mode: waits for every rank's first round and compares, whether this operation reads it or not.
   void check_all(uint64_t first_round);
+  // Fails the group with this error and throws it.
+  [[noreturn]] void fail(const Error& error);
 
  private:
   void check_descriptor(const SlotHeader& header, int peer);

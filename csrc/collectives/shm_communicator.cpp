@@ -66,7 +66,7 @@ PairCounters& pair_of(const SharedMemory& segment, const Layout& layout, int pee
 size_t ShmCommunicator::segment_bytes(int size) { return Layout(size).total; }
 
 ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood, const ShmOptions& options)
-    : rank_(rank), size_(size), segments_(std::move(neighbourhood.segments)) {
+    : Communicator(rank, size), segments_(std::move(neighbourhood.segments)) {
   const Layout layout(size);
   for (int peer = 0; peer < size; ++peer) {
     if (segments_[peer].size() != layout.total) {

@@ -53,8 +53,6 @@ class ShmCommunicator : public Communicator {
   void hand_shake(const ShmOptions& options);
   Operation with_algorithm(const Operation& operation, Choice choice) const;
 
-  int rank_;
-  int size_;
   std::vector<SharedMemory> segments_;
   std::unique_ptr<GroupHealth> health_;
   DispatchTable table_;

@@ -1,0 +1,1 @@
+"""Creating ark groups, and what a group can tell about itself."""

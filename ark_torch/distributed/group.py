@@ -1,0 +1,139 @@
+"""Makes the backend object of a new "ark" group: what torch.distributed calls for every group that names ark.
+
+Reads the environment (ark_torch.env), completes the options and hands over to C++. Python also makes the groups that
+stand in for ark: Gloo where ranks share no memory (its C++ headers are not in PyTorch's wheels), and Gloo or NCCL
+when ARK_DISABLE is set.
+"""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import json
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ark_torch import env
+
+log = logging.getLogger("ark_torch")
+if not log.handlers:
+    # One line for people even in programs that configure no logging; they may raise the level or replace the handler.
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(logging.Formatter("[ark] %(message)s"))
+    log.addHandler(_handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+_at_exit = False
+
+
+def create(dist_backend_opts: Any, backend_options: Any) -> Any:
+    """The creator registered with torch.distributed (extended API).
+
+    Args:
+        dist_backend_opts: torch's _DistributedBackendOptions: store, group_rank, group_size, timeout, group_id and
+            global_ranks_in_group (empty for the world).
+        backend_options: what the user passed as pg_options: None or ark_torch._C.Options.
+
+    Raises:
+        TypeError: pg_options is of another backend.
+        ValueError: an environment variable or option holds something that is not allowed.
+        torch.distributed.DistBackendError: the ranks could not be connected; names the rank.
+    """
+    settings = env.read()
+    rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
+    timeout = dist_backend_opts.timeout
+    if settings.disable:
+        return _stand_in(dist_backend_opts, rank, size, timeout)
+    from ark_torch import _C
+
+    if backend_options is not None and not isinstance(backend_options, _C.Options):
+        raise TypeError(
+            f"ark: [rank {rank}] pg_options is a {type(backend_options).__name__}: pass ark_torch.Options() or nothing."
+        )
+    options = complete(backend_options, settings)
+    options._timeout = timeout
+    options.group_name = dist_backend_opts.group_id
+    options.global_ranks_in_group = list(dist_backend_opts.global_ranks_in_group)
+    members = dist_backend_opts.global_ranks_in_group
+    options.global_rank = members[rank] if len(members) else rank
+    _shutdown_at_exit()
+    return _C.ProcessGroupArk(dist_backend_opts.store, rank, size, options)
+
+
+def complete(given: Any, settings: env.Settings | None = None) -> Any:
+    """Options for C++: the user's own (copied) or the environment's."""
+    from ark_torch import _C
+
+    settings = settings or env.read()
+    if given is not None:
+        options = given.__copy__()
+    else:
+        options = _C.Options()
+        options.shared_memory = getattr(_C.Options.SharedMemory, settings.shared_memory.upper())
+        options.spin_us = 20 if settings.spin_us == "auto" else int(settings.spin_us)
+        options.flight_record = settings.flight_record
+        options.flight_dump = settings.flight_dump
+        options.dispatch = load_dispatch(settings.dispatch)
+        options.debug = settings.debug
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        options.debug = True
+    options.make_carrier = _make_gloo
+    options.log = log.info
+    return options
+
+
+def load_dispatch(path: str) -> list[tuple[str, str, str, int, int, int]]:
+    """Reads a dispatch table (JSON: a list of rules under "rules"); ValueError says what is wrong with it."""
+    if not path:
+        return []
+    fields = ("collective", "algorithm", "when", "max_ranks", "max_bytes", "chunk_bytes")
+    try:
+        with open(path, encoding="utf-8") as file:
+            rules = json.load(file)["rules"]
+        return [tuple(rule[field] for field in fields) for rule in rules]  # type: ignore[misc]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"ARK_DISPATCH={path!r} is no dispatch table ({type(error).__name__}: {error}): it is JSON with a list "
+            f'"rules", each with {", ".join(fields)}.'
+        ) from error
+
+
+def _make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    if not dist.is_gloo_available():
+        raise RuntimeError(
+            f"ark: [rank {rank}] ranks of this group share no memory and this PyTorch has no Gloo to carry it: "
+            "run all ranks on one machine, or install a PyTorch with Gloo."
+        )
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _stand_in(opts: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    if rank == 0:
+        log.info('ARK_DISABLE is set: group "%s" is PyTorch\'s own %s', opts.group_id, "NCCL" if cuda else "Gloo")
+    if not cuda:
+        return _make_gloo(opts.store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = opts.group_id
+    options.global_ranks_in_group = list(opts.global_ranks_in_group)
+    backend = dist.ProcessGroupNCCL(opts.store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _shutdown_at_exit() -> None:
+    """Groups that are still open when Python ends say goodbye, so that peers can tell an end from a crash."""
+    global _at_exit
+    if _at_exit:
+        return
+    _at_exit = True
+    from ark_torch import _C
+
+    atexit.register(_C._shutdown_all_groups, 5000)

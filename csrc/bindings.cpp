@@ -1,0 +1,107 @@
+// The only file that knows Python: ark_torch._C.
+//
+// Binds the process group and its options, the flight record, and what tools and tests ask of the library.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "collectives/reduce.hpp"
+#include "process_group/process_group_ark.hpp"
+
+namespace py = pybind11;
+using ark::ProcessGroupArk;
+using Options = ProcessGroupArk::Options;
+
+namespace {
+
+template <class T>
+using Shared = c10::intrusive_ptr<T>;
+
+// A rule as Python sees it: (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes).
+using RuleTuple = std::tuple<std::string, std::string, std::string, uint32_t, uint64_t, uint32_t>;
+constexpr const char* kWhen[] = {"core_per_rank", "oversubscribed", "both"};
+
+template <class Enum>
+Enum named(const char* field, const std::string& name, int count) {
+  for (int value = 0; value < count; ++value) {
+    if (name == ark::name_of(static_cast<Enum>(value))) return static_cast<Enum>(value);
+  }
+  throw py::value_error(std::string("dispatch table: unknown ") + field + " '" + name + "'");
+}
+
+std::vector<ark::Rule> to_rules(const std::vector<RuleTuple>& tuples) {
+  std::vector<ark::Rule> rules;
+  for (const auto& [kind, algorithm, when, ranks, bytes, chunk] : tuples) {
+    int w = 0;
+    while (w < 3 && when != kWhen[w]) ++w;
+    if (w == 3) throw py::value_error("dispatch table: 'when' is '" + when + "', not core_per_rank, oversubscribed or both");
+    rules.push_back({named<ark::Kind>("collective", kind, ark::kKinds),
+                     named<ark::Algorithm>("algorithm", algorithm, ark::kAlgorithms), static_cast<uint8_t>(w), 0, ranks,
+                     bytes, chunk, 0});
+  }
+  return ark::with_torch_errors([&] { return ark::DispatchTable(rules).rules(); });
+}
+
+std::vector<RuleTuple> from_rules(const std::vector<ark::Rule>& rules) {
+  std::vector<RuleTuple> tuples;
+  for (const ark::Rule& rule : rules) {
+    tuples.emplace_back(ark::name_of(rule.kind), ark::name_of(rule.algorithm), kWhen[rule.oversubscribed], rule.max_ranks,
+                        rule.max_bytes, rule.chunk_bytes);
+  }
+  return tuples;
+}
+
+Shared<Options> copy_of(const Options& options) { return c10::make_intrusive<Options>(options); }
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "ark_torch's C++ library. Use it through torch.distributed and ark_torch, not directly.";
+  // The base classes are bound by torch.
+  py::module_::import("torch.distributed");
+
+  py::class_<Options, c10d::Backend::Options, Shared<Options>> options(m, "Options");
+  py::enum_<Options::SharedMemory>(options, "SharedMemory")
+      .value("AUTO", Options::SharedMemory::automatic)
+      .value("ON", Options::SharedMemory::on)
+      .value("OFF", Options::SharedMemory::off);
+  options.def(py::init<>())
+      .def_readwrite("shared_memory", &Options::shared_memory)
+      .def_readwrite("debug", &Options::debug)
+      .def_readwrite("spin_us", &Options::spin_us)
+      .def_readwrite("flight_record", &Options::flight_record)
+      .def_readwrite("flight_dump", &Options::flight_dump)
+      .def_readwrite("global_rank", &Options::global_rank)
+      .def_readwrite("make_carrier", &Options::make_carrier)
+      .def_readwrite("log", &Options::log)
+      .def_property(
+          "dispatch", [](const Options& self) { return from_rules(self.dispatch); },
+          [](Options& self, const std::vector<RuleTuple>& rules) { self.dispatch = to_rules(rules); })
+      .def("__copy__", [](const Options& self) { return copy_of(self); })
+      .def("__deepcopy__", [](const Options& self, const py::dict&) { return copy_of(self); });
+
+  py::class_<ProcessGroupArk, c10d::Backend, Shared<ProcessGroupArk>>(m, "ProcessGroupArk")
+      .def(py::init([](const Shared<c10d::Store>& store, int rank, int size, const Shared<Options>& opts) {
+             py::gil_scoped_release no_gil;
+             return ProcessGroupArk::create(store, rank, size, opts);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
+                             "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
+      // Ranks outside a new group call this on the parent (torch 2.11 to 2.13): nothing to do.
+      .def("perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
+      .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});
+
+  m.def("_flight_record_json", [] { return ark::FlightRecord::instance().to_json(); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("_flight_record_dump", [](const std::string& path) { return ark::FlightRecord::instance().dump(path); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("_shutdown_all_groups", [](int64_t patience_ms) { ark::shutdown_all_groups(std::chrono::milliseconds(patience_ms)); },
+        py::call_guard<py::gil_scoped_release>());
+  m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
+  m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
+}

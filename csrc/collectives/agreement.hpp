@@ -1,0 +1,17 @@
+// Do two ranks mean the same operation? The one place that compares and words the complaint.
+#pragma once
+
+#include <optional>
+
+#include "collectives/operation.hpp"
+#include "error.hpp"
+
+namespace ark {
+
+// `theirs` came from another process: compared as bytes, described only after its numbers were checked.
+std::optional<Error> disagreement(const Operation& operation, const Descriptor& theirs, int rank, int peer);
+
+// all_to_all: what the peer sends against what this rank's output holds for it, in bytes.
+std::optional<Error> broken_promise(const Operation& operation, int rank, int peer, uint64_t sent, uint64_t expected);
+
+}  // namespace ark

@@ -1,0 +1,217 @@
+// Several tensors in one call (functional collectives, FSDP, fused optimisers), and the coalescing manager.
+//
+// A coalesced call is one work whose body runs one collective a tensor, in order: on shared memory nothing is gained by
+// packing small tensors together first, and nothing has to be unpacked.
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+namespace {
+
+using Tensors = ProcessGroupArk::Tensors;
+
+int64_t elements_of(const Tensors& tensors) {
+  int64_t elements = 0;
+  for (const at::Tensor& tensor : tensors) elements += tensor.numel();
+  return elements;
+}
+
+// Checks every entry; at least one.
+void check_all(const CallSite& site, const char* argument, const Tensors& tensors) {
+  if (tensors.empty()) {
+    refuse(site, ErrorKind::invalid_argument, std::string(argument) + " is empty", "Pass at least one tensor.");
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    check_tensor(site, (std::string(argument) + "[" + std::to_string(i) + "]").c_str(), tensors[i]);
+  }
+}
+
+std::string entry(const char* argument, size_t i) { return std::string(argument) + "[" + std::to_string(i) + "]"; }
+
+}  // namespace
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
+                                                              const c10d::AllreduceCoalescedOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_reduce_coalesced");
+    check_all(here, "tensors", tensors);
+    std::vector<Reduction> reductions;
+    for (const at::Tensor& tensor : tensors) {
+      reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation));
+    }
+    const int64_t count = elements_of(tensors);
+    CommsRecord record(comms(), [&] { return CommsCall{.name = "allreduce_coalesced", .sequence = next_sequence(),
+        .rank = rank_, .input_elements = count, .output_elements = count, .dtype = tensors[0].scalar_type(),
+        .async = options.asyncOp}; }, tensors, tensors);
+    const Call call{c10d::OpType::ALLREDUCE_COALESCED, Kind::all_reduce, here.operation, options.timeout,
+                    options.asyncOp, tensors[0].scalar_type(), -1, reductions[0], count, count, &tensors, &tensors};
+    std::vector<Output> targets;
+    for (const at::Tensor& tensor : tensors) targets.emplace_back(tensor, true);
+    return issue(call, tensors, [tensors, targets = std::move(targets)](Communicator& group, Operation& op) mutable {
+      for (size_t i = 0; i < targets.size(); ++i) {
+        op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
+        op.descriptor.count = tensors[i].numel();
+        group.all_reduce(op, targets[i].data(), targets[i].data(), tensors[i].numel());
+        targets[i].commit();
+      }
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                              const c10d::AllgatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_gather_coalesced");
+    check_all(here, "input_tensor_list", inputs);
+    // One list a rank, each with an entry for every input.
+    check_count(here, "output_tensor_lists", outputs.size(), size_, "one list a rank");
+    Tensors flat;
+    for (int r = 0; r < size_; ++r) {
+      check_count(here, entry("output_tensor_lists", r).c_str(), outputs[r].size(), inputs.size(), "one entry an input");
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        const std::string name = entry("output_tensor_lists", r) + "[" + std::to_string(i) + "]";
+        check_tensor(here, name.c_str(), outputs[r][i]);
+        check_same_dtype(here, name.c_str(), outputs[r][i], "its input", inputs[i]);
+        check_elements(here, name.c_str(), outputs[r][i].numel(), inputs[i].numel(), "those of its input");
+        flat.push_back(outputs[r][i]);
+      }
+    }
+    const int64_t count = elements_of(inputs);
+    CommsRecord record(comms(), [&] { return CommsCall{.name = "allgather_coalesced", .sequence = next_sequence(),
+        .rank = rank_, .input_elements = count, .output_elements = count * size_, .dtype = inputs[0].scalar_type(),
+        .async = options.asyncOp}; }, inputs, outputs);
+    const Call call{c10d::OpType::ALLGATHER_COALESCED, Kind::all_gather, here.operation, options.timeout,
+                    options.asyncOp, inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &flat};
+    return issue(call, flat, [inputs, sources = inputs_of(inputs), targets = outputs_of(flat)](Communicator& group,
+                                                                                        Operation& op) mutable {
+      std::vector<void*> places(group.size());
+      for (size_t i = 0; i < sources.size(); ++i) {
+        for (int r = 0; r < group.size(); ++r) places[r] = targets[r * sources.size() + i].data();
+        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+        op.descriptor.count = inputs[i].numel();
+        group.all_gather(op, sources[i].data(), places.data(), inputs[i].nbytes());
+      }
+      for (Output& target : targets) target.commit();
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                          const c10d::AllgatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_gather_into_tensor_coalesced");
+    check_all(here, "inputs", inputs);
+    check_count(here, "outputs", outputs.size(), inputs.size(), "one an input");
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      check_tensor(here, entry("outputs", i).c_str(), outputs[i]);
+      check_same_dtype(here, entry("outputs", i).c_str(), outputs[i], entry("inputs", i).c_str(), inputs[i]);
+      check_elements(here, entry("outputs", i).c_str(), outputs[i].numel(), inputs[i].numel() * size_,
+                     "those of its input for every rank");
+    }
+    const int64_t count = elements_of(inputs);
+    CommsRecord record(comms(), [&] { return CommsCall{.name = "allgather_into_tensor_coalesced",
+        .sequence = next_sequence(), .rank = rank_, .input_elements = count, .output_elements = count * size_,
+        .dtype = inputs[0].scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
+    const Call call{c10d::OpType::COALESCED, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
+                    inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &outputs};
+    return issue(call, outputs, [inputs, sources = inputs_of(inputs), targets = outputs_of(outputs)](
+                                    Communicator& group, Operation& op) mutable {
+      std::vector<void*> places(group.size());
+      for (size_t i = 0; i < sources.size(); ++i) {
+        const size_t bytes = inputs[i].nbytes();
+        for (int r = 0; r < group.size(); ++r) places[r] = static_cast<std::byte*>(targets[i].data()) + r * bytes;
+        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+        op.descriptor.count = inputs[i].numel();
+        group.all_gather(op, sources[i].data(), places.data(), bytes);
+        targets[i].commit();
+      }
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                          const c10d::ReduceScatterOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("reduce_scatter_tensor_coalesced");
+    check_all(here, "inputs", inputs);
+    check_count(here, "outputs", outputs.size(), inputs.size(), "one an input");
+    std::vector<Reduction> reductions;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      check_tensor(here, entry("outputs", i).c_str(), outputs[i]);
+      check_same_dtype(here, entry("outputs", i).c_str(), outputs[i], entry("inputs", i).c_str(), inputs[i]);
+      check_elements(here, entry("inputs", i).c_str(), inputs[i].numel(), outputs[i].numel() * size_,
+                     "those of its output for every rank");
+      reductions.push_back(reduction_of(options.reduceOp, inputs[i].scalar_type(), rank_, here.operation));
+    }
+    const int64_t count = elements_of(outputs);
+    CommsRecord record(comms(), [&] { return CommsCall{.name = "reduce_scatter_tensor_coalesced",
+        .sequence = next_sequence(), .rank = rank_, .input_elements = count * size_, .output_elements = count,
+        .dtype = inputs[0].scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
+    const Call call{c10d::OpType::COALESCED, Kind::reduce_scatter, here.operation,
+                    options.timeout, options.asyncOp, inputs[0].scalar_type(), -1, reductions[0], count * size_, count,
+                    &inputs, &outputs};
+    return issue(call, outputs, [outputs, sources = inputs_of(inputs), targets = outputs_of(outputs)](
+                                    Communicator& group, Operation& op) mutable {
+      std::vector<const void*> parts(group.size());
+      for (size_t i = 0; i < sources.size(); ++i) {
+        const size_t bytes = outputs[i].nbytes();
+        for (int r = 0; r < group.size(); ++r) parts[r] = static_cast<const std::byte*>(sources[i].data()) + r * bytes;
+        op.descriptor.dtype = dtype_of(outputs[i].scalar_type());
+        op.descriptor.count = outputs[i].numel();
+        group.reduce_scatter(op, parts.data(), targets[i].data(), outputs[i].numel());
+        targets[i].commit();
+      }
+    });
+  });
+}
+
+// Between startCoalescing and endCoalescing of one thread the works are issued as ever; endCoalescing returns one work
+// that is done when all of them are.
+void ProcessGroupArk::startCoalescing() {
+  with_torch_errors([&] {
+    const CallSite here = site("_start_coalescing");
+    std::lock_guard lock(mutex_);
+    if (!coalescing_.try_emplace(std::this_thread::get_id()).second) {
+      refuse(here, ErrorKind::invalid_argument, "this thread is coalescing already", "Do not nest coalescing managers.");
+    }
+    coalescing_threads_.fetch_add(1);
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::collect(WorkPtr work) {
+  if (coalescing_threads_.load(std::memory_order_relaxed) == 0) return work;
+  std::lock_guard lock(mutex_);
+  if (const auto found = coalescing_.find(std::this_thread::get_id()); found != coalescing_.end()) {
+    found->second.push_back(work);
+  }
+  return work;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
+  return with_torch_errors([&]() -> WorkPtr {
+    const CallSite here = site("_end_coalescing");
+    std::vector<WorkPtr> parts;
+    {
+      std::lock_guard lock(mutex_);
+      const auto found = coalescing_.find(std::this_thread::get_id());
+      if (found == coalescing_.end()) {
+        refuse(here, ErrorKind::invalid_argument, "this thread is not coalescing", "Call _start_coalescing first.");
+      }
+      parts = std::move(found->second);
+      coalescing_.erase(found);
+      coalescing_threads_.fetch_sub(1);
+    }
+    if (parts.empty()) return nullptr;
+    if (parts.size() == 1) return parts[0];
+    Tensors outputs;
+    for (const WorkPtr& part : parts) {
+      for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
+    }
+    auto all = make_work(c10d::OpType::COALESCED, std::move(outputs));
+    all->sequence = parts.back()->getSequencenumber();
+    follow(all, std::move(parts), {}, core_->executor);
+    return all;
+  });
+}
+
+}  // namespace ark

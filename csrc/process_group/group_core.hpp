@@ -1,0 +1,72 @@
+// What the members of one group share with their works: the communicator, the executor, health, flight record.
+//
+// A GroupCore outlives the ProcessGroupArk as long as a Work of its is held. In a forked child it is inert: every
+// call raises, nothing is joined, closed or told to the peers.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "collectives/shm_communicator.hpp"
+#include "health/flight_record.hpp"
+#include "process_group/work.hpp"
+
+namespace ark {
+
+class GroupCore : public std::enable_shared_from_this<GroupCore> {
+ public:
+  GroupCore(int rank, int size);
+  ~GroupCore();
+
+  // Throws Error(closed) after shutdown() or in a forked child.
+  void check_open(const char* operation) const;
+  void check_forked(const char* operation) const;
+  bool forked() const;
+
+  OperationContext context(const char* operation, uint64_t sequence, std::chrono::milliseconds asked) const;
+
+  // Issues a collective: numbers it, records it, runs or queues it.
+  void submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry);
+  // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
+  void finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr error);
+
+  void abort(const std::string& why);
+  // Waits for what was issued (bounded), says goodbye to the peers, stops the threads. Idempotent.
+  void shutdown(std::chrono::milliseconds patience);
+  static void shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience);
+  void wait_for_hooks();  // until the completion hook has run for everything finished so far
+
+  const int rank;
+  const int size;
+  std::string name;
+  int global_rank = 0;
+  std::atomic<int64_t> timeout_ms{30 * 60 * 1000};
+  std::unique_ptr<Communicator> communicator;
+  ShmCommunicator* shm = nullptr;                // communicator, when it is that
+  c10::intrusive_ptr<c10d::Backend> carrier;     // what carries the group otherwise
+  std::shared_ptr<Executor> executor = std::make_shared<Executor>();
+  std::atomic<uint64_t> sequence{0};             // collectives issued
+  std::atomic<uint64_t> p2p_sequence{0};
+  std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
+  uint32_t flight_group = 0;
+  std::string flight_dump;                       // file prefix, empty: no dump
+  std::function<void(std::shared_ptr<c10d::WorkInfo>)> completion_hook;
+
+ private:
+  void report_failure(const Error& error);
+  void run_hook(const WorkArk& work, c10d::OpType type);
+
+  std::mutex hooks_mutex_;
+  std::condition_variable hooks_changed_;
+  int hooks_pending_ = 0;
+  const uint64_t fork_generation_;
+  std::atomic<bool> closed_{false};
+};
+
+// Groups of this process that are open, for the shutdown at exit.
+void shutdown_all_groups(std::chrono::milliseconds patience);
+
+}  // namespace ark

@@ -1,0 +1,277 @@
+// Life and administration of the process group: creation, splitting, timeouts, abort, shutdown, issuing of work.
+#include "process_group/process_group_ark.hpp"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include <algorithm>
+
+#include "process_group/carried_communicator.hpp"
+
+namespace ark {
+
+namespace {
+
+constexpr auto kPatience = std::chrono::seconds(10);  // how long shutdown() waits for pending operations
+
+}  // namespace
+
+c10::intrusive_ptr<ProcessGroupArk> ProcessGroupArk::create(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                                            int size, const c10::intrusive_ptr<Options>& options) {
+  return c10::make_intrusive<ProcessGroupArk>(store, rank, size, options);
+}
+
+ProcessGroupArk::ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                 const c10::intrusive_ptr<Options>& options)
+    : Backend(rank, size), store_(store), options_(options), core_(std::make_shared<GroupCore>(rank, size)) {
+  with_torch_errors([&] {
+    core_->name = options_->group_name;
+    core_->timeout_ms = options_->timeout.count();
+    core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank;
+    core_->flight_dump = options_->flight_dump;
+    FlightRecord::instance().resize(static_cast<size_t>(options_->flight_record));
+    std::vector<int> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
+    core_->flight_group =
+        FlightRecord::instance().register_group(options_->group_name, options_->group_desc, rank, size, members);
+
+    StoreAdapter adapter(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+    ConnectOptions connecting;
+    connecting.rank = rank;
+    connecting.size = size;
+    connecting.segment_bytes = ShmCommunicator::segment_bytes(size);
+    connecting.timeout = options_->timeout;
+    connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
+    ConnectResult result = connect(adapter, connecting);
+    if (result.neighbourhood) {
+      ShmOptions shm;
+      shm.debug = options_->debug;
+      shm.spin = std::chrono::microseconds(options_->spin_us);
+      shm.rules = options_->dispatch;
+      shm.timeout = options_->timeout;
+      auto communicator = std::make_unique<ShmCommunicator>(rank, size, std::move(*result.neighbourhood), shm);
+      core_->shm = communicator.get();
+      core_->communicator = std::move(communicator);
+      return;
+    }
+    if (options_->shared_memory == Options::SharedMemory::on) {
+      throw Error(ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
+                  ErrorContext{rank, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
+    }
+    if (!options_->make_carrier) {
+      throw Error(ErrorKind::system, "the ranks of this group share no memory (" + result.reason +
+                      ") and nothing is configured to carry it",
+                  ErrorContext{rank, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
+    }
+    if (rank == 0 && options_->log) {
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size) +
+                    " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
+    }
+    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier", store_), rank, size,
+                                            options_->timeout);
+    core_->communicator = std::make_unique<CarriedCommunicator>(rank, size, core_->carrier);
+  });
+}
+
+ProcessGroupArk::~ProcessGroupArk() {
+  // Never waits here: Python may run this with its lock held (DDP's Reducer does), and a progress thread may need that
+  // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
+  GroupCore::shutdown_in_background(std::move(core_), kPatience);
+}
+
+CallSite ProcessGroupArk::site(const char* operation) const {
+  core_->check_open(operation);
+  return {rank_, operation};
+}
+
+c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, Tensors outputs) {
+  auto work = c10::make_intrusive<WorkArk>(rank_, type, std::move(outputs), core_->executor);
+  work->on_abort = [core = core_] { core->abort("the work was aborted"); };
+  return work;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors outputs, Body body) {
+  auto work = make_work(call.type, std::move(outputs));
+  Operation operation;
+  operation.factor = call.reduction.factor;
+  operation.descriptor.kind = call.kind;
+  operation.descriptor.dtype = dtype_of(call.dtype);
+  operation.descriptor.op = call.reduction.op;
+  operation.descriptor.root = static_cast<int32_t>(call.root);
+  operation.descriptor.count = call.kind == Kind::all_to_all ? 0 : static_cast<uint64_t>(
+      call.kind == Kind::reduce_scatter || call.kind == Kind::scatter ? call.output_elements : call.input_elements);
+  operation.descriptor.shape = call.shape;
+  work->body = [core = core_.get(), operation, name = call.name, timeout = call.timeout,
+                body = std::move(body)](WorkArk& running) mutable {
+    operation.context = core->context(name, running.sequence, timeout);
+    operation.descriptor.sequence = running.sequence;
+    body(*core->communicator, operation);
+  };
+  FlightEntry entry;
+  entry.operation = call.name;
+  entry.root = static_cast<int32_t>(call.root);
+  entry.dtype = static_cast<int8_t>(operation.descriptor.dtype);
+  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
+  entry.reduce_op = reduces ? static_cast<int8_t>(call.reduction.op) : -1;
+  entry.input_elements = call.input_elements;
+  entry.output_elements = call.output_elements;
+  entry.input_bytes = call.input_elements * c10::elementSize(call.dtype);
+  const auto timeout = call.timeout.count() > 0 ? call.timeout.count() : core_->timeout_ms.load();
+  entry.timeout_ms = timeout;
+  for (const Tensors* list : {call.inputs, call.outputs}) {
+    if (list == nullptr) continue;
+    FlightSizes& sizes = list == call.inputs ? entry.inputs : entry.outputs;
+    for (const at::Tensor& tensor : *list) sizes.add(tensor.sizes().data(), tensor.dim());
+  }
+  core_->submit(work, call.async, entry);
+  return collect(work);
+}
+
+const CommsGroup& ProcessGroupArk::comms() {
+  std::lock_guard lock(mutex_);
+  if (!comms_ready_) {
+    comms_.name = {pg_uid_, pg_desc_};
+    comms_.rank = rank_;
+    comms_.size = size_;
+    c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, comms_.global_rank_start,
+                                      comms_.global_rank_stride);
+    comms_ready_ = true;
+  }
+  return comms_;
+}
+
+void ProcessGroupArk::setGroupUid(const std::string& uid) {
+  Backend::setGroupUid(uid);
+  std::lock_guard lock(mutex_);
+  comms_ready_ = false;
+}
+
+void ProcessGroupArk::setTimeout(std::chrono::milliseconds timeout) {
+  with_torch_errors([&] {
+    if (timeout.count() <= 0) {
+      refuse(site("set_timeout"), ErrorKind::invalid_argument, "timeout is " + std::to_string(timeout.count()) + " ms",
+             "Pass a positive timedelta.");
+    }
+  });
+  options_->timeout = timeout;
+  core_->timeout_ms = timeout.count();
+}
+
+void ProcessGroupArk::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  with_torch_errors([&] {
+    site("monitored_barrier");
+    if (core_->shm) {
+      core_->shm->monitored_barrier(core_->context("monitored_barrier", 0, options.timeout), wait_all_ranks);
+    } else {
+      core_->carrier->monitoredBarrier(options, wait_all_ranks);
+    }
+  });
+}
+
+void ProcessGroupArk::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
+  with_torch_errors([&] {
+    if (core_->completion_hook) {
+      refuse(site("register_on_completion_hook"), ErrorKind::invalid_argument, "a completion hook is registered already",
+             "Register one hook a group.");
+    }
+  });
+  onCompletionHook_ = hook;
+  core_->completion_hook = std::move(hook);
+}
+
+void ProcessGroupArk::waitForPendingWorks() {
+  core_->executor->drain(Clock::time_point::max());
+  core_->wait_for_hooks();
+}
+
+void ProcessGroupArk::abort() { core_->abort("abort() was called on rank " + std::to_string(rank_)); }
+
+void ProcessGroupArk::shutdown() { core_->shutdown(kPatience); }
+
+c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
+    const c10::intrusive_ptr<c10d::Backend::Options>& given) const {
+  auto options = c10::make_intrusive<Options>(*options_);
+  if (!given) return options;
+  if (auto* own = dynamic_cast<Options*>(given.get())) {
+    options = c10::make_intrusive<Options>(*own);
+    if (!options->make_carrier) options->make_carrier = options_->make_carrier;
+    if (!options->log) options->log = options_->log;
+    options->global_rank = options_->global_rank;
+    return options;
+  }
+  options->timeout = given->timeout;
+  options->group_name = given->group_name;
+  options->group_desc = given->group_desc;
+  options->global_ranks_in_group = given->global_ranks_in_group;
+  return options;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                         const std::vector<int>& ranks,
+                                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  return with_torch_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    const CallSite here = site("split_group");
+    for (int member : ranks) check_rank(here, "ranks", member, size_);
+    const auto found = std::find(ranks.begin(), ranks.end(), rank_);
+    if (found == ranks.end()) return nullptr;
+    auto options = options_like(opts);
+    std::unique_lock lock(mutex_);
+    // PyTorch asks once for each device type of the same instance, with the same name and store.
+    if (auto child = children_.find(options->group_name); child != children_.end() && !options->group_name.empty()) {
+      return child->second;
+    }
+    lock.unlock();
+    if (options->global_ranks_in_group.empty()) {
+      for (int member : ranks) {
+        options->global_ranks_in_group.push_back(
+            options_->global_ranks_in_group.empty() ? member : options_->global_ranks_in_group[member]);
+      }
+    }
+    auto child = create(store, static_cast<int>(found - ranks.begin()), static_cast<int>(ranks.size()), options);
+    lock.lock();
+    children_[options->group_name] = child;
+    return child;
+  });
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                         const c10::intrusive_ptr<c10d::Backend::Options>& opts,
+                                                         const int& rank, const int& size) {
+  return with_torch_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    check_rank(site("merge"), "rank", rank, size);
+    auto options = options_like(opts);
+    if (!opts) options->global_ranks_in_group.clear();
+    return create(store, rank, size, options);
+  });
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupArk::shrink(const std::vector<int64_t>& ranks_to_exclude, int,
+                                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  return with_torch_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
+    core_->check_forked("shrink");  // a failed or aborted group may be shrunk: that is what it is for
+    const CallSite here{rank_, "shrink"};
+    std::vector<bool> out(size_, false);
+    for (int64_t member : ranks_to_exclude) {
+      check_rank(here, "ranks_to_exclude", member, size_);
+      out[member] = true;
+    }
+    if (out[rank_]) {
+      refuse(here, ErrorKind::invalid_argument, "ranks_to_exclude names this rank, " + std::to_string(rank_),
+             "Call shrink on the ranks that stay.");
+    }
+    auto options = options_like(opts);
+    std::vector<uint64_t> members;
+    int rank = 0, size = 0;
+    for (int member = 0; member < size_; ++member) {
+      if (out[member]) continue;
+      if (member == rank_) rank = size;
+      ++size;
+      members.push_back(options_->global_ranks_in_group.empty() ? member : options_->global_ranks_in_group[member]);
+    }
+    options->global_ranks_in_group = members;
+    if (!opts) options->group_name += ":shrunk" + std::to_string(shrinks_);
+    auto store = c10::make_intrusive<c10d::PrefixStore>("shrink" + std::to_string(shrinks_++), store_);
+    return create(store, rank, size, options);
+  });
+}
+
+}  // namespace ark

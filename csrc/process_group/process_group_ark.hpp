@@ -1,0 +1,156 @@
+// The c10d::Backend "ark": PyTorch's collectives over the library below.
+//
+// Every virtual checks its arguments completely, turns them into one blocking body over the group's Communicator and
+// issues that (group_core.hpp). Results have the same bits whatever carries the group. Methods may be called from any
+// thread; the order of issue must be the same on all ranks. Split over process_group_ark.cpp (life and administration),
+// dense.cpp, coalesced.cpp, sparse.cpp and send_recv.cpp.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/dispatch.hpp"
+#include "process_group/comms_record.hpp"
+#include "process_group/group_core.hpp"
+#include "process_group/tensors.hpp"
+#include "process_group/translate.hpp"
+
+namespace ark {
+
+class ProcessGroupArk : public c10d::Backend {
+ public:
+  // What init_process_group(pg_options=...) and new_group(pg_options=...) take; copyable.
+  struct Options : c10d::Backend::Options {
+    enum class SharedMemory : int { automatic = 0, on = 1, off = 2 };
+    Options() : c10d::Backend::Options("ark") {}
+    SharedMemory shared_memory = SharedMemory::automatic;
+    bool debug = false;              // compare every rank's arguments before every collective
+    int64_t spin_us = 20;            // how long a waiting thread polls before it sleeps
+    int64_t flight_record = 2048;    // operations kept by the process's flight record
+    std::string flight_dump;         // where a failure writes it (file prefix); empty: nowhere
+    std::vector<Rule> dispatch;      // empty: the measured defaults; rank 0's count
+    int64_t global_rank = -1;        // for names of dumps; -1: the rank in the group
+    // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
+    // every rank. Kept by split(), merge() and shrink().
+    std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
+                                                    std::chrono::milliseconds timeout)>
+        make_carrier;
+    std::function<void(const std::string&)> log;  // one line for people
+  };
+
+  // Collective over the group's ranks; returns when all have joined or raises.
+  static c10::intrusive_ptr<ProcessGroupArk> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    const c10::intrusive_ptr<Options>& options);
+  ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                  const c10::intrusive_ptr<Options>& options);
+  ~ProcessGroupArk() override;
+
+  using Tensors = std::vector<at::Tensor>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // Dense collectives (dense.cpp).
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions& = {}) override;
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions& = {}) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions& = {}) override;
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions& = {}) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions& = {}) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions& = {}) override;
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions& = {}) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions& = {}) override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions& = {}) override;
+  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                        const c10d::AllToAllOptions& = {}) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions& = {}) override;
+  WorkPtr barrier(const c10d::BarrierOptions& = {}) override;
+
+  // Several tensors in one call, and COO tensors (coalesced.cpp, sparse.cpp).
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions& = {}) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions& = {}) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&, const c10d::AllgatherOptions& = {}) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&, const c10d::ReduceScatterOptions& = {}) override;
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions& = {}) override;
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // Point to point (send_recv.cpp).
+  WorkPtr send(Tensors&, int destination, int tag) override;
+  WorkPtr recv(Tensors&, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors&, int tag) override;
+
+  // Administration.
+  const std::string getBackendName() const override { return "ark"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return core_->sequence.load(); }
+  void setGroupUid(const std::string& uid) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks = false) override;
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+  void enableCollectivesTiming() override {}  // getDuration() always works
+  c10d::ErrorType getError() override { return core_->error.load(); }
+  void abort() override;
+  void shutdown() override;
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>&) override;
+  c10::intrusive_ptr<c10d::Backend> merge(const c10::intrusive_ptr<c10d::Store>&,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>&, const int& rank,
+                                          const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags = 0,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& = nullptr) override;
+
+  bool shares_memory() const { return core_->shm != nullptr; }
+
+ private:
+  // One collective on its way: what the flight record, the profiler and the descriptor need to know.
+  struct Call {
+    c10d::OpType type;
+    Kind kind;
+    const char* name;                   // "all_reduce": messages and flight record
+    std::chrono::milliseconds timeout;  // as asked, or unset
+    bool async;
+    at::ScalarType dtype = at::kByte;
+    int64_t root = -1;
+    Reduction reduction = {};
+    int64_t input_elements = 0;
+    int64_t output_elements = 0;
+    const Tensors* inputs = nullptr;    // for shapes in the flight record
+    const Tensors* outputs = nullptr;
+    uint64_t shape = 0;                 // debug mode
+  };
+  using Body = std::function<void(Communicator&, Operation&)>;
+
+  CallSite site(const char* operation) const;  // also checks that the group is open
+  WorkPtr issue(const Call& call, Tensors outputs, Body body);
+  c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, Tensors outputs);
+  const CommsGroup& comms();
+  bool debug() const { return options_->debug; }
+  int64_t next_sequence() const { return static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1; }
+  WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
+  WorkPtr carried_transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
+  WorkPtr collect(WorkPtr work);  // remembers it while coalescing
+  c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  c10::intrusive_ptr<Options> options_;
+  std::shared_ptr<GroupCore> core_;
+  std::mutex mutex_;  // children, comms, coalescing
+  std::map<std::string, c10::intrusive_ptr<c10d::Backend>> children_;
+  CommsGroup comms_;
+  bool comms_ready_ = false;
+  std::map<std::thread::id, std::vector<WorkPtr>> coalescing_;
+  std::atomic<int> coalescing_threads_{0};
+  int shrinks_ = 0;
+};
+
+}  // namespace ark

@@ -1,0 +1,108 @@
+// send, recv and recvAnysource: never in the queue of collectives, so that neither waits for the other.
+//
+// Over shared memory a Transfer finishes on whichever thread made the progress; its callbacks go to a progress thread
+// of the group. A carried group hands the tensors to its carrier and follows the carrier's work.
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, int tag, bool is_send,
+                                                   bool any_source) {
+  return with_torch_errors([&] {
+    const CallSite here = site(is_send ? "send" : "recv");
+    const at::Tensor& tensor = only(here, "tensor", tensors);
+    if (!any_source) {
+      check_rank(here, is_send ? "dst" : "src", peer, size_);
+      if (peer == rank_) {
+        refuse(here, ErrorKind::invalid_argument,
+               std::string(is_send ? "dst" : "src") + " is this rank, " + std::to_string(rank_),
+               "Copy the tensor, or name another rank.");
+      }
+    }
+    if (tag < 0) {
+      refuse(here, ErrorKind::invalid_argument, "tag is " + std::to_string(tag), "Use a tag of zero or more.");
+    }
+    const auto type = is_send ? c10d::OpType::SEND : any_source ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
+    const uint64_t number = core_->p2p_sequence.fetch_add(1) + 1;
+    const int64_t count = tensor.numel();
+    CommsRecord record(comms(), [&] { return CommsCall{.name = is_send ? "send" : "recv",
+        .sequence = static_cast<int64_t>(number), .is_p2p = true, .rank = any_source ? -1 : peer,
+        .input_elements = count, .output_elements = count, .dtype = tensor.scalar_type(), .async = true}; },
+        tensors, tensors);
+    FlightEntry entry;
+    entry.group = core_->flight_group;
+    entry.peer = any_source ? -1 : peer;
+    entry.tag = tag;
+    entry.is_p2p = true;
+    entry.dtype = static_cast<int8_t>(dtype_of(tensor.scalar_type()));
+    entry.state = FlightState::started;
+    entry.sequence = core_->sequence.load();
+    entry.operation = here.operation;
+    entry.input_elements = entry.output_elements = count;
+    entry.input_bytes = tensor.nbytes();
+    entry.timeout_ms = core_->timeout_ms.load();
+    (is_send ? entry.inputs : entry.outputs).add(tensor.sizes().data(), tensor.dim());
+    const uint64_t flight = FlightRecord::instance().scheduled(entry);
+
+    auto work = make_work(type, tensors);
+    work->sequence = number;
+    work->source_rank = any_source ? -1 : peer;
+    work->on_done = [core = core_, type, flight](const WorkArk& done, std::exception_ptr error) {
+      core->finished(done, type, flight, error);
+    };
+    auto target = std::make_shared<Output>(is_send ? Output() : Output(tensor));
+    auto source = std::make_shared<Input>(is_send ? Input(tensor) : Input());
+    if (!core_->shm) {
+      Tensors memory{is_send ? source->memory() : target->memory()};
+      // The carrier sees bytes: its own list of dtypes is shorter than ours.
+      if (memory[0].numel() > 0) memory[0] = memory[0].view({-1}).view(at::kByte);
+      WorkPtr carried = is_send      ? core_->carrier->send(memory, peer, tag)
+                        : any_source ? core_->carrier->recvAnysource(memory, tag)
+                                     : core_->carrier->recv(memory, peer, tag);
+      follow(work, {carried}, [raw = work.get(), carried, target, source, any_source, is_send] {
+        if (any_source) raw->source_rank = carried->sourceRank();
+        if (!is_send) target->commit();
+      }, core_->executor);
+      return collect(work);
+    }
+    auto moving = std::make_shared<Transfer>();
+    moving->is_send = is_send;
+    moving->peer = any_source ? kAnySource : peer;
+    moving->tag = tag;
+    moving->data = is_send ? const_cast<void*>(source->data()) : target->data();
+    moving->bytes = tensor.nbytes();
+    moving->context = core_->context(here.operation, number, std::chrono::milliseconds(-1));
+    // The transfer holds the work (and the tensors) until it is done; the work holds the transfer to wait on it.
+    moving->done = [work, core = core_, raw = moving.get(), target, source, is_send](std::exception_ptr error) {
+      if (!error && !is_send) {
+        work->source_rank = raw->peer;
+        try {
+          target->commit();
+        } catch (...) {
+          error = std::current_exception();
+        }
+      }
+      work->finish(error);
+      if (auto settlement = work->take_settlement()) core->executor->defer(std::move(settlement));
+    };
+    work->wait_elsewhere = [core = core_.get(), moving](Clock::time_point until) {
+      return core->shm->point_to_point().wait(*moving, until);
+    };
+    core_->shm->point_to_point().post(moving);
+    return collect(work);
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::send(Tensors& tensors, int destination, int tag) {
+  return transfer(tensors, destination, tag, true, false);
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::recv(Tensors& tensors, int source, int tag) {
+  return transfer(tensors, source, tag, false, false);
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::recvAnysource(Tensors& tensors, int tag) {
+  return transfer(tensors, 0, tag, false, true);
+}
+
+}  // namespace ark

@@ -1,0 +1,93 @@
+// all_reduce of sparse COO tensors: every rank learns all ranks' indices and values and adds them itself, in rank
+// order, 8- and 16-bit values in float32 and rounded once: the same arithmetic as for dense tensors.
+//
+// The result replaces the tensor's indices and values; it is coalesced and has the union of the ranks' indices.
+#include <algorithm>
+#include <numeric>
+
+#include <c10/core/GradMode.h>
+
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+namespace {
+
+// All ranks' `rows` rows of `mine`, concatenated in rank order.
+at::Tensor gather_rows(Communicator& group, const Operation& operation, const at::Tensor& mine,
+                       const std::vector<int64_t>& rows) {
+  auto shape = mine.sizes().vec();
+  const int64_t most = *std::max_element(rows.begin(), rows.end());
+  shape[0] = most;
+  at::Tensor padded = at::zeros(shape, mine.options());
+  padded.narrow(0, 0, mine.size(0)).copy_(mine);
+  at::Tensor all = at::empty({group.size(), padded.numel()}, mine.options());
+  std::vector<void*> places;
+  for (int r = 0; r < group.size(); ++r) {
+    places.push_back(static_cast<std::byte*>(all.mutable_data_ptr()) + r * padded.nbytes());
+  }
+  Operation gather = operation;
+  gather.descriptor.kind = Kind::all_gather;
+  gather.descriptor.dtype = DType::raw8;
+  gather.descriptor.count = padded.nbytes();
+  group.all_gather(gather, padded.const_data_ptr(), places.data(), padded.nbytes());
+  std::vector<at::Tensor> parts;
+  for (int r = 0; r < group.size(); ++r) parts.push_back(all[r].view(shape).narrow(0, 0, rows[r]));
+  return at::cat(parts);
+}
+
+at::Tensor sum_rows(const at::Tensor& values, const at::Tensor& inverse, int64_t unique) {
+  auto shape = values.sizes().vec();
+  shape[0] = unique;
+  const bool narrow = values.element_size() <= 2 && values.is_floating_point();
+  at::Tensor sums = at::zeros(shape, values.options().dtype(narrow ? at::kFloat : values.scalar_type()));
+  sums.index_add_(0, inverse, narrow ? values.to(at::kFloat) : values);  // one after the other: rank order
+  return sums;
+}
+
+}  // namespace
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_reduce_sparse");
+    check_count(here, "tensors", tensors.size(), 1, "one tensor a call");
+    const at::Tensor& tensor = tensors[0];
+    if (!tensor.is_sparse() || !tensor.device().is_cpu()) {
+      refuse(here, ErrorKind::type_error, "tensor is not a sparse COO tensor on the CPU", "Use all_reduce for others.");
+    }
+    const auto op = options.reduceOp.op_;
+    if (op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG) {
+      refuse(here, ErrorKind::type_error, "sparse tensors take ReduceOp.SUM and ReduceOp.AVG only",
+             "Use one of these, or a dense tensor: an index that a rank lacks has no value for other operations.");
+    }
+    const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);
+    const int64_t count = tensor.numel();
+    CommsRecord record(comms(), [&] { return CommsCall{.name = "allreduce", .sequence = next_sequence(), .rank = rank_,
+        .input_elements = count, .output_elements = count, .dtype = tensor.scalar_type(), .async = options.asyncOp}; },
+        tensors, tensors);
+    Call call{c10d::OpType::_ALLREDUCE_SPARSE, Kind::all_reduce, here.operation, options.timeout, options.asyncOp,
+              tensor.scalar_type(), -1, reduction, count, count, &tensors, &tensors};
+    call.shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor);  // must agree, always
+    return issue(call, tensors, [target = tensor, op](Communicator& group, Operation& operation) {
+      c10::NoGradGuard no_grad;
+      const at::Tensor mine = target.coalesce();
+      const int64_t own = mine._nnz();
+      std::vector<int64_t> rows(group.size());
+      std::vector<void*> places;
+      for (int64_t& row : rows) places.push_back(&row);
+      Operation sizes = operation;
+      sizes.descriptor.kind = Kind::all_gather;
+      group.all_gather(sizes, &own, places.data(), sizeof own);
+      if (std::accumulate(rows.begin(), rows.end(), int64_t{0}) == 0) return;
+      const at::Tensor indices = gather_rows(group, operation, mine._indices().t().contiguous(), rows);
+      const at::Tensor values = gather_rows(group, operation, mine._values().contiguous(), rows);
+      const auto [unique, inverse, counts] = at::unique_dim(indices, 0, /*sorted=*/true, /*return_inverse=*/true);
+      at::Tensor sums = sum_rows(values, inverse, unique.size(0));
+      if (op == c10d::ReduceOp::AVG) sums = sums.div(group.size());
+      target.copy_(at::_sparse_coo_tensor_unsafe(unique.t().contiguous(), sums.to(values.scalar_type()), target.sizes(),
+                                                 target.options())._coalesced_(true));
+    });
+  });
+}
+
+}  // namespace ark

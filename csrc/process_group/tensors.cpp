@@ -1,0 +1,137 @@
+// Checks name the argument, the value, the rank and the remedy.
+#include "process_group/tensors.hpp"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <sstream>
+
+namespace ark {
+
+namespace {
+
+std::string describe(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes() << ", torch." << c10::toString(tensor.scalar_type());
+  return text.str();
+}
+
+bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+
+}  // namespace
+
+void refuse(const CallSite& site, ErrorKind kind, const std::string& what, const std::string& remedy) {
+  throw Error(kind, what, ErrorContext{site.rank, -1, site.operation, 0, remedy});
+}
+
+void check_tensor(const CallSite& site, const char* argument, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    refuse(site, ErrorKind::type_error, std::string(argument) + " is not a tensor (undefined)", "Pass a tensor.");
+  }
+  if (tensor.layout() != at::kStrided) {
+    std::ostringstream layout;
+    layout << tensor.layout();
+    refuse(site, ErrorKind::type_error, std::string(argument) + " has layout torch." + layout.str() + " (" +
+               describe(tensor) + ")",
+           "Pass a strided tensor (to_dense()); only all_reduce takes sparse COO tensors.");
+  }
+  if (!tensor.device().is_cpu()) {
+    refuse(site, ErrorKind::invalid_argument, std::string(argument) + " is on " + tensor.device().str() + " (" +
+               describe(tensor) + "), and this version of ark moves CPU tensors",
+           "Pass a CPU tensor, or create the group with backend=\"cpu:ark,cuda:nccl\".");
+  }
+}
+
+const at::Tensor& only(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors) {
+  if (tensors.size() != 1) {
+    refuse(site, ErrorKind::invalid_argument,
+           std::string(argument) + " holds " + std::to_string(tensors.size()) + " tensors instead of one",
+           "Pass one tensor a call (one process drives one device).");
+  }
+  check_tensor(site, argument, tensors[0]);
+  return tensors[0];
+}
+
+void check_same_dtype(const CallSite& site, const char* argument, const at::Tensor& tensor, const char* other_argument,
+                      const at::Tensor& other) {
+  if (tensor.scalar_type() == other.scalar_type()) return;
+  refuse(site, ErrorKind::type_error,
+         std::string(argument) + " is torch." + c10::toString(tensor.scalar_type()) + " but " + other_argument +
+             " is torch." + c10::toString(other.scalar_type()),
+         "Give both the same dtype.");
+}
+
+void check_elements(const CallSite& site, const char* argument, int64_t elements, int64_t expected,
+                    const std::string& why) {
+  if (elements == expected) return;
+  refuse(site, ErrorKind::invalid_argument,
+         std::string(argument) + " has " + std::to_string(elements) + " elements, but " + std::to_string(expected) +
+             " are needed (" + why + ")",
+         "Give it that size.");
+}
+
+void check_count(const CallSite& site, const char* argument, size_t count, size_t expected, const char* why) {
+  if (count == expected) return;
+  refuse(site, ErrorKind::invalid_argument,
+         std::string(argument) + " has " + std::to_string(count) + " entries, but " + std::to_string(expected) +
+             " are needed (" + why + ")",
+         "Give it that length.");
+}
+
+void check_rank(const CallSite& site, const char* argument, int64_t value, int size) {
+  if (value >= 0 && value < size) return;
+  refuse(site, ErrorKind::invalid_argument,
+         std::string(argument) + " is " + std::to_string(value) + ", which is no rank of this group of " +
+             std::to_string(size),
+         "Use a rank from 0 to " + std::to_string(size - 1) + ".");
+}
+
+Input::Input(const at::Tensor& tensor) {
+  if (plain(tensor)) {
+    tensor_ = tensor;
+  } else {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    tensor_ = tensor.resolve_conj().resolve_neg().contiguous();
+  }
+  data_ = tensor_.const_data_ptr();
+}
+
+Output::Output(const at::Tensor& tensor, bool also_input) : tensor_(tensor) {
+  if (plain(tensor)) {
+    data_ = tensor_.mutable_data_ptr();
+    return;
+  }
+  at::AutoDispatchBelowADInplaceOrView guard;
+  staged_ = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  if (also_input) staged_.copy_(tensor);
+  data_ = staged_.mutable_data_ptr();
+}
+
+void Output::commit() {
+  if (!staged_.defined()) return;
+  at::AutoDispatchBelowADInplaceOrView guard;
+  tensor_.copy_(staged_);
+}
+
+std::vector<Input> inputs_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Input> inputs;
+  inputs.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) inputs.emplace_back(tensor);
+  return inputs;
+}
+
+std::vector<Output> outputs_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<Output> outputs;
+  outputs.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) outputs.emplace_back(tensor);
+  return outputs;
+}
+
+uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor) {
+  auto mix = [&](uint64_t value) { seed = (seed ^ value) * 0x9e3779b97f4a7c15ull; seed ^= seed >> 29; };
+  mix(static_cast<uint64_t>(tensor.dim()) + 1);
+  for (int64_t size : tensor.sizes()) mix(static_cast<uint64_t>(size));
+  return seed;
+}
+
+}  // namespace ark

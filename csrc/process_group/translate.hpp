@@ -1,0 +1,48 @@
+// Between the two worlds: torch's dtypes, reduce ops, stores and exceptions, and the library's own.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <exception>
+#include <string>
+
+#include "collectives/dtype.hpp"
+#include "error.hpp"
+#include "memory/key_value.hpp"
+
+namespace ark {
+
+// raw8 for types that can be moved but have no arithmetic here (quantised, bit types, float4).
+DType dtype_of(at::ScalarType type);
+
+struct Reduction {
+  ReduceOp op = ReduceOp::sum;
+  double factor = 1.0;
+};
+// Throws ValueError/TypeError when the operation means nothing for the type.
+Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, const char* operation);
+
+// What a PyTorch user expects: ValueError, TypeError, DistBackendError. Anything not an ark::Error passes unchanged.
+std::exception_ptr to_torch(std::exception_ptr error);
+[[noreturn]] void throw_torch(const Error& error);
+template <class F>
+auto with_torch_errors(F&& body) {
+  try {
+    return body();
+  } catch (const Error& error) {
+    throw_torch(error);
+  }
+}
+
+class StoreAdapter : public KeyValueStore {
+ public:
+  explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override;
+  std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+}  // namespace ark
