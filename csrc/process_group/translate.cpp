@@ -3,7 +3,11 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <thread>
+
 #include "collectives/reduce.hpp"
+#include "health/group_health.hpp"
 
 namespace ark {
 
@@ -93,27 +97,43 @@ std::exception_ptr to_torch(std::exception_ptr error) {
   }
 }
 
+namespace {
+
+[[noreturn]] void store_failed(const std::exception& error) {
+  throw Error(ErrorKind::system, std::string("the rendezvous store failed: ") + error.what(),
+              ErrorContext{-1, -1, "init", 0, "See whether the process that hosts the store (rank 0 or torchrun) lives."});
+}
+
+}  // namespace
+
 void StoreAdapter::set(const std::string& key, const std::vector<uint8_t>& value) {
   try {
     store_->set(key, value);
   } catch (const std::exception& error) {
-    throw Error(ErrorKind::system, std::string("the rendezvous store failed: ") + error.what(),
-                ErrorContext{-1, -1, "init", 0, "See whether the process that hosts the store (rank 0 or torchrun) lives."});
+    store_failed(error);
+  }
+}
+
+// check(), never wait(): a wait that times out prints warnings and closes connections.
+std::optional<std::vector<uint8_t>> StoreAdapter::find(const std::string& key) {
+  try {
+    if (!store_->check({key})) return std::nullopt;
+    return store_->get(key);
+  } catch (const std::exception& error) {
+    store_failed(error);
   }
 }
 
 std::vector<uint8_t> StoreAdapter::get(const std::string& key, std::chrono::milliseconds timeout) {
-  const auto until = std::chrono::steady_clock::now() + timeout;
-  try {
-    store_->wait({key}, std::max(timeout, std::chrono::milliseconds(1)));
-    return store_->get(key);
-  } catch (const std::exception& error) {
-    const bool late = std::chrono::steady_clock::now() >= until;
-    throw Error(late ? ErrorKind::timeout : ErrorKind::system,
-                late ? "key " + key + " did not appear in the rendezvous store within " +
-                           std::to_string(timeout.count()) + " ms"
-                     : std::string("the rendezvous store failed: ") + error.what(),
-                ErrorContext{-1, -1, "init", 0, "See whether every rank started and the store's host lives."});
+  const auto until = Clock::now() + timeout;
+  for (auto pause = std::chrono::milliseconds(1);; pause = std::min(pause * 2, std::chrono::milliseconds(50))) {
+    if (auto value = find(key)) return *value;
+    if (Clock::now() >= until) {
+      throw Error(ErrorKind::timeout,
+                  "key " + key + " did not appear in the rendezvous store within " + std::to_string(timeout.count()) + " ms",
+                  ErrorContext{-1, -1, "init", 0, "See whether every rank started."});
+    }
+    std::this_thread::sleep_for(pause);
   }
 }
 

@@ -40,6 +40,7 @@ class StoreAdapter : public KeyValueStore {
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) override;
+  std::optional<std::vector<uint8_t>> find(const std::string& key) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
