@@ -37,15 +37,6 @@ void check(const ConnectOptions& options) {
          std::to_string(options.segment_bytes));
 }
 
-[[noreturn]] void raise_lost(int rank, int peer) {
-  ErrorContext context;
-  context.rank = rank;
-  context.peer = peer;
-  context.remedy = "Look at that rank's output for the reason.";
-  throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while the group was being set up",
-              context);
-}
-
 template <typename Field>
 std::string differing(const std::vector<HandleRecord>& records, Field field, const std::string& what) {
   for (const HandleRecord& record : records)
@@ -88,16 +79,17 @@ class Bootstrap {
     exchange_options.rank = options_.rank;
     exchange_options.records = records;
     exchange_options.deadline = rendezvous_.deadline();
-    exchange_options.check_interrupted = [this] { rendezvous_.check_interrupted(); };
+    exchange_options.check = [this] { rendezvous_.check(); };
     exchange_options.on_apart = [this](int peer, const std::string& why) {
-      rendezvous_.publish(Outcome::apart, peer, "rank " + std::to_string(options_.rank) + " cannot share memory with " +
-                                                    "rank " + std::to_string(peer) + ": " + why);
+      const std::string both = "rank " + std::to_string(options_.rank) + " cannot share memory with rank " +
+                               std::to_string(peer) + ": ";
+      rendezvous_.publish(Outcome::apart, peer, why.empty() ? why : both + why);
     };
     exchange_options.has_spoken = [this](int peer) { return rendezvous_.outcome(peer, kLastWords).has_value(); };
     ExchangeResult result = exchange(exchange_options, std::move(own), std::move(listener.fd));
     if (result.lost >= 0) {
       rendezvous_.publish(Outcome::peer_lost, result.lost, "");
-      raise_lost(options_.rank, result.lost);
+      rendezvous_.raise_lost(result.lost);
     }
     if (!result.silent.empty()) rendezvous_.raise_timeout("answer on its local socket", result.silent);
     if (!result.apart) rendezvous_.publish(Outcome::connected, -1, "");
@@ -170,24 +162,25 @@ class Bootstrap {
 
   // Waits for everyone's outcome, watching the sockets for ranks that end meanwhile. Returns why memory is not shared.
   std::string conclude(const Neighbourhood& all) {
-    std::string reason;
+    std::string reason, vague;
     for (int peer = 0; peer < options_.size; ++peer) {
       const auto said = await_outcome(peer, all);
-      if (said.kind == Outcome::gave_up) rendezvous_.raise_gave_up(said);
-      if (said.kind == Outcome::peer_lost) raise_lost(options_.rank, static_cast<int>(said.peer));
-      if (said.kind == Outcome::apart && reason.empty()) reason = said.text;
+      rendezvous_.raise_failure(said);
+      if (said.kind != Outcome::apart) continue;
+      if (reason.empty()) reason = said.text;
+      vague = "rank " + std::to_string(peer) + " could not reach every other rank";
     }
-    return reason;
+    return reason.empty() ? vague : reason;
   }
 
   OutcomeMessage await_outcome(int peer, const Neighbourhood& all) {
     for (;;) {
       if (auto said = rendezvous_.outcome(peer, kSlice)) return *said;
-      rendezvous_.check_interrupted();
+      rendezvous_.check();
       for (int other = 0; other < options_.size; ++other) {
         const int socket = all.connections[other].get();
         if (socket < 0 || !has_ended(socket) || rendezvous_.outcome(other, kLastWords)) continue;
-        raise_lost(options_.rank, other);
+        rendezvous_.raise_lost(other);
       }
       if (Rendezvous::Clock::now() >= rendezvous_.deadline())
         rendezvous_.raise_timeout("report whether it reached the others", {peer});

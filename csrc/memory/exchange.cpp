@@ -67,7 +67,7 @@ class Exchange {
   ExchangeResult run() {
     next_knock_ = Clock::now() + kKnockAfter;
     while (result_.lost < 0 && !finished()) {
-      options_.check_interrupted();
+      options_.check();
       if (Clock::now() >= options_.deadline) {
         for (int r = 0; r < size_; ++r)
           if (pairs_[r] == Pair::open) result_.silent.push_back(r);
@@ -97,7 +97,7 @@ class Exchange {
     if (mine().network_space == 0 || theirs != mine().network_space)
       set_apart(peer, "its local socket cannot be reached from rank " + std::to_string(rank_));
     else if (options_.has_spoken(peer))
-      set_apart(peer, "rank " + std::to_string(peer) + " stopped listening");
+      set_apart(peer, "");
     else
       result_.lost = peer;
   }
@@ -170,7 +170,7 @@ class Exchange {
       if (!is_genuine(hello) || hello.kind == Kind::call || static_cast<int>(hello.from) != peer)
         set_apart(peer, "its answer is not from this group");
       else if (hello.kind == Kind::refuse)
-        set_apart(peer, "rank " + std::to_string(peer) + " refused");
+        set_apart(peer, "");
       else
         take_segment(peer, call.answer);
     } catch (const Error& error) {

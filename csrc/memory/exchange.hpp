@@ -26,8 +26,9 @@ struct ExchangeOptions {
   int rank = 0;
   std::vector<HandleRecord> records;  // of all ranks, all willing
   std::chrono::steady_clock::time_point deadline;
-  std::function<void()> check_interrupted;
-  std::function<void(int peer, const std::string& why)> on_apart;  // as soon as a pair has failed
+  std::function<void()> check;  // between waits; throws what ends the exchange
+  // As soon as a pair has failed. `why` is empty when it was the peer that failed: its own outcome says more.
+  std::function<void(int peer, const std::string& why)> on_apart;
   std::function<bool(int peer)> has_spoken;                        // the peer has published an outcome: it lives
 };
 

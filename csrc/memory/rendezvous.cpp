@@ -11,12 +11,13 @@ namespace ark {
 
 namespace {
 
-using std::chrono::duration_cast;
 using Milliseconds = Rendezvous::Milliseconds;
 
 constexpr Milliseconds kFirstSlice{20};
 constexpr Milliseconds kLongestSlice{200};
-constexpr Milliseconds kProbe{2};  // for a key that is either there or not
+constexpr Milliseconds kProbe{0};  // for a key that is either there or not
+constexpr std::chrono::microseconds kShortestPause{100};
+constexpr Milliseconds kLongestPause{20};
 
 Milliseconds longer(Milliseconds slice) { return std::min(slice * 2, kLongestSlice); }
 
@@ -38,7 +39,8 @@ Rendezvous::Rendezvous(KeyValueStore& store, int rank, int size, Milliseconds ti
       size_(size),
       timeout_(timeout),
       // A caller's "for ever" must not overflow the clock.
-      deadline_(Clock::now() + std::min<Milliseconds>(timeout, std::chrono::hours(24 * 365))),
+      began_(Clock::now()),
+      deadline_(began_ + std::min<Milliseconds>(timeout, std::chrono::hours(24 * 365))),
       interrupted_(std::move(interrupted)) {}
 
 std::string Rendezvous::key(const char* kind, int rank) const {
@@ -62,7 +64,18 @@ void Rendezvous::raise_timeout(const std::string& stage, const std::vector<int>&
               context);
 }
 
-void Rendezvous::raise_gave_up(const OutcomeMessage& outcome) const {
+void Rendezvous::raise_lost(int peer) const {
+  ErrorContext context;
+  context.rank = rank_;
+  context.peer = peer;
+  context.remedy = "Look at that rank's output for the reason.";
+  throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while the group was being set up",
+              context);
+}
+
+void Rendezvous::raise_failure(const OutcomeMessage& outcome) const {
+  if (outcome.kind == OutcomeMessage::Kind::peer_lost) raise_lost(static_cast<int>(outcome.peer));
+  if (outcome.kind != OutcomeMessage::Kind::gave_up) return;
   ErrorContext context;
   context.rank = rank_;
   context.peer = static_cast<int>(outcome.rank);
@@ -71,13 +84,26 @@ void Rendezvous::raise_gave_up(const OutcomeMessage& outcome) const {
               context);
 }
 
+void Rendezvous::check() {
+  check_interrupted();
+  const auto now = Clock::now();
+  if (now < next_look_) return;
+  next_look_ = now + kLongestSlice;
+  if (const auto bytes = try_get(key("failure", 0), kProbe)) raise_failure(OutcomeMessage::decode(*bytes));
+}
+
+// Polls ever more slowly, and the more so the more ranks there are: a thousand that wait for a late one must leave the
+// store in peace.
 std::optional<std::vector<uint8_t>> Rendezvous::try_get(const std::string& key, Milliseconds patience) {
-  const auto left = duration_cast<Milliseconds>(deadline_ - Clock::now());
-  try {
-    return store_.get(key, std::max(Milliseconds(1), std::min(patience, left)));
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::timeout) throw;
-    return std::nullopt;
+  const auto start = Clock::now();
+  const auto until = std::min(start + patience, deadline_);
+  for (;;) {
+    if (auto value = store_.find(key)) return value;
+    const auto now = Clock::now();
+    if (now >= until) return std::nullopt;
+    const Clock::duration longest = kLongestPause + Milliseconds(size_ / 10);
+    const Clock::duration pause = std::clamp<Clock::duration>((now - began_) / 16, kShortestPause, longest);
+    std::this_thread::sleep_for(std::min<Clock::duration>(pause, until - now));
   }
 }
 
@@ -169,21 +195,20 @@ void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string&
   outcome.peer = peer < 0 ? OutcomeMessage::kNobody : static_cast<uint32_t>(peer);
   outcome.text = text;
   store_.set(key("outcome", rank_), outcome.encode());
+  // One key for all, so that a wait for somebody else need not look at everyone's outcome. Any of several will do.
+  if (kind == OutcomeMessage::Kind::peer_lost || kind == OutcomeMessage::Kind::gave_up)
+    store_.set(key("failure", 0), outcome.encode());
 }
 
 std::vector<HandleRecord> Rendezvous::records() {
   std::vector<HandleRecord> records(size_);
-  std::vector<bool> seen(size_, false);
   for (int r = 0; r < size_; ++r) {
     std::optional<std::vector<uint8_t>> bytes;
     for (Milliseconds slice = kFirstSlice; !(bytes = try_get(key("record", r), slice)); slice = longer(slice)) {
-      check_interrupted();
+      check();
       std::vector<int> missing;
       for (int late = r; late < size_; ++late)
         if (late == r || !try_get(key("record", late), kProbe)) missing.push_back(late);
-      for (int late : missing)
-        if (const auto said = outcome(late, kProbe); said && said->kind == OutcomeMessage::Kind::gave_up)
-          raise_gave_up(*said);
       if (Clock::now() >= deadline_) raise_timeout("publish where its memory is", missing);
       if (rank_ == 0 && refresh_tokens(missing)) slice = kFirstSlice;
     }

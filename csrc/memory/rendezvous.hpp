@@ -2,7 +2,7 @@
 //
 // A store can outlive a group: torchrun's static rendezvous keeps one TCPStore over elastic restarts and gives the new
 // workers the same prefix (its dynamic rendezvous sometimes does), so any key may hold what an earlier start wrote.
-// Only get and set are needed to be safe from that:
+// Only find and set are needed to be safe from that:
 //   - every rank sets a random token under its own key;
 //   - rank 0 reads all tokens, makes the nonce and offers both; a rank accepts an offer only if its own fresh token
 //     is in it, and otherwise waits for another. So nobody accepts an offer made before it started.
@@ -40,17 +40,20 @@ class Rendezvous {
   // Only the first call has an effect: an outcome is final.
   void publish(OutcomeMessage::Kind kind, int peer, const std::string& text);
 
-  // Everyone's, by rank. Error(timeout) names the missing; Error(mismatch) a rank that believes in another group;
-  // a rank that gave up before it had a record is raised as raise_gave_up does.
+  // Everyone's, by rank. Error(timeout) names the missing; Error(mismatch) a rank that believes in another group.
   std::vector<HandleRecord> records();
 
   // Waits at most `patience`; nothing when the rank has not spoken by then.
   std::optional<OutcomeMessage> outcome(int rank, Milliseconds patience);
 
-  [[noreturn]] void raise_gave_up(const OutcomeMessage& outcome) const;
-
   Clock::time_point deadline() const { return deadline_; }
-  void check_interrupted() const;  // Error(aborted)
+
+  // For every wait: Error(aborted) when interrupted, and once in a while looks whether another rank has given up or
+  // lost somebody, which is then raised here too.
+  void check();
+  // Raises what another rank reported; does nothing for connected and apart.
+  void raise_failure(const OutcomeMessage& outcome) const;
+  [[noreturn]] void raise_lost(int peer) const;
   [[noreturn]] void raise_timeout(const std::string& stage, const std::vector<int>& missing) const;
 
  private:
@@ -58,6 +61,7 @@ class Rendezvous {
   std::optional<Bytes16> try_token(int rank, Milliseconds patience);
   void collect_tokens();
   void accept_offer();
+  void check_interrupted() const;
   bool refresh_tokens(const std::vector<int>& suspects);
   std::string key(const char* kind, int rank) const;
 
@@ -65,12 +69,14 @@ class Rendezvous {
   const int rank_;
   const int size_;
   const Milliseconds timeout_;
+  const Clock::time_point began_;
   const Clock::time_point deadline_;
   const std::function<bool()> interrupted_;
   Bytes16 token_{};
   std::vector<Bytes16> tokens_;  // rank 0: as offered
   Bytes16 nonce_{};
   bool outcome_published_ = false;
+  Clock::time_point next_look_{};
 };
 
 // "rank 3", "ranks 1, 4 and 7".

@@ -15,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <iterator>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -65,12 +66,17 @@ class DirectoryStore : public KeyValueStore {
     std::filesystem::rename(fresh, path_of(key));
   }
 
+  std::optional<std::vector<uint8_t>> find(const std::string& key) override {
+    if (std::ifstream file(path_of(key), std::ios::binary); file)
+      return std::vector<uint8_t>(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+    if (!std::filesystem::exists(directory_)) throw Error(ErrorKind::system, "the store is gone");
+    return std::nullopt;
+  }
+
   std::vector<uint8_t> get(const std::string& key, milliseconds timeout) override {
     const auto until = Clock::now() + timeout;
     for (;;) {
-      if (std::ifstream file(path_of(key), std::ios::binary); file)
-        return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-      if (!std::filesystem::exists(directory_)) throw Error(ErrorKind::system, "the store is gone");
+      if (auto value = find(key)) return *value;
       if (Clock::now() >= until) throw Error(ErrorKind::timeout, "no key " + key);
       std::this_thread::sleep_for(milliseconds(1));
     }
@@ -86,10 +92,30 @@ class DirectoryStore : public KeyValueStore {
   std::atomic<int> count_{0};
 };
 
+// Calls `before` ahead of every set and find, to be slow, stopped or killed at a chosen point.
+class WatchedStore : public DirectoryStore {
+ public:
+  using Hook = std::function<void(const char* operation, const std::string& key)>;
+  WatchedStore(std::filesystem::path directory, Hook before)
+      : DirectoryStore(std::move(directory)), before_(std::move(before)) {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    before_("set", key);
+    DirectoryStore::set(key, value);
+    before_("was set", key);
+  }
+  std::optional<std::vector<uint8_t>> find(const std::string& key) override {
+    before_("find", key);
+    return DirectoryStore::find(key);
+  }
+
+ private:
+  Hook before_;
+};
+
 struct Result {
-  std::string text;      // what the process returned, or "Error(kind, peer N): message"
-  double seconds = 0;    // from start to its last word
-  int status = 0;        // as waitpid gives it
+  std::string text;          // what the process returned, or "Error(kind, peer N): message"
+  double seconds = 0;        // from start to its last word
+  int status = 0;            // as waitpid gives it
   bool killed_late = false;  // it was still running at the limit
 };
 
@@ -126,7 +152,8 @@ class Ranks {
   pid_t pid(int rank) const { return pids_[rank]; }
   void signal(int rank, int number) { ::kill(pids_[rank], number); }
 
-  const std::vector<Result>& wait(double limit = 30) {
+  // Once all but rank `stuck` have ended, that one is killed too.
+  const std::vector<Result>& wait(double limit = 30, int stuck = -1) {
     std::vector<bool> open(pids_.size(), true);
     for (;;) {
       std::vector<pollfd> polled;
@@ -136,6 +163,10 @@ class Ranks {
           polled.push_back({pipes_[r].get(), POLLIN, 0});
           who.push_back(r);
         }
+      if (who.size() == 1 && static_cast<int>(who[0]) == stuck) {
+        ::kill(pids_[stuck], SIGKILL);
+        break;
+      }
       if (polled.empty()) break;
       const double left = limit - seconds_since(start_);
       if (left <= 0 || ::poll(polled.data(), polled.size(), static_cast<int>(left * 1000) + 1) == 0) {
