@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from flight_records import RecordBuilder, peer
+from support.flight import analyse, culprits
 
 from ark_torch.tools import flight
 from ark_torch.tools.flight_dumps import DumpError, load
@@ -22,20 +21,6 @@ from ark_torch.tools.flight_dumps import DumpError, load
 def show(folder: Path, capsys: pytest.CaptureFixture[str], expected: int) -> str:
     assert flight.main(["show", str(folder)]) == expected
     return capsys.readouterr().out
-
-
-def analyse(folder: Path, *options: str) -> str:
-    """convert, then torch.distributed.flight_recorder.fr_trace; its output."""
-    converted = folder / "converted"
-    assert flight.main(["convert", str(folder), "--output", str(converted)]) == 0
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(converted), *options]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
-
-
-def culprits(output: str) -> set[int]:
-    return {int(rank) for rank in re.findall(r"Culprit rank (\d+)", output)}
 
 
 def entries(folder: Path, rank: int) -> list[dict[str, object]]:
@@ -71,7 +56,6 @@ def test_mismatching_sizes_name_the_rank(tmp_path: Path, capsys: pytest.CaptureF
     assert "sequence 2: ranks 0, 1 called all_reduce SUM float32 [8, 2], but rank 2 called" in report
     output = analyse(tmp_path)
     assert "Collective sequence number: 2 has errors" in output
-    # It blames whoever differs from the first file that it happens to read.
     assert culprits(output) in ({2}, {0, 1})
     (reason,) = set(
         re.findall(r"Error type: SIZE_OR_SYNTAX_MISMATCH, (Expected input sizes.*?'\[\[\d+, 2\]\]'$)", output, re.M)
