@@ -1,0 +1,260 @@
+"""Processes start and end cleanly, many times; nothing grows over thousands of operations; idle costs nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import processes, tables
+from support.launcher import BACKEND, Job, base_environment, run_ranks
+from support.rank import Rank
+
+ark_only = pytest.mark.skipif(BACKEND != "ark", reason="what only ark promises")
+
+EXITS = ("destroy", "no destroy", "async in flight", "subgroups kept", "group deleted", "exit in a thread's callback")
+
+
+def _start_and_exit(rank: Rank, how: str) -> float:
+    """Every way in which programs leave; the interpreter's shutdown must not abort (Gloo's sometimes does)."""
+    rank.init()
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor)
+    if how == "destroy":
+        dist.destroy_process_group()
+    elif how == "async in flight":
+        for _ in range(20):
+            dist.all_reduce(torch.ones(10_000), async_op=True)
+    elif how == "subgroups kept":
+        globals()["_kept"] = [dist.new_group([0, 1]) for _ in range(3)]
+        for group in globals()["_kept"]:
+            dist.all_reduce(torch.ones(5), group=group, async_op=True)
+    elif how == "group deleted":
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(5), group=group)
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+    elif how == "exit in a thread's callback":
+        globals()["_kept"] = dist.all_reduce(torch.ones(5), async_op=True).get_future().then(lambda f: time.sleep(0.05))
+    return tensor[0].item()
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_two_hundred_starts_and_exits(how: str) -> None:
+    """34 forked processes a way, 204 in all; values() fails on any exit code but 0."""
+    for _ in range(17):
+        assert run_ranks(_start_and_exit, 2, how, destroy=False, timeout=30) == [2.0, 2.0]
+
+
+@pytest.mark.quick
+def test_a_plain_script_starts_and_exits() -> None:
+    """No launcher, no warm process: what a user's script does, without destroy_process_group."""
+    code = (
+        "import os, torch, torch.distributed as dist\n"
+        f"dist.init_process_group('{BACKEND}', init_method='tcp://127.0.0.1:29777', rank=int(os.environ['RANK']), world_size=2)\n"
+        "t = torch.ones(3); dist.all_reduce(t); assert t.tolist() == [2.0] * 3\n"
+    )
+    code = code.replace("29777", str(20000 + os.getpid() % 20000))
+    env = base_environment()
+    ranks = [subprocess.Popen([sys.executable, "-c", code], env=env | {"RANK": str(r)}) for r in range(2)]
+    assert [p.wait(60) for p in ranks] == [0, 0]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "first", ["import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n"]
+)
+@pytest.mark.parametrize("autoload", ["1", "0"])
+@ark_only
+def test_import_orders(first: str, autoload: str) -> None:
+    if autoload == "0" and "ark_torch" not in first:
+        pytest.skip("without autoload somebody has to import it")
+    code = first + (
+        "import torch, torch.distributed as dist, tempfile\n"
+        "store = dist.HashStore()\n"
+        "dist.init_process_group('ark', store=store, rank=0, world_size=1)\n"
+        "t = torch.ones(3); dist.all_reduce(t); assert t.tolist() == [1.0] * 3\n"
+        "dist.destroy_process_group()\n"
+    )
+    env = base_environment(TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def _figures() -> dict[str, int]:
+    gc.collect()
+    found = processes.open_descriptors()
+    return {
+        "descriptors": len(found),
+        "memfds": sum("memfd" in link for link in found.values()),
+        "shared_kib": processes.shared_memory_kib(),
+        "rss_kib": processes.resident_kib(),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def _soak_operations(rank: Rank, rounds: int) -> list[dict[str, int]]:
+    rank.init()
+    world = rank.world_size
+    seen = []
+    for round_ in range(rounds):
+        for i in range(250):
+            count = 1 + (i * 397) % 20_000
+            a = torch.ones(count)
+            work = dist.all_reduce(a, async_op=True)
+            outs = [torch.empty(count) for _ in range(world)]
+            dist.all_gather(outs, torch.ones(count))
+            part = torch.empty(64)
+            dist.reduce_scatter_tensor(part, torch.ones(64 * world))
+            peer = 1 - rank.rank
+            sent = dist.isend(torch.ones(count), peer, tag=i)
+            dist.recv(torch.empty(count), peer, tag=i)
+            sent.wait()
+            work.wait()
+            if i % 50 == 0:
+                strided = torch.ones(2 * count)[::2]
+                dist.all_reduce(strided)
+                dist.all_reduce(torch.eye(20).to_sparse())
+                dist.barrier()
+        seen.append(_figures())
+    return seen
+
+
+def _check_flat(name: str, figures: list[dict[str, int]], slack_kib: int) -> None:
+    early, late = figures[len(figures) // 3], figures[-1]
+    tables.add("soak", case=name, rounds=len(figures), **{f"{k} early/late": f"{early[k]}/{late[k]}" for k in early})
+    for key in ("descriptors", "memfds", "threads"):
+        assert late[key] <= early[key], f"{key} grow: {[f[key] for f in figures]}"
+    for key in ("shared_kib", "rss_kib"):
+        assert late[key] <= early[key] + slack_kib, f"{key} grows: {[f[key] for f in figures]}"
+
+
+@ark_only
+def test_soak_thousands_of_operations() -> None:
+    """6 rounds of 250 mixed steps (about 7,500 operations): descriptors, shared memory and memory stay flat."""
+    for figures in run_ranks(_soak_operations, 2, 6, timeout=200):
+        _check_flat("operations", figures, 6_000)
+
+
+def _soak_groups(rank: Rank, rounds: int) -> list[dict[str, int]]:
+    rank.init()
+    seen = []
+    for _ in range(rounds):
+        for _ in range(20):
+            group = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(1000), group=group)
+            dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+            dist.destroy_process_group(group)
+            del group
+        seen.append(_figures())
+    return seen
+
+
+@ark_only
+def test_soak_two_hundred_groups() -> None:
+    for figures in run_ranks(_soak_groups, 2, 10, timeout=200):
+        _check_flat("groups", figures, 8_000)
+
+
+def _soak_worlds(rank: Rank, rounds: int) -> list[dict[str, int]]:
+    seen = []
+    for _ in range(rounds):
+        for _ in range(5):
+            rank.init()
+            dist.all_reduce(torch.ones(1000), async_op=True).wait()
+            dist.destroy_process_group()
+        seen.append(_figures())
+    return seen
+
+
+@ark_only
+def test_soak_init_and_destroy() -> None:
+    for figures in run_ranks(_soak_worlds, 2, 8, timeout=200):
+        _check_flat("init and destroy", figures, 8_000)
+
+
+@pytest.mark.nightly
+@pytest.mark.limit(1800)
+@ark_only
+def test_soak_for_long() -> None:
+    for figures in run_ranks(_soak_operations, 2, 150, timeout=1700):
+        _check_flat("operations, long", figures, 6_000)
+
+
+def _idle(rank: Rank) -> dict[str, Any]:
+    """A group that does nothing, one that waits for a late peer, and one with async work that cannot go on."""
+    rank.init(timeout=60)
+    side = dist.new_group([0, 1])
+    for group in (None, side):
+        dist.all_reduce(torch.ones(1000), group=group)
+        dist.all_reduce(torch.ones(1000), group=group, async_op=True).wait()
+    dist.barrier()
+    time.sleep(0.2)
+    began = time.process_time()
+    time.sleep(2.0)
+    idle = time.process_time() - began
+    dist.barrier()
+    waiting = 0.0
+    if rank.rank == 0:
+        began = time.process_time()
+        dist.all_reduce(torch.ones(10))  # rank 1 comes two seconds late
+        waiting = time.process_time() - began
+    else:
+        time.sleep(2.0)
+        dist.all_reduce(torch.ones(10))
+    began = time.process_time()
+    pending = 0.0
+    if rank.rank == 0:
+        work = dist.all_reduce(torch.ones(10), async_op=True)
+        time.sleep(2.0)
+        pending = time.process_time() - began
+        work.wait()
+    else:
+        time.sleep(2.0)
+        dist.all_reduce(torch.ones(10))
+    return {"idle": idle, "waiting": waiting, "pending": pending}
+
+
+@ark_only
+def test_idle_ranks_cost_no_cpu() -> None:
+    """CPU seconds over two seconds of wall time; the bound leaves room for the interpreter and slow machines."""
+    for rank, used in enumerate(run_ranks(_idle, 2)):
+        tables.add("idle", rank=rank, **{f"{name}: CPU s of 2 s": value for name, value in used.items()})
+        assert used["idle"] < 0.05 and used["waiting"] < 0.1 and used["pending"] < 0.1, used
+
+
+def _oversubscribed(rank: Rank) -> float:
+    rank.init()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(100))
+    began = time.monotonic()
+    for _ in range(200):
+        dist.all_reduce(torch.ones(100))
+    return time.monotonic() - began
+
+
+def test_more_ranks_than_cores_do_not_collapse() -> None:
+    """Not a benchmark: a spin without a bound would take minutes here."""
+    ranks = max(6, 2 * (os.cpu_count() or 1) + 2)
+    seconds = run_ranks(_oversubscribed, ranks, timeout=120)
+    tables.add("more ranks than cores", ranks=ranks, s_for_200=max(seconds))
+    assert max(seconds) < 30
+
+
+def _exit_codes(rank: Rank) -> None:
+    rank.init()
+    dist.barrier()
+    raise SystemExit(3 if rank.rank == 1 else 0)
+
+
+def test_exit_codes_are_the_programs_own() -> None:
+    with Job(_exit_codes, 2, destroy=False) as job:
+        assert [o.exit_code for o in job.finish(30)] == [0, 3]
