@@ -1,0 +1,120 @@
+"""The examples run as a user runs them: by plain python, which starts two ranks, and under torchrun with three.
+
+Each example checks itself against a single process and exits with an error if they differ, so the exit code is the
+verdict; the lines it prints are looked at as well, because a rank that did nothing would exit with 0 too.
+The demo runs on a tiny model; its own comparison of the runs is tested here with weights that do differ.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import launcher, processes
+
+EXAMPLES = launcher.TESTS.parent / "examples"
+TINY = ["--steps", "12", "--layers", "2", "--width", "32", "--context", "32", "--batch", "4", "--ranks", "2"]
+
+
+def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
+    """Runs a command and ends everything below it, whatever happens (torchrun's ranks have sessions of their own)."""
+    environment = launcher.base_environment(COLUMNS="120")
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        processes.end_tree([process.pid, *processes.descendants(process.pid)])
+    return subprocess.CompletedProcess(command, process.returncode, output, "")
+
+
+@pytest.mark.parametrize("ranks", [2, 3], ids=["python", "torchrun"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
+def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
+    script = [str(EXAMPLES / f"{name}.py"), "--backend", launcher.BACKEND]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks != 2 else []
+    done = run([sys.executable, *torchrun, *script], tmp_path)
+    assert done.returncode == 0, done.stdout
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: " in done.stdout, done.stdout
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("plotille")
+    pytest.importorskip("rich")
+    folder = tmp_path_factory.mktemp("demo")
+    script = str(EXAMPLES / "train_gpt.py")
+    return run(
+        [sys.executable, script, "--backend", launcher.BACKEND, "--output", "out", *TINY], folder
+    ), folder / "out"
+
+
+def test_demo_runs_agree(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = demo
+    assert done.returncode == 0, done.stdout
+    report = json.loads((folder / "report.json").read_text())
+    assert [run["backend"] for run in report["runs"]] == [launcher.BACKEND, "gloo", launcher.BACKEND]
+    assert len(report["verdicts"]) == 3 and all(verdict["holds"] for verdict in report["verdicts"])
+    assert report["runs"][0]["losses"] == report["runs"][2]["losses"]
+    for one in report["runs"]:
+        assert len(one["losses"]) == 12
+        assert one["gradient_ms"] > 0 and one["step_ms"] > 0 and one["local_step_ms"] > 0
+        assert 0 < one["held_out"][-1][1] < one["held_out"][0][1] < 6
+
+
+def test_demo_shows_curve_table_and_sample(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = demo
+    for text in ("loss, nats a byte", "held out", "all_reduce of the gradients alone", "A sample from", "12/12"):
+        assert text in done.stdout, f"{text!r} is missing in:\n{done.stdout}"
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len((folder / "sample.txt").read_text()) > 100
+    assert (folder / "model.pt").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--steps", "0"], "'0' is not a whole number of 1 or more"),
+        (["--width", "130"], "--width 130 must be a multiple of twice --heads (4)"),
+        (["--backend", "fpga"], "backend 'fpga' is not known"),
+        (["--text", "no-such-folder"], "text folder no-such-folder does not exist"),
+        (["--context", "100000000"], "too few for a context"),
+        (["--device", "cuda"], "--device cuda cannot be used"),
+    ],
+)
+def test_demo_refuses_bad_arguments_before_it_starts(arguments: list[str], complaint: str, tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    done = run([sys.executable, str(EXAMPLES / "train_gpt.py"), *arguments], tmp_path)
+    assert done.returncode == 2
+    assert complaint in done.stdout.splitlines()[-1]
+    assert "Traceback" not in done.stdout
+
+
+def test_demo_comparison_notices_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("matplotlib", "plotille", "rich"):
+        pytest.importorskip(module)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import torch
+    from gpt.report import compare
+    from gpt.training import RunResult
+
+    def result(backend: str, weights: torch.Tensor, last_loss: float = 2.0) -> RunResult:
+        losses = [(0, 5.5), (10, last_loss)]
+        return RunResult(backend, [5.0], losses, weights, 1.0, 1.0, 1.0, 0.0, 1.0, 4)
+
+    weights = torch.randn(1000)
+    nearly = weights.clone()
+    nearly[17] = torch.nextafter(nearly[17], torch.tensor(torch.inf))
+    minus_zero, zero = torch.zeros(1000), torch.zeros(1000)
+    minus_zero[3] = -0.0
+    far = weights + 0.1
+    assert [v.holds for v in compare([result("ark", weights), result("gloo", nearly)])] == [True, True]
+    assert [v.holds for v in compare([result("ark", weights), result("ark", nearly)])] == [False, True]
+    assert [v.holds for v in compare([result("ark", zero), result("ark", minus_zero)])] == [False, True]
+    assert [v.holds for v in compare([result("ark", weights), result("gloo", far)])] == [False, True]
+    assert [v.holds for v in compare([result("ark", weights, 5.6), result("ark", weights, 5.6)])] == [True, False]
