@@ -49,11 +49,11 @@ build: $(BUILT)
 
 $(BUILT): $(SOURCES) | $(STAMP)
 	@echo "Building ark_torch._C"
-	@PATH="$(abspath $(VENV))/bin:$$PATH" $(PY) setup.py -q build_ext --inplace
+	@$(PY) setup.py -q build_ext --inplace
 	@touch $@
 
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
-	$(PY) examples/train_gpt.py
+	$(PY) examples/train_gpt.py --output demo-output
 
 test: setup test-cpp ## everything but the nightly runs (20 minutes on two cores)
 	$(PYTEST) -m "not nightly"
@@ -84,7 +84,9 @@ ctest --test-dir build/cpp-$(1) --output-on-failure
 endef
 
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
-	$(PY) -m ark_torch.tools.bench
+	$(PY) benchmarks/collectives.py
+	$(PY) benchmarks/ddp_step.py
+	$(PY) -m ark_torch.tools.bench --readme
 
 CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp')
 
@@ -100,5 +102,5 @@ format: $(STAMP) ## rewrites the sources as `make lint` wants them
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean: ## removes what was built; keeps .venv
-	rm -rf build dist out compile_commands.json *.egg-info ark_torch/_C.*.so $(BUILT)
+	rm -rf build dist demo-output compile_commands.json *.egg-info ark_torch/_C.*.so $(BUILT)
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

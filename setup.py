@@ -15,6 +15,9 @@ from pathlib import Path
 
 # Importing torch must not load installed backends, least of all an older ark_torch.
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+# The Ninja beside this Python, also where its environment is not activated: another version would start over.
+if os.path.exists(os.path.join(os.path.dirname(sys.executable), "ninja")):
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext

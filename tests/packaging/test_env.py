@@ -75,8 +75,8 @@ def test_misspelt_names_are_found() -> None:
 
 def test_readme_holds_the_table_made_from_the_declarations() -> None:
     readme = (REPO / "README.md").read_text()
-    found = re.search(r"<!-- env:begin -->\n(.*?)<!-- env:end -->", readme, re.S)
-    assert found, "README.md has no table between <!-- env:begin --> and <!-- env:end -->"
+    found = re.search(r"<!-- environment: begin -->\n(.*?)<!-- environment: end -->", readme, re.S)
+    assert found, "README.md has no table between <!-- environment: begin --> and <!-- environment: end -->"
     assert found.group(1).strip() == env.table().strip(), "put the output of `python -m ark_torch.env` into README.md"
 
 
