@@ -89,7 +89,7 @@ class DirectoryStore : public KeyValueStore {
     return directory_ / ("key-" + key);
   }
   std::filesystem::path directory_;
-  std::atomic<int> count_{0};
+  static inline std::atomic<int> count_{0};  // two stores may serve two threads of one process
 };
 
 // Calls `before` ahead of every set and find, to be slow, stopped or killed at a chosen point.
