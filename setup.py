@@ -89,7 +89,15 @@ def make_extension() -> Extension:
         sources,
         include_dirs=[str(ROOT / "csrc"), str(ROOT / "ark_torch" / "kernels")],
         # -ffp-contract=off: a fused multiply-add would make results depend on the instruction set.
-        extra_compile_args=["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-ffp-contract=off", "-Wall"],
+        extra_compile_args=[
+            "-std=c++20",
+            "-O3",
+            "-g0",
+            "-fvisibility=hidden",
+            "-ffp-contract=off",
+            "-Wall",
+            "-Wno-maybe-uninitialized",
+        ],
         extra_link_args=["-Wl,--as-needed"],
     )
 
