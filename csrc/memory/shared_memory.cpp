@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "error.hpp"
+#include "memory/available_memory.hpp"
 
 namespace ark {
 
@@ -19,6 +20,7 @@ namespace {
 constexpr size_t kMaxMemfdName = 249;  // the kernel's limit
 constexpr size_t kCommitStep = size_t{64} << 20;
 constexpr size_t kMinCommitStep = size_t{64} << 10;
+constexpr size_t kWorthAsking = size_t{16} << 20;  // smaller requests are left to the kernel
 
 std::string hint_for(int error) {
   switch (error) {
@@ -54,7 +56,8 @@ std::byte* map(int fd, size_t bytes) {
 }  // namespace
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
-    : fd_(std::move(other.fd_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : fd_(std::move(other.fd_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)),
+      owned_(other.owned_) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
   if (this != &other) {
@@ -62,12 +65,13 @@ SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
     fd_ = std::move(other.fd_);
     data_ = std::exchange(other.data_, nullptr);
     size_ = std::exchange(other.size_, 0);
+    owned_ = other.owned_;
   }
   return *this;
 }
 
 SharedMemory::~SharedMemory() {
-  if (data_ != nullptr) ::munmap(data_, size_);
+  if (data_ != nullptr && owned_) ::munmap(data_, size_);
 }
 
 SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
@@ -99,11 +103,26 @@ SharedMemory SharedMemory::attach(UniqueFd fd, size_t expected_bytes) {
   return SharedMemory(std::move(fd), data, expected_bytes);
 }
 
+SharedMemory SharedMemory::alias(const SharedMemory& other) {
+  UniqueFd fd(::fcntl(other.fd(), F_DUPFD_CLOEXEC, 0));
+  if (!fd) refuse("share", other.size(), errno);
+  SharedMemory same(std::move(fd), other.data(), other.size());
+  same.owned_ = false;
+  return same;
+}
+
 void SharedMemory::commit(size_t offset, size_t bytes) {
   if (offset > size_ || bytes > size_ - offset)
     throw Error(ErrorKind::invalid_argument, "commit of bytes " + std::to_string(offset) + " + " +
                                                  std::to_string(bytes) + " in a segment of " + std::to_string(size_));
   if (!fd_) throw Error(ErrorKind::closed, "commit on a segment whose descriptor was closed");
+  struct stat status {};
+  if (bytes >= kWorthAsking && ::fstat(fd_.get(), &status) == 0) {
+    // At most what is not there yet, wherever that lies.
+    const size_t present = std::min(size_, static_cast<size_t>(status.st_blocks) * 512);
+    if (std::min(bytes, size_ - present) > available_memory())
+      refuse("find pages for " + std::to_string(bytes) + " bytes of", size_, ENOMEM);
+  }
   // A signal makes fallocate give back what it got and start over: smaller steps let it finish under a profiler's
   // steady signals.
   const size_t end = offset + bytes;

@@ -31,11 +31,15 @@ class SharedMemory {
   // is a memfd of exactly `expected_bytes` that can no longer shrink and may be written.
   static SharedMemory attach(UniqueFd fd, size_t expected_bytes);
 
+  // The same mapping once more, not owned: for ranks that are threads of one process. `other` must outlive it.
+  static SharedMemory alias(const SharedMemory& other);
+
   std::byte* data() const noexcept { return data_; }
   size_t size() const noexcept { return size_; }
   int fd() const noexcept { return fd_.get(); }
 
-  // Makes the pages of [offset, offset + bytes) real now. Contents are kept; repeating it is cheap.
+  // Makes the pages of [offset, offset + bytes) real now. Contents are kept; repeating it is cheap. Error(system) when
+  // the machine or the container has not enough; large requests are checked before the first page is taken.
   void commit(size_t offset, size_t bytes);
 
   // The descriptor is only needed to hand the segment on and to commit().
@@ -47,6 +51,7 @@ class SharedMemory {
   UniqueFd fd_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
+  bool owned_ = true;
 };
 
 }  // namespace ark
