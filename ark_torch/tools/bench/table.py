@@ -1,0 +1,97 @@
+"""The benchmark's lines of text, with the columns of nccl-tests: size, count, type, redop, time, algbw, busbw, #wrong.
+
+algbw is bytes by time; busbw is algbw times the operation's factor, which makes operations and numbers of ranks
+comparable (2(n-1)/n for all_reduce). The rivals follow with their time and the ratio of theirs to ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import goals
+from .config import Config
+
+Row = dict[str, Any]
+
+
+def heading(operation: str, config: Config) -> str:
+    ours, *rivals = [*config.backends, *(["mpi"] if config.mpi else [])]
+    columns = f"{'size':>11} {'count':>10} {'type':>9} {'redop':>5} {ours + ' us':>10} {'+-%':>4}"
+    columns += f" {'algbw':>7} {'busbw':>7} {'#wrong':>6}"
+    columns += "".join(f" {rival + ' us':>10} {'ratio':>6}" for rival in rivals)
+    if len(rivals) > 1:
+        columns += f" {'best':>6}"
+    return f"\n# {operation}, {config.world} ranks (GB/s; ratio: how many times as fast as the rival)\n{columns}  goal"
+
+
+def ratio_to(row: Row, rival: str) -> float | None:
+    """The rival's time by ours; None where one of the two failed or did not run."""
+    timings = list(row["timings"].values())
+    theirs = row["timings"].get(rival)
+    if not timings or theirs is None or timings[0]["error"] or theirs["error"]:
+        return None
+    return float(theirs["median"] / timings[0]["median"])
+
+
+def rivals_of(row: Row) -> list[str]:
+    return list(row["timings"])[1:]
+
+
+def best_ratio(row: Row) -> float | None:
+    """The ratio to the fastest rival."""
+    ratios = [ratio for rival in rivals_of(row) if (ratio := ratio_to(row, rival)) is not None]
+    return min(ratios, default=None)
+
+
+def verdict(row: Row) -> str:
+    """Goals are set against Gloo for float32; nothing is met by wrong results."""
+    if row["dtype"] != "float32":
+        return ""
+    if next(iter(row["timings"].values()))["wrong"]:
+        return "WRONG"
+    return goals.verdict(row["operation"], row["ranks"], row["bytes"], ratio_to(row, "gloo"))
+
+
+def row_line(row: Row) -> str:
+    ours = next(iter(row["timings"].values()))
+    head = f"{row['bytes']:>11} {row['count']:>10} {row['dtype']:>9} {row['redop'] or 'none':>5}"
+    if ours["error"]:
+        line = f"{head} failed: {ours['error']}"
+    else:
+        algbw = row["bytes"] / ours["median"] / 1e3
+        spread = 100 * ours["spread"] / ours["median"]
+        line = f"{head} {ours['median']:>10.2f} {spread:>4.0f} {algbw:>7.2f} {algbw * row['bus_factor']:>7.2f}"
+        line += f" {ours['wrong']:>6}"
+    notes = []
+    for rival in rivals_of(row):
+        theirs = row["timings"][rival]
+        ratio = ratio_to(row, rival)
+        time = "failed" if theirs["error"] else f"{theirs['median']:.2f}"
+        line += f" {time:>10} {'' if ratio is None else f'{ratio:.1f}':>6}"
+        if theirs["error"]:
+            notes.append(f"{rival}: {theirs['error']}")
+        if theirs["wrong"]:
+            notes.append(f"{rival}: {theirs['wrong']} wrong")
+    if len(rivals_of(row)) > 1:
+        best = best_ratio(row)
+        line += f" {'' if best is None else f'{best:.1f}':>6}"
+    return f"{line}  {verdict(row)}" + (f"  ({'; '.join(notes)})" if notes else "")
+
+
+def overhead_line(overhead: dict[str, float]) -> str:
+    times = ", ".join(f"{backend} {time:.1f} us" for backend, time in overhead.items() if time > 0)
+    line = f"\n# One all_reduce of 4 bytes: {times} (empty: a backend that does nothing)"
+    ours = next(iter(overhead.values()))
+    return line + f"; goal {'met' if 0 < ours <= goals.OVERHEAD_US else 'MISSED'} <={goals.OVERHEAD_US:g} us"
+
+
+def summary(rows: list[Row]) -> str:
+    """How many goals were met."""
+    verdicts = [text for row in rows if (text := verdict(row))]
+    missed = [row for row in rows if verdict(row) and not verdict(row).startswith("met")]
+    lines = [f"\n# Goals: {len(verdicts) - len(missed)} of {len(verdicts)} met"]
+    for row in missed:
+        ratio = ratio_to(row, "gloo")
+        reached = "no ratio" if ratio is None else f"{ratio:.1f}"
+        lines.append(f"#   {row['operation']}, {row['ranks']} ranks, {row['bytes']} bytes: {reached} ({verdict(row)})")
+    return "\n".join(lines)
