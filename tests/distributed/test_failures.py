@@ -384,6 +384,9 @@ MISMATCHES = {
     "shape": r"(?i)shape",
 }
 
+# Everybody receives in these, so everybody raises, debug mode or not.
+MUST_ALL = [what for what in MISMATCHES if what not in ("count, broadcast", "dtype, broadcast", "root", "splits")]
+
 
 @pytest.mark.parametrize("what", list(MISMATCHES))
 @pytest.mark.parametrize("debug", ["1", "0", "detail"])
@@ -396,6 +399,14 @@ def test_rows_5_and_6_mismatch(what: str, debug: str) -> None:
         if what == "shape" and debug == "0":
             assert all(o.kind == "result" for o in outcomes), [o.describe() for o in outcomes]
             return
+        if debug == "0":
+            # Nobody hangs and nobody gets wrong data, but a rank that receives nothing (a root, a sender) may not
+            # hear of it: comparing everything with everybody is what the debug mode is for.
+            assert what == "root" or any(o.kind == "error" for o in outcomes), "nobody noticed"
+            assert what not in MUST_ALL or all(o.kind == "error" for o in outcomes), [o.describe() for o in outcomes]
+            outcomes = [o for o in outcomes if o.kind == "error"]
+            if not outcomes:  # two roots, each of which only sends
+                return
         seconds = [o.ended - started for o in outcomes]
         for outcome in outcomes:
             assert outcome.kind == "error", outcome.describe()
@@ -574,8 +585,8 @@ def test_row_10_out_of_memory_at_start(what: str, hint: str) -> None:
         poor = outcomes[1]
         assert poor.kind == "error", poor.describe()
         assert re.search(hint, poor.message), poor.message
-        if what != "descriptors":
-            assert re.search(r"\d", poor.message.partition("]")[2]), f"no size: {poor.message}"
+        assert "[rank 1]" in poor.message and len(re.findall(r"\. [A-Z]", poor.message)) >= 1, poor.message
+        assert what != "file size" or re.search(r"\d{5,} bytes", poor.message), f"no size: {poor.message}"
         for outcome in (outcomes[0], outcomes[2]):
             assert outcome.kind == "error", outcome.describe()
             assert re.search(r"\brank 1\b|ranks? [\d, ]*\b1\b", outcome.message), outcome.message
@@ -647,6 +658,7 @@ def _abort_in_flight(rank: Rank) -> tuple[float, str]:
     try:
         if rank.rank == 0:
             rank.wait_for("go")  # does not take part until it is over
+            dist.all_reduce(torch.ones(10))  # the others' inputs may all have arrived: then this one is right
         dist.all_reduce(torch.ones(10))
     except RuntimeError as error:
         return time.monotonic() - started, str(error)
@@ -772,8 +784,8 @@ def test_row_14_start_again_after_a_failure() -> None:
 # -- row 20: strangers at the bootstrap socket
 
 
-def _wait_for_socket(pid: int, bound: float = 20.0) -> str:
-    """The name of the abstract socket that the process listens on."""
+def _wait_for_socket(pid: int, bound: float) -> str | None:
+    """The name of the abstract socket on which the process listens; None when it opens none in time."""
     deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         inodes = {link[8:-1] for link in processes.open_descriptors(pid).values() if link.startswith("socket:[")}
@@ -781,56 +793,73 @@ def _wait_for_socket(pid: int, bound: float = 20.0) -> str:
             fields = line.split()
             if len(fields) == 8 and fields[6] in inodes and fields[7].startswith("@ark-"):
                 return "\0" + fields[7][1:]
-        time.sleep(0.002)
-    raise AssertionError(f"process {pid} opened no socket")
+    return None
 
 
 def _late(rank: Rank) -> float:
-    if rank.rank == 2:
-        rank.wait_for("go")
-    rank.init(timeout=30)
+    store = rank.store("one")
+    rank.report("here")
+    rank.wait_for("go")
+    rank.init(timeout=30, store=store)
     tensor = torch.full((100,), float(rank.rank))
     dist.all_reduce(tensor)
     return tensor[0].item()
 
 
-def test_row_20_strangers_at_the_bootstrap_socket() -> None:
-    """Garbage, a flood, silence and early hang-ups while the ranks wait for the last one; then it comes."""
-    started = time.monotonic()
-    with Job(_late, 3) as job:
-        held = []
-        for rank in (0, 1):
-            name = _wait_for_socket(job.pids[rank])
-            for payload in (b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), os.urandom(1 << 16), b"ark"):
-                stranger = socket.socket(socket.AF_UNIX)
-                stranger.settimeout(1)
-                try:
-                    stranger.connect(name)
-                    stranger.sendall(payload)
-                except OSError:
-                    pass  # dropped already
-                if len(payload) in (0, 3):
-                    held.append(stranger)  # stays connected and says nothing more
-                else:
-                    stranger.close()
-            for _ in range(20):
-                stranger = socket.socket(socket.AF_UNIX)
-                stranger.setblocking(False)
-                try:
-                    stranger.connect(name)
-                except OSError:
-                    pass
-                stranger.close()
-            fds = socket.socket(socket.AF_UNIX)
-            fds.connect(name)
-            try:
-                socket.send_fds(fds, [os.urandom(64)], [0, 1, 2])  # foreign descriptors must not stay open
-            except OSError:
-                pass
-            held.append(fds)
-        job.go(2, "go")
-        values = job.values(40)
-        for stranger in held:
+def _harass(name: str) -> list[socket.socket]:
+    """Garbage, a flood, silence, early hang-ups, foreign descriptors; returns connections that stay open."""
+    held = []
+    for payload in (b"", b"\0" * 64, b"GET / HTTP/1.1\r\n\r\n", os.urandom(64), os.urandom(1 << 16), b"ark"):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.setblocking(False)
+        try:
+            stranger.connect(name)
+            stranger.send(payload)
+        except OSError:
+            pass  # dropped already, or the queue is full
+        if len(payload) in (0, 3):
+            held.append(stranger)  # stays connected and says nothing more
+        else:
             stranger.close()
-    assert values == [3.0, 3.0, 3.0]
-    _record("20", "garbage, flood, silence, descriptors", "the job goes on", time.monotonic() - started)
+    for _ in range(20):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.setblocking(False)
+        try:
+            stranger.connect(name)
+        except OSError:
+            pass
+        stranger.close()
+    foreign = socket.socket(socket.AF_UNIX)
+    foreign.setblocking(False)
+    try:
+        foreign.connect(name)
+        socket.send_fds(foreign, [os.urandom(64)], [0, 1, 2])
+    except OSError:
+        pass
+    held.append(foreign)
+    return held
+
+
+def test_row_20_strangers_at_the_bootstrap_socket() -> None:
+    """The peers are stopped as soon as rank 0 listens, strangers come, then the peers go on."""
+    started = time.monotonic()
+    met = 0
+    for _ in range(12):
+        with Job(_late, 3) as job:
+            job.wait_all("here")
+            job.go_all("go")
+            name = _wait_for_socket(job.pids[0], 1.0)
+            held: list[socket.socket] = []
+            if name is not None:
+                job.stop(1)
+                job.stop(2)
+                held = _harass(name)
+                met += 1
+                job.resume(1)
+                job.resume(2)
+            values = job.values(40)
+            for stranger in held:
+                stranger.close()
+        assert values == [3.0, 3.0, 3.0]
+    assert met >= 3, f"the socket was met in {met} of 12 starts: the test proves nothing"
+    _record("20", f"garbage, flood, silence, descriptors; {met} starts", "the job goes on", time.monotonic() - started)

@@ -178,18 +178,19 @@ def test_one_store_many_incarnations() -> None:
 
 
 def _sequence_numbers(rank: Rank) -> None:
-    group = rank.init()
-    group._set_sequence_number_for_group()
-    first = group._get_sequence_number_for_group()
+    """Through the backend: ProcessGroup's own method refuses third parties by their type."""
+    backend = _backend(rank.init())
+    backend._set_sequence_number_for_group()
+    first = backend._get_sequence_number_for_group()
     for _ in range(5):
         dist.all_reduce(torch.ones(2))
     dist.barrier()
-    last = group._get_sequence_number_for_group()
+    last = backend._get_sequence_number_for_group()
     assert last - first == 6, f"{first} -> {last} after six operations"
     other = dist.new_group([0, 1])
-    before = other._get_sequence_number_for_group()
-    dist.all_reduce(torch.ones(2))
-    assert other._get_sequence_number_for_group() == before, "a group counts its own operations"
+    before = backend._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(2), group=other)
+    assert backend._get_sequence_number_for_group() == before, "a group counts its own operations"
     everyone: list[Any] = [None, None]
     dist.all_gather_object(everyone, last)
     assert everyone == [last, last], "the ranks agree"
