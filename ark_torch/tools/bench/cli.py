@@ -68,9 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--ops", type=names(OPERATIONS, "operation"), default=tuple(OPERATIONS), help=f"of {','.join(OPERATIONS)}")
+    add("--ops", type=names(OPERATIONS, "operation"), help=f"of {','.join(OPERATIONS)}")
     add("--ranks", type=rank_list, default=(2, 4), help="numbers of processes (default: 2,4)")
-    add("--sizes", type=size_list, default=sizes_between(4, 256 << 20, 4), help="default: 4 to 256M, factor 4")
+    add("--sizes", type=size_list, help="default: 4 to 256M, factor 4")
     add("--dtype", choices=DTYPES, default="float32")
     add("--redop", choices=REDUCE_OPS, default="sum")
     add("--backend", default="ark", help="the backend that is measured (default: ark)")
@@ -107,10 +107,9 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(str(error))
     if not dist.is_backend_available(arguments.backend):
         parser.error(f"backend {arguments.backend!r} is not known to this PyTorch")
+    arguments.ops = arguments.ops or (QUICK_OPERATIONS if arguments.quick else tuple(OPERATIONS))
+    arguments.sizes = arguments.sizes or (QUICK_SIZES if arguments.quick else sizes_between(4, 256 << 20, 4))
     if arguments.quick:
-        given = parser.parse_args([])
-        arguments.ops = QUICK_OPERATIONS if arguments.ops == given.ops else arguments.ops
-        arguments.sizes = QUICK_SIZES if arguments.sizes == given.sizes else arguments.sizes
         arguments.rounds = min(arguments.rounds, 3)
     needed = 4 * max(arguments.ranks) * max(arguments.sizes)
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

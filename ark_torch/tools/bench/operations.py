@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 ROOT = 0
+# Renamed in PyTorch 2.13, where the old names warn.
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 REDUCE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -193,12 +196,12 @@ OPERATIONS = {
         ),
         Operation(
             "all_gather_into_tensor", shared_out,
-            lambda c, g, x, y: lambda: dist.all_gather_into_tensor(y, x, group=g),
+            lambda c, g, x, y: lambda: ALL_GATHER(y, x, group=g),
             lambda c, comm, x, y: lambda: comm.Allgather(x, y), all_inputs, input_shared=True,
         ),
         Operation(
             "reduce_scatter_tensor", shared_out,
-            lambda c, g, x, y: lambda: dist.reduce_scatter_tensor(y, x, c.reduce_op, group=g), mpi_reduce_scatter,
+            lambda c, g, x, y: lambda: REDUCE_SCATTER(y, x, c.reduce_op, group=g), mpi_reduce_scatter,
             lambda c: c.reduced(c.count, c.rank * c.share, (c.rank + 1) * c.share), output_shared=True, reduces=True,
         ),
         Operation(

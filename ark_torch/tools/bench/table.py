@@ -33,6 +33,10 @@ def ratio_to(row: Row, rival: str) -> float | None:
     return float(theirs["median"] / timings[0]["median"])
 
 
+def show_ratio(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
+
+
 def rivals_of(row: Row) -> list[str]:
     return list(row["timings"])[1:]
 
@@ -67,14 +71,13 @@ def row_line(row: Row) -> str:
         theirs = row["timings"][rival]
         ratio = ratio_to(row, rival)
         time = "failed" if theirs["error"] else f"{theirs['median']:.2f}"
-        line += f" {time:>10} {'' if ratio is None else f'{ratio:.1f}':>6}"
+        line += f" {time:>10} {show_ratio(ratio):>6}"
         if theirs["error"]:
             notes.append(f"{rival}: {theirs['error']}")
         if theirs["wrong"]:
             notes.append(f"{rival}: {theirs['wrong']} wrong")
     if len(rivals_of(row)) > 1:
-        best = best_ratio(row)
-        line += f" {'' if best is None else f'{best:.1f}':>6}"
+        line += f" {show_ratio(best_ratio(row)):>6}"
     return f"{line}  {verdict(row)}" + (f"  ({'; '.join(notes)})" if notes else "")
 
 
@@ -91,7 +94,6 @@ def summary(rows: list[Row]) -> str:
     missed = [row for row in rows if verdict(row) and not verdict(row).startswith("met")]
     lines = [f"\n# Goals: {len(verdicts) - len(missed)} of {len(verdicts)} met"]
     for row in missed:
-        ratio = ratio_to(row, "gloo")
-        reached = "no ratio" if ratio is None else f"{ratio:.1f}"
+        reached = show_ratio(ratio_to(row, "gloo")) or "no ratio"
         lines.append(f"#   {row['operation']}, {row['ranks']} ranks, {row['bytes']} bytes: {reached} ({verdict(row)})")
     return "\n".join(lines)
