@@ -12,7 +12,9 @@ namespace {
 
 constexpr uint64_t kNoLimit = UINT64_MAX;
 
-uint64_t add(uint64_t a, uint64_t b) { return a > kNoLimit - b ? kNoLimit : a + b; }
+uint64_t add(uint64_t a, uint64_t b) {
+  return a > kNoLimit - b ? kNoLimit : a + b;
+}
 
 // The number after `name` in a file of "name value" lines; `missing` if there is none.
 uint64_t read_field(const std::string& path, const std::string& name, uint64_t missing) {

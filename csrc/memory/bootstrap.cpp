@@ -81,8 +81,8 @@ class Bootstrap {
     exchange_options.deadline = rendezvous_.deadline();
     exchange_options.check = [this] { rendezvous_.check(); };
     exchange_options.on_apart = [this](int peer, const std::string& why) {
-      const std::string both = "rank " + std::to_string(options_.rank) + " cannot share memory with rank " +
-                               std::to_string(peer) + ": ";
+      const std::string both =
+          "rank " + std::to_string(options_.rank) + " cannot share memory with rank " + std::to_string(peer) + ": ";
       rendezvous_.publish(Outcome::apart, peer, why.empty() ? why : both + why);
     };
     exchange_options.has_spoken = [this](int peer) { return rendezvous_.outcome(peer, kLastWords).has_value(); };

@@ -21,14 +21,14 @@ using Clock = std::chrono::steady_clock;
 using Milliseconds = std::chrono::milliseconds;
 using Kind = HelloMessage::Kind;
 
-constexpr Milliseconds kTick{50};           // how often interruption is looked at
+constexpr Milliseconds kTick{50};             // how often interruption is looked at
 constexpr Milliseconds kHelloPatience{2000};  // a hello follows its connection at once
-constexpr Milliseconds kBusyPause{2};       // the listener's queue was full
-constexpr Milliseconds kRetryPause{10};     // the listener dropped the call
-constexpr Milliseconds kKnockAfter{100};    // give callers time to come by themselves
+constexpr Milliseconds kBusyPause{2};         // the listener's queue was full
+constexpr Milliseconds kRetryPause{10};       // the listener dropped the call
+constexpr Milliseconds kKnockAfter{100};      // give callers time to come by themselves
 constexpr Milliseconds kKnockEvery{250};
-constexpr int kMaxCalls = 20;               // answered by closing; then the pair is apart
-constexpr size_t kMaxPending = 256;         // connections without a hello; the oldest goes first
+constexpr int kMaxCalls = 20;        // answered by closing; then the pair is apart
+constexpr size_t kMaxPending = 256;  // connections without a hello; the oldest goes first
 
 enum class Pair { open, done, apart };
 
@@ -189,13 +189,13 @@ class Exchange {
   bool take_segment(int peer, MessageReceiver& message) {
     UniqueFd fd = message.take_fd();
     if (!fd || message.has_surplus_fds() || message.has_cut_control_data()) {
-      set_apart(peer, "the descriptor of its segment did not arrive; this process may have too many files open "
-                      "(ulimit -n)");
+      set_apart(peer,
+                "the descriptor of its segment did not arrive; this process may have too many files open "
+                "(ulimit -n)");
       return false;
     }
     try {
-      result_.neighbourhood.segments[peer] =
-          SharedMemory::attach(std::move(fd), options_.records[peer].segment_bytes);
+      result_.neighbourhood.segments[peer] = SharedMemory::attach(std::move(fd), options_.records[peer].segment_bytes);
     } catch (const Error& error) {
       set_apart(peer, error.what());
       return false;
@@ -232,7 +232,8 @@ class Exchange {
       wake = std::min(wake, pending.deadline);
     }
     const auto left = std::chrono::ceil<Milliseconds>(wake - Clock::now());
-    if (::poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(0, left.count()))) < 0 && errno != EINTR)
+    if (::poll(polled.data(), polled.size(), static_cast<int>(std::max<int64_t>(0, left.count()))) < 0 &&
+        errno != EINTR)
       throw system_error("cannot wait for the other ranks' sockets", errno);
 
     size_t at = 1;
@@ -259,8 +260,8 @@ class Exchange {
       const PeerCredentials who = credentials_of(fd.get());
       if (who.uid != mine().uid) continue;
       if (pending_.size() >= kMaxPending) pending_.pop_front();
-      pending_.push_back({std::move(fd), MessageReceiver(HelloMessage::kEncodedBytes),
-                          Clock::now() + kHelloPatience, who});
+      pending_.push_back(
+          {std::move(fd), MessageReceiver(HelloMessage::kEncodedBytes), Clock::now() + kHelloPatience, who});
       if (!hear_hello(pending_.back())) pending_.pop_back();
     }
   }
@@ -310,7 +311,7 @@ class Exchange {
   const int size_;
   UniqueFd listener_;
   std::vector<Pair> pairs_;
-  std::vector<Call> calls_;       // [rank_]
+  std::vector<Call> calls_;  // [rank_]
   std::list<Pending> pending_;
   Clock::time_point next_knock_;
   ExchangeResult result_;

@@ -29,14 +29,14 @@ struct ExchangeOptions {
   std::function<void()> check;  // between waits; throws what ends the exchange
   // As soon as a pair has failed. `why` is empty when it was the peer that failed: its own outcome says more.
   std::function<void(int peer, const std::string& why)> on_apart;
-  std::function<bool(int peer)> has_spoken;                        // the peer has published an outcome: it lives
+  std::function<bool(int peer)> has_spoken;  // the peer has published an outcome: it lives
 };
 
 struct ExchangeResult {
-  Neighbourhood neighbourhood;       // complete only when nothing below is set
-  int lost = -1;                     // this peer ended
-  bool apart = false;                // on_apart has said why
-  std::vector<int> silent;           // at the deadline, these had not answered
+  Neighbourhood neighbourhood;  // complete only when nothing below is set
+  int lost = -1;                // this peer ended
+  bool apart = false;           // on_apart has said why
+  std::vector<int> silent;      // at the deadline, these had not answered
 };
 
 // Takes this rank's segment and listener; both live as long as the result, or end here.

@@ -16,7 +16,7 @@ namespace ark {
 
 using Bytes16 = std::array<uint8_t, 16>;
 
-constexpr uint32_t kMaxRanks = 65536;                   // of one group; a sanity bound for untrusted numbers
+constexpr uint32_t kMaxRanks = 65536;                     // of one group; a sanity bound for untrusted numbers
 constexpr uint64_t kMaxSegmentBytes = uint64_t{1} << 46;  // what x86-64 can map, halved
 
 enum class Sharing : uint32_t {
@@ -32,13 +32,13 @@ struct HandleRecord {
   uint32_t rank = 0;
   uint32_t size = 0;
   Sharing sharing = Sharing::declined;
-  Bytes16 nonce{};              // of the job: this start of this group
-  Bytes16 host_id{};            // boot id of the kernel: one per machine and boot
-  uint64_t network_space = 0;   // inode of the network namespace, in which socket names live; 0: unknown
-  uint32_t uid = 0;             // effective user
-  uint32_t pid = 0;             // as the rank sees itself; other pid namespaces see another number
+  Bytes16 nonce{};             // of the job: this start of this group
+  Bytes16 host_id{};           // boot id of the kernel: one per machine and boot
+  uint64_t network_space = 0;  // inode of the network namespace, in which socket names live; 0: unknown
+  uint32_t uid = 0;            // effective user
+  uint32_t pid = 0;            // as the rank sees itself; other pid namespaces see another number
   uint64_t segment_bytes = 0;
-  std::string socket_name;      // abstract Unix socket, without the leading NUL; empty unless willing
+  std::string socket_name;  // abstract Unix socket, without the leading NUL; empty unless willing
 
   std::vector<uint8_t> encode() const;
 

@@ -66,7 +66,9 @@ HelloMessage HelloMessage::decode(std::span<const uint8_t> bytes) {
   return hello;
 }
 
-size_t OfferMessage::encoded_bytes(uint32_t size) { return kOfferHead + size_t{size} * 16; }
+size_t OfferMessage::encoded_bytes(uint32_t size) {
+  return kOfferHead + size_t{size} * 16;
+}
 
 std::vector<uint8_t> OfferMessage::encode() const {
   const auto size = static_cast<uint32_t>(tokens.size());

@@ -24,7 +24,9 @@ socklen_t fill_address(sockaddr_un& address, const std::string& name) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
-UniqueFd open_socket() { return UniqueFd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+UniqueFd open_socket() {
+  return UniqueFd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+}
 
 }  // namespace
 
@@ -127,8 +129,10 @@ MessageReceiver::Status MessageReceiver::receive(int socket) {
         int fd;
         std::memcpy(&fd, CMSG_DATA(item) + i * sizeof fd, sizeof fd);
         UniqueFd owned(fd);
-        if (fd_) surplus_ = true;
-        else fd_ = std::move(owned);
+        if (fd_)
+          surplus_ = true;
+        else
+          fd_ = std::move(owned);
       }
     }
     if (got == 0) return bytes_.size() == expected_ ? Status::complete : Status::ended;

@@ -19,7 +19,9 @@ constexpr Milliseconds kProbe{0};  // for a key that is either there or not
 constexpr std::chrono::microseconds kShortestPause{100};
 constexpr Milliseconds kLongestPause{20};
 
-Milliseconds longer(Milliseconds slice) { return std::min(slice * 2, kLongestSlice); }
+Milliseconds longer(Milliseconds slice) {
+  return std::min(slice * 2, kLongestSlice);
+}
 
 }  // namespace
 
@@ -183,7 +185,9 @@ bool Rendezvous::refresh_tokens(const std::vector<int>& suspects) {
   return changed;
 }
 
-void Rendezvous::publish(const HandleRecord& record) { store_.set(key("record", rank_), record.encode()); }
+void Rendezvous::publish(const HandleRecord& record) {
+  store_.set(key("record", rank_), record.encode());
+}
 
 void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string& text) {
   if (outcome_published_ || size_ == 1) return;

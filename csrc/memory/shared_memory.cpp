@@ -56,7 +56,9 @@ std::byte* map(int fd, size_t bytes) {
 }  // namespace
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept
-    : fd_(std::move(other.fd_)), data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)),
+    : fd_(std::move(other.fd_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
       owned_(other.owned_) {}
 
 SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {

@@ -69,9 +69,7 @@ int main(int argc, char** argv) {
   std::mt19937_64 random(argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1);
   const auto seeds = fuzz_seeds();
   const auto start = std::chrono::steady_clock::now();
-  const auto elapsed = [&] {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  };
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   uint64_t runs = 0;
   for (const auto& seed : seeds) LLVMFuzzerTestOneInput(seed.data(), seed.size());
   while (elapsed() < limit)

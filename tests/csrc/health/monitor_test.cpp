@@ -58,28 +58,26 @@ std::string run_rank_zero(int size, const Body& body, const std::function<void(R
 }
 
 TEST(PeerMonitor, AKilledPeerIsLostAndReportedOnce) {
-  const std::string said = run_rank_zero(
-      3,
-      [](int rank, std::vector<UniqueFd> connections) -> std::string {
-        std::atomic<int> calls{0}, last{-1};
-        PeerMonitor monitor(rank, std::move(connections), [&](int peer) {
-          last = peer;
-          ++calls;
-        });
-        if (rank == 2) ::kill(::getpid(), SIGKILL);
-        if (rank == 1) {
-          std::this_thread::sleep_for(milliseconds(400));
-          monitor.say_goodbye();
-          return "left";
-        }
-        if (!wait_until([&] { return monitor.lost(2); })) return "not noticed";
-        if (monitor.departed(2) || monitor.lost(1) || monitor.departed(1) || monitor.lost(0)) return "wrong rank";
-        if (!wait_until([&] { return monitor.departed(1); })) return "departure not noticed";
-        std::this_thread::sleep_for(milliseconds(100));
-        if (monitor.lost(1)) return "a departure was taken for a loss";
-        if (calls != 1 || last != 2) return "called back " + std::to_string(calls) + " times";
-        return "right";
-      });
+  const std::string said = run_rank_zero(3, [](int rank, std::vector<UniqueFd> connections) -> std::string {
+    std::atomic<int> calls{0}, last{-1};
+    PeerMonitor monitor(rank, std::move(connections), [&](int peer) {
+      last = peer;
+      ++calls;
+    });
+    if (rank == 2) ::kill(::getpid(), SIGKILL);
+    if (rank == 1) {
+      std::this_thread::sleep_for(milliseconds(400));
+      monitor.say_goodbye();
+      return "left";
+    }
+    if (!wait_until([&] { return monitor.lost(2); })) return "not noticed";
+    if (monitor.departed(2) || monitor.lost(1) || monitor.departed(1) || monitor.lost(0)) return "wrong rank";
+    if (!wait_until([&] { return monitor.departed(1); })) return "departure not noticed";
+    std::this_thread::sleep_for(milliseconds(100));
+    if (monitor.lost(1)) return "a departure was taken for a loss";
+    if (calls != 1 || last != 2) return "called back " + std::to_string(calls) + " times";
+    return "right";
+  });
   EXPECT_EQ(said, "right");
 }
 
@@ -132,8 +130,10 @@ TEST(PeerMonitor, ForeignBytesAreIgnored) {
           size_t sent = 0;
           while (sent < 3000000) {
             const ssize_t now = ::send(connections[0].get(), noise.data(), noise.size(), MSG_NOSIGNAL);
-            if (now > 0) sent += static_cast<size_t>(now);
-            else if (errno != EAGAIN) return "cannot send";
+            if (now > 0)
+              sent += static_cast<size_t>(now);
+            else if (errno != EAGAIN)
+              return "cannot send";
           }
           ::pause();
         }

@@ -9,7 +9,9 @@
 namespace ark::test {
 namespace {
 
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != text.npos; }
+bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != text.npos;
+}
 
 // Abstract sockets of the bootstrap that live on this machine now.
 int count_sockets() {
@@ -41,7 +43,8 @@ TEST_P(At, AKilledRankIsNamed) {
     const bool is_timeout = GetParam().survivors == ErrorKind::timeout;
     TemporaryDirectory directory;
     Ranks ranks(3, [&](int rank) {
-      WatchedStore store(directory.path(), rank == victim ? signal_at(SIGKILL) : [](const char*, const std::string&) {});
+      WatchedStore store(
+          directory.path(), rank == victim ? signal_at(SIGKILL) : [](const char*, const std::string&) {});
       return connect_and_talk(store, options_for(rank, 3, milliseconds(is_timeout ? 500 : 20000)));
     });
     const auto& results = ranks.wait();
@@ -61,7 +64,8 @@ TEST_P(At, AStoppedRankIsNamed) {
     SCOPED_TRACE("victim " + std::to_string(victim));
     TemporaryDirectory directory;
     Ranks ranks(3, [&](int rank) {
-      WatchedStore store(directory.path(), rank == victim ? signal_at(SIGSTOP) : [](const char*, const std::string&) {});
+      WatchedStore store(
+          directory.path(), rank == victim ? signal_at(SIGSTOP) : [](const char*, const std::string&) {});
       return connect_and_talk(store, options_for(rank, 3, milliseconds(500)));
     });
     const auto& results = ranks.wait(6, victim);
@@ -80,7 +84,8 @@ TEST_P(At, AStoppedRankThatGoesOnIsNotMissed) {
     SCOPED_TRACE("victim " + std::to_string(victim));
     TemporaryDirectory directory;
     Ranks ranks(3, [&](int rank) {
-      WatchedStore store(directory.path(), rank == victim ? signal_at(SIGSTOP) : [](const char*, const std::string&) {});
+      WatchedStore store(
+          directory.path(), rank == victim ? signal_at(SIGSTOP) : [](const char*, const std::string&) {});
       return connect_and_talk(store, options_for(rank, 3));
     });
     int status = 0;
@@ -100,9 +105,7 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(Moment{"set", "token", ErrorKind::timeout}, Moment{"was set", "token", ErrorKind::timeout},
                     Moment{"set", "record", ErrorKind::timeout}, Moment{"was set", "record", ErrorKind::peer_lost},
                     Moment{"set", "outcome", ErrorKind::peer_lost}),
-    [](const auto& info) {
-      return std::string(info.param.operation[0] == 's' ? "Before" : "After") + info.param.key;
-    });
+    [](const auto& info) { return std::string(info.param.operation[0] == 's' ? "Before" : "After") + info.param.key; });
 
 TEST(BootstrapFailures, KilledAtAnyTimeNobodyHangsAndNothingStays) {
   std::mt19937 random(20240611);
@@ -251,8 +254,10 @@ TEST(BootstrapFailures, RunningOutOfDescriptors) {
       EXPECT_LT(results[rank].seconds, 3.0);
       EXPECT_EQ(results[rank].text.substr(0, 5), text.substr(0, 5)) << results[rank].text << "\n" << text;
     }
-    if (text == "shared") shared = true;
-    else not_shared = true;
+    if (text == "shared")
+      shared = true;
+    else
+      not_shared = true;
     EXPECT_TRUE(text == "shared" || contains(text, "open files") || contains(text, "files open")) << text;
   }
   EXPECT_TRUE(shared);

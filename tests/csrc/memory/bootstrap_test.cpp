@@ -115,7 +115,8 @@ TEST(Bootstrap, TwoNetworkNamespacesThatCannotBeTold) {
       identity.network_space = 0;
     });
   });
-  expect_all(ranks.wait(), "apart: rank 0 cannot share memory with rank 1: its local socket cannot be reached from rank 0");
+  expect_all(ranks.wait(),
+             "apart: rank 0 cannot share memory with rank 1: its local socket cannot be reached from rank 0");
 }
 
 TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {

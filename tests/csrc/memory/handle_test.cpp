@@ -80,10 +80,10 @@ TEST(HandleRecord, RoundTrip) {
 TEST(HandleRecord, Layout) {
   const auto bytes = sample_record().encode();
   EXPECT_EQ(std::string(bytes.begin(), bytes.begin() + 4), "ARKH");
-  EXPECT_EQ(bytes[4], 1);     // version
-  EXPECT_EQ(bytes[8], 3);     // rank
-  EXPECT_EQ(bytes[12], 8);    // size
-  EXPECT_EQ(bytes[32], 0xa0);  // nonce
+  EXPECT_EQ(bytes[4], 1);        // version
+  EXPECT_EQ(bytes[8], 3);        // rank
+  EXPECT_EQ(bytes[12], 8);       // size
+  EXPECT_EQ(bytes[32], 0xa0);    // nonce
   EXPECT_EQ(bytes[72 + 4], 10);  // 5 << 33 is 10 << 32: byte 4 of segment_bytes
 }
 

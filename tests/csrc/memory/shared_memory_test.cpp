@@ -25,7 +25,9 @@ std::string error_of(const std::function<void()>& work, ErrorKind kind = ErrorKi
   return "no error";
 }
 
-bool contains(const std::string& text, const char* part) { return text.find(part) != text.npos; }
+bool contains(const std::string& text, const char* part) {
+  return text.find(part) != text.npos;
+}
 
 UniqueFd memfd(off_t bytes, unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING, int seals = 0) {
   UniqueFd fd(::memfd_create("test", flags));
@@ -79,9 +81,7 @@ TEST(SharedMemory, MovesKeepOneOwner) {
 TEST(SharedMemory, UntrustedDescriptorsAreRefused) {
   const int sealed = F_SEAL_SHRINK | F_SEAL_GROW;
   const auto flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  auto attach = [](UniqueFd fd, size_t bytes) {
-    return error_of([&] { SharedMemory::attach(std::move(fd), bytes); });
-  };
+  auto attach = [](UniqueFd fd, size_t bytes) { return error_of([&] { SharedMemory::attach(std::move(fd), bytes); }); };
   EXPECT_TRUE(contains(attach(UniqueFd(), 4096), "no descriptor"));
   EXPECT_TRUE(contains(attach(memfd(4096, flags, sealed), 0), "no size"));
   EXPECT_TRUE(contains(attach(memfd(4096), 4096), "not sealed"));

@@ -12,7 +12,9 @@
 
 namespace ark::test {
 
-inline size_t segment_bytes_of(int rank) { return 4096 * static_cast<size_t>(rank + 1) + 1; }
+inline size_t segment_bytes_of(int rank) {
+  return 4096 * static_cast<size_t>(rank + 1) + 1;
+}
 
 inline ConnectOptions options_for(int rank, int size, milliseconds timeout = milliseconds(20000)) {
   ConnectOptions options;

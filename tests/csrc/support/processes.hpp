@@ -61,8 +61,8 @@ class DirectoryStore : public KeyValueStore {
 
   void set(const std::string& key, const std::vector<uint8_t>& value) override {
     const auto fresh = directory_ / ("new-" + std::to_string(::getpid()) + "-" + std::to_string(++count_));
-    std::ofstream(fresh, std::ios::binary).write(reinterpret_cast<const char*>(value.data()),
-                                                  static_cast<std::streamsize>(value.size()));
+    std::ofstream(fresh, std::ios::binary)
+        .write(reinterpret_cast<const char*>(value.data()), static_cast<std::streamsize>(value.size()));
     std::filesystem::rename(fresh, path_of(key));
   }
 
