@@ -27,7 +27,7 @@ from .model import GPT, ModelConfig, next_byte_loss
 @dataclass(frozen=True)
 class TrainingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 400
+    steps: int = 300
     batch: int = 16  # windows a rank and step
     learning_rate: float = 4e-3
     seed: int = 1234

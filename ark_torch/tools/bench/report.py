@@ -62,7 +62,7 @@ def surroundings(command: str, mpi: bool = False) -> dict[str, Any]:
             "cpu": cpu_model(),
             "cores": len(os.sched_getaffinity(0)),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-            "kernel": platform.release(),
+            "kernel": platform.release().partition("-")[0],
             "vectors": torch.backends.cpu.get_cpu_capability(),
             "load_before": round(os.getloadavg()[0], 2),
         },
