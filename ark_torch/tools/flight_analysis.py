@@ -43,28 +43,35 @@ class Job:
                 known = self.failed_at.get(failure.group, failure.time_ns)
                 self.failed_at[failure.group] = min(known, failure.time_ns)
         self.groups: dict[str, Group] = {}
+        self._blame: dict[str, dict[int, list[int]]] = {}
         self._tables: dict[str, dict[int, dict[int, Operation]]] = {}
         for dump in self.dumps.values():
             for name, group in dump.groups.items():
                 self.groups.setdefault(name, group)
             for operation in dump.operations:
-                if not operation.is_p2p and not self.too_late(operation):
+                if not operation.is_p2p and not self.too_late(dump.rank, operation):
                     row = self._tables.setdefault(operation.group, {}).setdefault(operation.sequence, {})
                     row[dump.rank] = operation
 
-    def too_late(self, operation: Operation) -> bool:
-        """Called when the group had already failed: it raised at once and took no part."""
-        failed_at = self.failed_at.get(operation.group)
-        return failed_at is not None and operation.state != "completed" and operation.time_created_ns > failed_at
+    def too_late(self, rank: int, operation: Operation) -> bool:
+        """Called by a rank that others had given up on by then: they waited for it in vain.
+
+        It may still have completed, when what the others had published before was all that it needed.
+        """
+        failed_at = self.failed_at.get(operation.group, operation.time_created_ns)
+        return operation.time_created_ns > failed_at and rank in self.blamed(operation.group)
 
     def blamed(self, group: str) -> dict[int, list[int]]:
         """Rank that an error names -> ranks whose error it is."""
+        if group in self._blame:
+            return self._blame[group]
         blame: dict[int, list[int]] = {}
         for dump in self.dumps.values():
             for failure in dump.failures[:1]:
                 culprit = dump.groups[group].to_global(failure.peer) if failure.group == group else None
                 if culprit is not None:
                     blame.setdefault(culprit, []).append(dump.rank)
+        self._blame[group] = blame
         return blame
 
     def collectives(self, group: str) -> dict[int, dict[int, Operation]]:
@@ -96,7 +103,9 @@ class Job:
                 waiting = None if report is None else report.waiting_on
                 progress = dump.groups[group].collective
                 late = [
-                    op.sequence for op in dump.operations if op.group == group and self.too_late(op) and not op.is_p2p
+                    op.sequence
+                    for op in dump.operations
+                    if op.group == group and self.too_late(rank, op) and not op.is_p2p
                 ]
                 if late:
                     progress = replace(progress, scheduled=min(progress.scheduled, min(late) - 1))

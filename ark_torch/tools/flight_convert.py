@@ -223,7 +223,7 @@ def convert(dumps: Mapping[int, Dump]) -> tuple[dict[int, dict[str, Any]], list[
             if name in dump.groups:
                 files.group(rank, name, group.description, group.ranks, dump.groups[name].collective)
                 for operation in dump.operations:
-                    skipped = operation.is_p2p or operation.sequence < first or job.too_late(operation)
+                    skipped = operation.is_p2p or operation.sequence < first or job.too_late(rank, operation)
                     if operation.group == name and not skipped:
                         files.entries[rank].append(_entry(operation, dump))
         _stand_in(job, files, name, first)

@@ -185,7 +185,7 @@ class FlightRecord {
   std::vector<std::unique_ptr<Ring>> rings_;
   std::array<std::atomic<Group*>, kChunks> chunks_{};
   uint32_t groups_ = 1;                                      // ids given out so far; 0 is nobody's
-  std::vector<std::pair<int64_t, FlightFailure>> failures_;  // wall time, cause; the first kFailures
+  std::vector<std::pair<int64_t, FlightFailure>> failures_;  // time, cause; the first kFailures
   std::vector<uint64_t> dumped_keys_;
 };
 

@@ -229,7 +229,7 @@ std::string FlightRecord::to_json() const {
   json.close(']').key("entries").open('[');
   for (size_t index = 0; index < entries.size(); ++index) write_entry(json, entries[index], errors[index], offset);
   json.close(']').key("failures").open('[');
-  for (const auto& [time, failure] : failures_) write_failure(json, time, failure);
+  for (const auto& [time, failure] : failures_) write_failure(json, time + offset, failure);
   json.close(']').close('}');
   return json.take();
 }
@@ -239,7 +239,7 @@ void FlightRecord::note(const FlightFailure& failure) noexcept {
     std::lock_guard guard(mutex_);
     const auto same = [&](const auto& kept) { return failure.key != 0 && kept.second.key == failure.key; };
     if (failures_.size() >= kFailures || std::any_of(failures_.begin(), failures_.end(), same)) return;
-    failures_.emplace_back(wall_ns(), failure);
+    failures_.emplace_back(flight_now_ns(), failure);
   } catch (...) {
     // Out of memory while reporting a failure: the failure itself still reaches the user.
   }

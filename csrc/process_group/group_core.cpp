@@ -156,7 +156,8 @@ void GroupCore::report_failure(const Error& failure) {
   if (shm) {
     int peer = 0;
     for (const auto& progress : shm->health().progress()) {
-      cause.peers.push_back({peer++, progress.enqueued, progress.completed, progress.waiting_on, progress.lost});
+      cause.peers.push_back({peer++, progress.enqueued, progress.completed, progress.waiting_on, progress.lost,
+                             progress.started, progress.operation});
     }
   }
   if (flight_dump.empty()) {

@@ -24,21 +24,25 @@ c10::intrusive_ptr<ProcessGroupArk> ProcessGroupArk::create(const c10::intrusive
 ProcessGroupArk::ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                  const c10::intrusive_ptr<Options>& options)
     : Backend(rank, size), store_(store), options_(options), core_(std::make_shared<GroupCore>(rank, size)) {
-  with_torch_errors([&] {
+  with_torch_errors([&] { join(); });
+}
+
+void ProcessGroupArk::join() {
+  try {
     core_->name = options_->group_name;
     core_->timeout_ms = options_->timeout.count();
-    core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank;
+    core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank_;
     core_->flight_dump = options_->flight_dump;
     FlightRecord::instance().resize(static_cast<size_t>(options_->flight_record));
     std::vector<int> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
     core_->flight_group =
-        FlightRecord::instance().register_group(options_->group_name, options_->group_desc, rank, size, members);
+        FlightRecord::instance().register_group(options_->group_name, options_->group_desc, rank_, size_, members);
 
     StoreAdapter adapter(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
     ConnectOptions connecting;
-    connecting.rank = rank;
-    connecting.size = size;
-    connecting.segment_bytes = ShmCommunicator::segment_bytes(size);
+    connecting.rank = rank_;
+    connecting.size = size_;
+    connecting.segment_bytes = ShmCommunicator::segment_bytes(size_);
     connecting.timeout = options_->timeout;
     connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
     ConnectResult result = connect(adapter, connecting);
@@ -48,28 +52,30 @@ ProcessGroupArk::ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, i
       shm.spin = std::chrono::microseconds(options_->spin_us);
       shm.rules = options_->dispatch;
       shm.timeout = options_->timeout;
-      auto communicator = std::make_unique<ShmCommunicator>(rank, size, std::move(*result.neighbourhood), shm);
+      auto communicator = std::make_unique<ShmCommunicator>(rank_, size_, std::move(*result.neighbourhood), shm);
       core_->shm = communicator.get();
       core_->communicator = std::move(communicator);
       return;
     }
     if (options_->shared_memory == Options::SharedMemory::on) {
       throw Error(ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
-                  ErrorContext{rank, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
+                  ErrorContext{rank_, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
     }
     if (!options_->make_carrier) {
       throw Error(ErrorKind::system, "the ranks of this group share no memory (" + result.reason +
                       ") and nothing is configured to carry it",
-                  ErrorContext{rank, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
+                  ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
     }
-    if (rank == 0 && options_->log) {
-      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size) +
+    if (rank_ == 0 && options_->log) {
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                     " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
     }
-    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier", store_), rank, size,
+    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier", store_), rank_, size_,
                                             options_->timeout);
-    core_->communicator = std::make_unique<CarriedCommunicator>(rank, size, core_->carrier);
-  });
+    core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier);
+  } catch (const Error& error) {
+    throw error.at(rank_, "init");
+  }
 }
 
 ProcessGroupArk::~ProcessGroupArk() {
@@ -83,14 +89,15 @@ CallSite ProcessGroupArk::site(const char* operation) const {
   return {rank_, operation};
 }
 
-c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, Tensors outputs) {
+c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const char* name, Tensors outputs) {
   auto work = c10::make_intrusive<WorkArk>(rank_, type, std::move(outputs), core_->executor);
+  work->name = name;
   work->on_abort = [core = core_] { core->abort("the work was aborted"); };
   return work;
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors outputs, Body body) {
-  auto work = make_work(call.type, std::move(outputs));
+  auto work = make_work(call.type, call.name, std::move(outputs));
   Operation operation;
   operation.factor = call.reduction.factor;
   operation.descriptor.kind = call.kind;
@@ -104,7 +111,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors output
                 body = std::move(body)](WorkArk& running) mutable {
     operation.context = core->context(name, running.sequence, timeout);
     operation.descriptor.sequence = running.sequence;
-    body(*core->communicator, operation);
+    try {
+      body(*core->communicator, operation);
+    } catch (const Error& error) {
+      throw error.at(core->rank, name, running.sequence);
+    }
   };
   FlightEntry entry;
   entry.operation = call.name;
@@ -117,11 +128,12 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors output
   entry.input_bytes = call.input_elements * c10::elementSize(call.dtype);
   const auto timeout = call.timeout.count() > 0 ? call.timeout.count() : core_->timeout_ms.load();
   entry.timeout_ms = timeout;
-  for (const Tensors* list : {call.inputs, call.outputs}) {
-    if (list == nullptr) continue;
-    FlightSizes& sizes = list == call.inputs ? entry.inputs : entry.outputs;
+  const auto note_sizes = [](const Tensors* list, FlightSizes& sizes) {
+    if (list == nullptr) return;
     for (const at::Tensor& tensor : *list) sizes.add(tensor.sizes().data(), tensor.dim());
-  }
+  };
+  note_sizes(call.inputs, entry.inputs);
+  note_sizes(call.outputs, entry.outputs);
   core_->submit(work, call.async, entry);
   return collect(work);
 }
@@ -134,6 +146,8 @@ const CommsGroup& ProcessGroupArk::comms() {
     comms_.size = size_;
     c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, comms_.global_rank_start,
                                       comms_.global_rank_stride);
+    // PyTorch tells the description only after the group was made, through a function that is not virtual.
+    FlightRecord::instance().describe_group(core_->flight_group, pg_uid_.empty() ? core_->name : pg_uid_, pg_desc_);
     comms_ready_ = true;
   }
   return comms_;

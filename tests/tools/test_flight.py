@@ -147,6 +147,8 @@ def test_late_rank_is_named_though_it_calls_after_the_failure(
             record.failures[0]["time_ns"] = 10**18 + 10**9
             record.call(state="failed")
             record.entries[-1]["time_created_ns"] = 10**18 + 10**9 - 1
+        if record.rank == 1:
+            record.entries[-1]["time_created_ns"] += 10**7  # after rank 0 gave up: still no fault of rank 1
         record.write(tmp_path)
     report = show(tmp_path, capsys, 1)
     assert "rank 2 is behind: it has not called sequence 2, all_reduce float32 [8]; ranks 0, 1 called it" in report
