@@ -19,7 +19,7 @@ using Milliseconds = Rendezvous::Milliseconds;
 using Outcome = OutcomeMessage::Kind;
 
 constexpr Milliseconds kSlice{100};
-constexpr Milliseconds kLastWords{700};  // an outcome may still be on its way through the store when a socket ends
+constexpr Milliseconds kLastWords{500};  // an outcome may still be on its way through the store when a socket ends
 
 void check(const ConnectOptions& options) {
   auto fail = [&](const std::string& what) {
@@ -58,7 +58,7 @@ class Bootstrap {
     } catch (const Error& error) {
       // So that the others do not wait for this rank; they have the better error if the store is what failed.
       try {
-        rendezvous_.publish(Outcome::gave_up, -1, error.what());
+        rendezvous_.publish(Outcome::gave_up, error.context().peer, error.what(), error.kind());
       } catch (const Error&) {
       }
       throw;

@@ -204,15 +204,19 @@ class Exchange {
     return true;
   }
 
-  // Callers that died before they called are noticed here.
+  // Looks after those that no poll speaks for: callers that died before they called, and peers that died after their
+  // pair was done, while this rank waits for others.
   void knock() {
     const auto now = Clock::now();
     if (now < next_knock_ || result_.lost >= 0) return;
     next_knock_ = now + kKnockEvery;
-    for (int peer = rank_ + 1; peer < size_ && result_.lost < 0; ++peer)
-      if (pairs_[peer] == Pair::open &&
+    for (int peer = 0; peer < size_ && result_.lost < 0; ++peer) {
+      const UniqueFd& kept = result_.neighbourhood.connections[peer];
+      if (kept && has_ended(kept.get()) && !options_.has_spoken(peer)) result_.lost = peer;
+      if (peer > rank_ && pairs_[peer] == Pair::open && result_.lost < 0 &&
           connect_to(options_.records[peer].socket_name).status == ConnectAttempt::Status::refused)
         no_listener(peer);
+    }
   }
 
   void wait_and_serve() {

@@ -103,6 +103,7 @@ std::vector<uint8_t> OutcomeMessage::encode() const {
   out.number(static_cast<uint32_t>(kind));
   out.number(rank);
   out.number(peer);
+  out.number(static_cast<uint32_t>(error));
   out.raw(nonce);
   out.text(printable(text), kMaxTextBytes);
   return out.take();
@@ -117,9 +118,12 @@ OutcomeMessage OutcomeMessage::decode(std::span<const uint8_t> bytes) {
   outcome.kind = checked_kind(kName, in.number<uint32_t>(), Kind::gave_up);
   outcome.rank = in.number<uint32_t>();
   outcome.peer = in.number<uint32_t>();
+  const uint32_t error = in.number<uint32_t>();
   outcome.nonce = in.raw<16>();
   outcome.text = in.text("text", kMaxTextBytes);
   in.finish();
+  if (error > static_cast<uint32_t>(ErrorKind::system)) wire::reject(kName, "error kind " + std::to_string(error));
+  outcome.error = static_cast<ErrorKind>(error);
   if (outcome.rank >= kMaxRanks) wire::reject(kName, "rank " + std::to_string(outcome.rank));
   if (outcome.peer != kNobody && (outcome.peer >= kMaxRanks || outcome.peer == outcome.rank))
     wire::reject(kName, "peer " + std::to_string(outcome.peer));

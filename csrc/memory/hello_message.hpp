@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "error.hpp"
 #include "memory/handle.hpp"
 
 namespace ark {
@@ -57,13 +58,14 @@ struct OutcomeMessage {
     connected = 1,  // holds everyone's segment
     apart = 2,      // memory cannot be shared; text says why
     peer_lost = 3,  // `peer` ended
-    gave_up = 4,    // raised an error of its own; text is that error
+    gave_up = 4,    // raised an error of its own: `error`, `peer` and text are that error's
   };
 
   Kind kind = Kind::connected;
   Bytes16 nonce{};
   uint32_t rank = 0;
   uint32_t peer = kNobody;
+  ErrorKind error = ErrorKind::system;  // of gave_up
   std::string text;
 
   std::vector<uint8_t> encode() const;

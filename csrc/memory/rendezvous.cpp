@@ -80,8 +80,9 @@ void Rendezvous::raise_failure(const OutcomeMessage& outcome) const {
   if (outcome.kind != OutcomeMessage::Kind::gave_up) return;
   ErrorContext context;
   context.rank = rank_;
-  context.peer = static_cast<int>(outcome.rank);
-  throw Error(ErrorKind::system,
+  const bool blames = outcome.peer != OutcomeMessage::kNobody;
+  context.peer = static_cast<int>(blames ? outcome.peer : outcome.rank);
+  throw Error(outcome.error,
               "the group cannot be set up because rank " + std::to_string(outcome.rank) + " failed: " + outcome.text,
               context);
 }
@@ -189,14 +190,15 @@ void Rendezvous::publish(const HandleRecord& record) {
   store_.set(key("record", rank_), record.encode());
 }
 
-void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string& text) {
+void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string& text, ErrorKind error) {
   if (outcome_published_ || size_ == 1) return;
   outcome_published_ = true;
   OutcomeMessage outcome;
   outcome.kind = kind;
   outcome.nonce = nonce_;
   outcome.rank = static_cast<uint32_t>(rank_);
-  outcome.peer = peer < 0 ? OutcomeMessage::kNobody : static_cast<uint32_t>(peer);
+  outcome.peer = peer < 0 || peer == rank_ ? OutcomeMessage::kNobody : static_cast<uint32_t>(peer);
+  outcome.error = error;
   outcome.text = text;
   store_.set(key("outcome", rank_), outcome.encode());
   // One key for all, so that a wait for somebody else need not look at everyone's outcome. Any of several will do.

@@ -38,7 +38,7 @@ class Rendezvous {
   // Of this rank.
   void publish(const HandleRecord& record);
   // Only the first call has an effect: an outcome is final.
-  void publish(OutcomeMessage::Kind kind, int peer, const std::string& text);
+  void publish(OutcomeMessage::Kind kind, int peer, const std::string& text, ErrorKind error = ErrorKind::system);
 
   // Everyone's, by rank. Error(timeout) names the missing; Error(mismatch) a rank that believes in another group.
   std::vector<HandleRecord> records();
