@@ -65,7 +65,7 @@ def test_fully_shard(ranks: int) -> None:
     _torchrun(ranks, "fsdp2.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_dtensor_and_tensor_parallel(ranks: int) -> None:
     _torchrun(ranks, "tensor_parallel.py")
 

@@ -1,0 +1,152 @@
+"""Ranks that share no memory: two network namespaces joined by a veth pair, as two machines would be.
+
+ark finds it out by itself (its local sockets live in a network namespace), says so in one line, and the whole
+group is carried by Gloo with the same bits. Needs root and the ip command; a skip is reported and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support import processes, tables
+from support.launcher import BACKEND, base_environment
+
+SCRIPT = Path(__file__).with_name("scripts") / "two_machines.py"
+
+
+def _can_make_namespaces() -> str:
+    """Why not, or "" when this process may."""
+    if BACKEND != "ark":
+        return "what only ark promises"
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        return "needs root and the ip command (iproute2)"
+    name = f"arktry{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespaces here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "delete", name], check=True)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def namespaces() -> Iterator[list[tuple[str, str]]]:
+    """Two namespaces with addresses 10.77.0.1 and 10.77.0.2 on a link of their own."""
+    why_not = _can_make_namespaces()
+    if why_not:
+        tables.add("namespaces", test="skipped", why=why_not)
+        pytest.skip(why_not)
+    tag = os.getpid() % 100_000
+    names = [f"ark{tag}a", f"ark{tag}b"]
+    links = [f"va{tag}", f"vb{tag}"]
+    commands = [["ip", "netns", "add", name] for name in names]
+    commands.append(["ip", "link", "add", links[0], "type", "veth", "peer", "name", links[1]])
+    for index, (name, link) in enumerate(zip(names, links, strict=True)):
+        inside = ["ip", "-n", name]
+        commands += [
+            ["ip", "link", "set", link, "netns", name],
+            [*inside, "addr", "add", f"10.77.0.{index + 1}/24", "dev", link],
+            [*inside, "link", "set", link, "up"],
+            [*inside, "link", "set", "lo", "up"],
+        ]
+    try:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                tables.add("namespaces", test="skipped", why=done.stderr.strip())
+                pytest.skip(f"{' '.join(command)}: {done.stderr.strip()}")
+        yield list(zip(names, links, strict=True))
+    finally:
+        for name in names:  # the links go with them
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _run(
+    namespaces: list[tuple[str, str]], placement: list[int], limit: float = 120, private_mounts: bool = False, **env: str
+) -> list[tuple[int, str]]:
+    """Rank r in namespace placement[r]; exit codes and outputs."""
+    running = []
+    port = 23_000 + os.getpid() % 20_000
+    for rank, place in enumerate(placement):
+        name, link = namespaces[place]
+        # A private /dev/shm and /tmp as well, as two containers have: the names must not matter either.
+        isolation = ["unshare", "--mount"] if private_mounts else []
+        shell = f"mount -t tmpfs none /dev/shm && exec {sys.executable} {SCRIPT}" if private_mounts else ""
+        command = [*isolation, "sh", "-c", shell] if private_mounts else [sys.executable, str(SCRIPT)]
+        environment = base_environment(
+            RANK=str(rank),
+            WORLD_SIZE=str(len(placement)),
+            MASTER_ADDR="10.77.0.1",
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME=link,
+            PYTHONFAULTHANDLER="1",
+            **env,
+        )
+        running.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    results = []
+    deadline = time.monotonic() + limit
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            results.append((process.returncode, output))
+    except subprocess.TimeoutExpired:
+        processes.end_tree([process.pid for process in running])
+        outputs = [process.communicate()[0] for process in running]
+        raise AssertionError(f"not done in {limit} s: {outputs}") from None
+    return results
+
+
+def _check(results: list[tuple[int, str]], carried: bool) -> None:
+    for rank, (code, output) in enumerate(results):
+        assert code == 0, f"rank {rank} ended with {code}:\n{output}"
+        assert f"ok from rank {rank}" in output, output
+        assert f"shares_memory={not carried}" in output, output
+    lines = [line for _, output in results for line in output.splitlines() if "Gloo" in line]
+    told = [line for line in lines if "group" in line]
+    assert (len(told) >= 1) == carried, lines
+    for _, output in results:  # one line a group, not one an operation
+        assert sum("Gloo" in line for line in output.splitlines()) <= 6, output
+
+
+def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple[str, str]]) -> None:
+    started = time.monotonic()
+    results = _run(namespaces, [0, 1])
+    _check(results, carried=True)
+    tables.add("namespaces", test="two namespaces", why="", s=time.monotonic() - started)
+
+
+def test_two_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]]) -> None:
+    """Some pairs share memory, some do not: the whole group is carried, whoever asks."""
+    _check(_run(namespaces, [0, 0, 1, 1]), carried=True)
+
+
+def test_private_mounts_as_well(namespaces: list[tuple[str, str]]) -> None:
+    _check(_run(namespaces, [0, 1], private_mounts=True), carried=True)
+
+
+def test_private_mounts_alone_still_share_memory(namespaces: list[tuple[str, str]]) -> None:
+    """One network namespace, different mounts (a private /dev/shm): descriptors need no common file system."""
+    _check(_run(namespaces, [0, 0], private_mounts=True), carried=False)
+
+
+def test_shared_memory_on_refuses(namespaces: list[tuple[str, str]]) -> None:
+    """ARK_SHARED_MEMORY=on: ranks that share no memory are an error that says why, on every rank."""
+    for rank, (code, output) in enumerate(_run(namespaces, [0, 1], ARK_SHARED_MEMORY="on", ARK_TEST_INIT_ONLY="1")):
+        assert code != 0, output
+        last = [line for line in output.splitlines() if "ark:" in line][-1]
+        assert f"rank {rank}" in last and "memory" in last and "ARK_SHARED_MEMORY" in output, last
