@@ -61,8 +61,12 @@ def _combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
         return a + b
     if op == "PRODUCT":
         return a * b
-    if op in ("MIN", "MAX"):
-        return np.minimum(a, b) if op == "MIN" else np.maximum(a, b)
+    if op in ("MIN", "MAX"):  # IEEE 754-2019's minimum and maximum: a NaN wins, and -0 is below +0
+        picked = np.minimum(a, b) if op == "MIN" else np.maximum(a, b)
+        if a.dtype.kind == "f":
+            prefer_a = np.signbit(a) if op == "MIN" else ~np.signbit(a)
+            picked = np.where(a == b, np.where(prefer_a, a, b), picked)
+        return picked
     return {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op](a, b)
 
 
