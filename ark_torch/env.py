@@ -111,9 +111,9 @@ VARIABLES = (
     Variable(
         "ARK_SPIN_US",
         "int_or_auto",
-        20,
-        "How many microseconds a waiting thread polls before it sleeps; auto: none when there are more ranks than "
-        "cores.",
+        "auto",
+        "How many microseconds a waiting thread polls before it sleeps; auto: 20, or none when there are more ranks "
+        "than cores.",
         minimum=0,
         maximum=1_000_000,
     ),
@@ -154,6 +154,11 @@ def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     environ = os.environ if environ is None else environ
     known = {variable.name for variable in VARIABLES}
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+
+
+def names() -> list[str]:
+    """All variables, sorted."""
+    return sorted(variable.name for variable in VARIABLES)
 
 
 def table() -> str:

@@ -92,6 +92,10 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
                              "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
+      .def_property_readonly("options", [](ProcessGroupArk& self) {
+        return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
+      })
+      .def("get_error", &ProcessGroupArk::getError, py::call_guard<py::gil_scoped_release>())
       // Ranks outside a new group call this on the parent (torch 2.11 to 2.13): nothing to do.
       .def("perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});

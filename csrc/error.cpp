@@ -40,7 +40,17 @@ const char* name_of(ErrorKind kind) {
 }
 
 Error::Error(ErrorKind kind, const std::string& what, ErrorContext context)
-    : std::runtime_error(render(what, context)), kind_(kind), context_(std::move(context)) {}
+    : std::runtime_error(render(what, context)), kind_(kind), message_(what), context_(std::move(context)) {}
+
+Error Error::at(int rank, const std::string& operation, uint64_t sequence) const {
+  ErrorContext context = context_;
+  if (context.rank < 0) context.rank = rank;
+  if (context.operation.empty()) {
+    context.operation = operation;
+    context.sequence = sequence;
+  }
+  return Error(kind_, message_, context);
+}
 
 Error system_error(const std::string& what, int errno_value, const std::string& remedy) {
   ErrorContext context;

@@ -37,9 +37,12 @@ class Error : public std::runtime_error {
   Error(ErrorKind kind, const std::string& what, ErrorContext context = {});
   ErrorKind kind() const { return kind_; }
   const ErrorContext& context() const { return context_; }
+  // The same error told by this rank, in this operation, where it did not know them yet.
+  Error at(int rank, const std::string& operation, uint64_t sequence = 0) const;
 
  private:
   ErrorKind kind_;
+  std::string message_;
   ErrorContext context_;
 };
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import json
 import logging
 from typing import Any
@@ -44,6 +45,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Any:
         torch.distributed.DistBackendError: the ranks could not be connected; names the rank.
     """
     settings = env.read()
+    _warn_of_unknown_variables()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     timeout = dist_backend_opts.timeout
     if settings.disable:
@@ -74,7 +76,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     else:
         options = _C.Options()
         options.shared_memory = getattr(_C.Options.SharedMemory, settings.shared_memory.upper())
-        options.spin_us = 20 if settings.spin_us == "auto" else int(settings.spin_us)
+        options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump
         options.dispatch = load_dispatch(settings.dispatch)
@@ -126,6 +128,13 @@ def _stand_in(opts: Any, rank: int, size: int, timeout: datetime.timedelta) -> A
     backend = dist.ProcessGroupNCCL(opts.store, rank, size, options)
     backend._set_sequence_number_for_group()
     return backend
+
+
+@functools.cache
+def _warn_of_unknown_variables() -> None:
+    for name in env.unknown():
+        if not name.startswith("ARK_TEST_"):
+            log.warning("%s is set but is no variable of ark_torch; it knows %s", name, ", ".join(env.names()))
 
 
 def _shutdown_at_exit() -> None:

@@ -40,12 +40,13 @@ std::optional<Error> disagreement(const Operation& operation, const Descriptor& 
                                         "rank, in the same order.") + kThen});
 }
 
-std::optional<Error> broken_promise(const Operation& operation, int rank, int peer, uint64_t sent, uint64_t expected) {
+std::optional<Error> broken_promise(const Operation& operation, int rank, int from, int to, uint64_t sent,
+                                    uint64_t expected) {
   if (sent == expected) return std::nullopt;
   return Error(ErrorKind::mismatch,
-               "rank " + std::to_string(peer) + " sends " + std::to_string(sent) + " bytes, but this rank's output split "
-               "for it holds " + std::to_string(expected),
-               ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
+               "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " + std::to_string(to) +
+                   ", whose output split for it holds " + std::to_string(expected),
+               ErrorContext{rank, from == rank ? to : from, operation.context.name, operation.context.sequence,
                             std::string("Make output split sizes equal the peers' input split sizes, and the dtypes "
                                         "equal.") + kThen});
 }

@@ -11,7 +11,8 @@ namespace ark {
 // `theirs` came from another process: compared as bytes, described only after its numbers were checked.
 std::optional<Error> disagreement(const Operation& operation, const Descriptor& theirs, int rank, int peer);
 
-// all_to_all: what the peer sends against what this rank's output holds for it, in bytes.
-std::optional<Error> broken_promise(const Operation& operation, int rank, int peer, uint64_t sent, uint64_t expected);
+// all_to_all: what `from` sends to `to` against what `to` has room for, in bytes; told by `rank`.
+std::optional<Error> broken_promise(const Operation& operation, int rank, int from, int to, uint64_t sent,
+                                    uint64_t expected);
 
 }  // namespace ark

@@ -1,8 +1,9 @@
 // all_to_all with any split sizes, and barrier.
 //
 // A rank knows what it sends and what it expects, not what the others exchange, yet all must take the same number
-// of rounds. So the first round's slot begins with the writer's row of the size matrix, followed by the first piece
-// for every peer: everyone reads every row, checks the sizes it was promised, and knows the longest exchange.
+// of rounds. So the first round's slot begins with what the writer sends to and expects from every rank, followed by
+// the first piece for every peer: everyone reads all of it, so a broken promise between any two ranks is an error on
+// all of them, and everyone knows the longest exchange.
 #include <algorithm>
 
 #include "collectives/algorithms.hpp"
@@ -12,7 +13,7 @@ namespace ark {
 
 void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, const MutableBytes* outs, size_t chunk) {
   const int size = rounds.size(), rank = rounds.rank();
-  const size_t row = align_up(size * sizeof(uint64_t));
+  const size_t row = align_up(2 * size * sizeof(uint64_t));
   const size_t piece = std::max<size_t>(kAlign, align_down(chunk / size));
   size_t longest = 0;
   for (int peer = 0; peer < size; ++peer) longest = std::max(longest, peer == rank ? 0 : ins[peer].size);
@@ -26,8 +27,9 @@ void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, co
     std::byte* slot = rounds.open(first + k);
     if (k == 0) {
       for (int peer = 0; peer < size; ++peer) {
-        const uint64_t bytes = peer == rank ? 0 : ins[peer].size;
-        copy_bytes(slot + peer * sizeof bytes, &bytes, sizeof bytes);
+        const uint64_t sent = peer == rank ? 0 : ins[peer].size, expected = peer == rank ? 0 : outs[peer].size;
+        copy_bytes(slot + peer * sizeof sent, &sent, sizeof sent);
+        copy_bytes(slot + (size + peer) * sizeof expected, &expected, sizeof expected);
       }
     }
     std::byte* cursor = slot + row;
@@ -40,15 +42,28 @@ void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, co
   };
 
   publish(0);
-  std::vector<uint64_t> matrix(static_cast<size_t>(size) * size, 0);
+  const size_t cells = static_cast<size_t>(size) * size;
+  std::vector<uint64_t> matrix(cells, 0), expectations(cells, 0);
   for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) {
-      for (int other = 0; other < size; ++other) matrix[peer * size + other] = other == rank ? 0 : ins[other].size;
+    uint64_t* sends = &matrix[static_cast<size_t>(peer) * size];
+    uint64_t* expects = &expectations[static_cast<size_t>(peer) * size];
+    if (peer != rank) {
+      const std::byte* slot = rounds.read(first, peer);
+      copy_bytes(sends, slot, size * sizeof(uint64_t));
+      copy_bytes(expects, slot + size * sizeof(uint64_t), size * sizeof(uint64_t));
       continue;
     }
-    copy_bytes(&matrix[static_cast<size_t>(peer) * size], rounds.read(first, peer), size * sizeof(uint64_t));
-    const uint64_t promised = matrix[peer * size + rank];
-    if (const auto error = broken_promise(operation, rank, peer, promised, outs[peer].size)) rounds.fail(*error);
+    for (int other = 0; other < size; ++other) {
+      sends[other] = other == rank ? 0 : ins[other].size;
+      expects[other] = other == rank ? 0 : outs[other].size;
+    }
+  }
+  for (int from = 0; from < size; ++from) {
+    for (int to = 0; to < size; ++to) {
+      const uint64_t sent = matrix[static_cast<size_t>(from) * size + to];
+      const uint64_t expected = expectations[static_cast<size_t>(to) * size + from];
+      if (const auto error = broken_promise(operation, rank, from, to, sent, expected)) rounds.fail(*error);
+    }
   }
   const uint64_t most = *std::max_element(matrix.begin(), matrix.end());
   const size_t pieces = std::max<size_t>(1, (most + piece - 1) / piece);

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "error.hpp"
+#include "health/start_thread.hpp"
 
 namespace ark {
 
@@ -78,7 +79,9 @@ void PointToPoint::post(TransferPtr transfer) {
   finish(finished);
   if (transfer->finished.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mutex_);
-  if (!background_.joinable() && !stopping_) background_ = std::thread([this] { background(); });
+  if (!background_.joinable() && !stopping_) {
+    background_ = start_thread("the thread that makes send and recv progress", [this] { background(); });
+  }
   wake_background_.notify_one();
 }
 
@@ -203,7 +206,7 @@ bool PointToPoint::pull(int rank, Finished& finished) {
       peer.discarding = false;
       peer.incoming = take_recv(rank, header.tag);
       if (peer.incoming) {
-        peer.incoming->peer = rank;
+        peer.incoming->source = rank;
         if (peer.incoming->bytes != header.message_bytes) {
           finished.emplace_back(peer.incoming, size_mismatch(*peer.incoming, health_.rank(), rank, header.message_bytes));
           peer.incoming.reset();
@@ -247,7 +250,7 @@ bool PointToPoint::match_unexpected(const TransferPtr& transfer, Finished& finis
     Peer& peer = peers_[rank];
     for (auto it = peer.unexpected.begin(); it != peer.unexpected.end(); ++it) {
       if (it->tag != transfer->tag || it->claimed) continue;
-      transfer->peer = rank;
+      transfer->source = rank;
       const bool arriving = peer.reading && !peer.incoming && !peer.discarding && peer.aside == it;
       if (it->bytes.size() != transfer->bytes) {
         finished.emplace_back(transfer, size_mismatch(*transfer, health_.rank(), rank, it->bytes.size()));
@@ -270,10 +273,11 @@ void PointToPoint::check_pending(Finished& finished) {
   std::exception_ptr error;
   auto check = [&](const TransferPtr& transfer) {
     if (error) return;
-    if (const auto alarm = health_.alarm(transfer->context, transfer->peer)) {
+    const int peer = transfer->source != kAnySource ? transfer->source : transfer->peer;
+    if (const auto alarm = health_.alarm(transfer->context, peer)) {
       if (progress(finished)) return;  // it came after all; looked at again in the next slice
       try {
-        health_.raise(*alarm, transfer->context, transfer->peer);
+        health_.raise(*alarm, transfer->context, peer);
       } catch (...) {
         error = std::current_exception();
       }
@@ -323,9 +327,8 @@ void PointToPoint::fail_all() {
 void PointToPoint::finish(Finished& finished) {
   if (finished.empty()) return;
   for (auto& [transfer, error] : finished) {
-    auto done = std::move(transfer->done);
-    transfer->finished.store(true, std::memory_order_release);
-    if (done) done(error);
+    if (const auto done = std::move(transfer->done)) done(error);
+    transfer->finished.store(true, std::memory_order_release);  // after: a waiter finds what done() wrote
   }
   {
     std::lock_guard lock(mutex_);

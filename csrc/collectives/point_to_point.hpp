@@ -28,16 +28,17 @@ inline constexpr int kAnySource = -1;
 struct Transfer {
   // Set by the poster.
   bool is_send = false;
-  int peer = kAnySource;  // global-in-group rank; kAnySource: recv from whoever sends first
+  int peer = kAnySource;  // rank in the group; kAnySource: recv from whoever sends first
   int tag = 0;
   void* data = nullptr;
   size_t bytes = 0;
   OperationContext context;
-  // Called once, without locks held, on some thread: null on success. For a recv, `peer` is then the source.
+  // Called once, without locks held, on some thread: null on success. For a recv, `source` then tells who sent.
   std::function<void(std::exception_ptr)> done;
 
   // Owned by PointToPoint.
   size_t moved = 0;
+  int source = kAnySource;
   std::atomic<bool> finished{false};
 };
 using TransferPtr = std::shared_ptr<Transfer>;

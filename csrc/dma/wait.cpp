@@ -34,8 +34,9 @@ inline void pause_cpu() {
 
 }  // namespace
 
-SpinPolicy SpinPolicy::choose(int ranks, int cores, std::chrono::nanoseconds spin) {
-  if (ranks <= cores) return {spin, 0};
+SpinPolicy SpinPolicy::choose(int ranks, int cores, std::chrono::nanoseconds asked) {
+  if (asked.count() >= 0) return {asked, 0};
+  if (ranks <= cores) return {std::chrono::microseconds(20), 0};
   return {std::chrono::nanoseconds(0), 8};
 }
 

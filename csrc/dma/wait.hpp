@@ -19,7 +19,8 @@ namespace ark {
 struct SpinPolicy {
   std::chrono::nanoseconds spin{20'000};
   int yields = 0;
-  static SpinPolicy choose(int ranks, int cores, std::chrono::nanoseconds spin);
+  // `asked` negative: chosen by the ranks and the cores that they have together.
+  static SpinPolicy choose(int ranks, int cores, std::chrono::nanoseconds asked);
 };
 
 class Waiter {

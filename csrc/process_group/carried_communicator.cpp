@@ -185,7 +185,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
     const auto options = with_timeout<c10d::AllToAllOptions>(operation);
     wait(operation, carrier_->alltoall_base(column, row, equal, equal, options));
     for (int r = 0; r < size_; ++r) {
-      if (const auto error = broken_promise(operation, rank_, r, promised[r], receives[r])) throw *error;
+      if (const auto error = broken_promise(operation, rank_, r, rank_, promised[r], receives[r])) throw *error;
     }
     at::Tensor packed = fresh(in_bytes), received = fresh(out_bytes);
     std::byte* cursor = pointer(packed);

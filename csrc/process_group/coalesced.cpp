@@ -45,9 +45,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
         .async = options.asyncOp}; }, tensors, tensors);
     const Call call{c10d::OpType::ALLREDUCE_COALESCED, Kind::all_reduce, here.operation, options.timeout,
                     options.asyncOp, tensors[0].scalar_type(), -1, reductions[0], count, count, &tensors, &tensors};
-    std::vector<Output> targets;
-    for (const at::Tensor& tensor : tensors) targets.emplace_back(tensor, true);
-    return issue(call, tensors, [tensors, targets = std::move(targets)](Communicator& group, Operation& op) mutable {
+    return issue(call, tensors, [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group, Operation& op) mutable {
       for (size_t i = 0; i < targets.size(); ++i) {
         op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
         op.descriptor.count = tensors[i].numel();
@@ -82,7 +80,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
         .async = options.asyncOp}; }, inputs, outputs);
     const Call call{c10d::OpType::ALLGATHER_COALESCED, Kind::all_gather, here.operation, options.timeout,
                     options.asyncOp, inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &flat};
-    return issue(call, flat, [inputs, sources = inputs_of(inputs), targets = outputs_of(flat)](Communicator& group,
+    return issue(call, flat, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](Communicator& group,
                                                                                         Operation& op) mutable {
       std::vector<void*> places(group.size());
       for (size_t i = 0; i < sources.size(); ++i) {
@@ -114,7 +112,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_into_tensor_coalesced(Tensor
         .dtype = inputs[0].scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
     const Call call{c10d::OpType::COALESCED, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
                     inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &outputs};
-    return issue(call, outputs, [inputs, sources = inputs_of(inputs), targets = outputs_of(outputs)](
+    return issue(call, outputs, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
                                     Communicator& group, Operation& op) mutable {
       std::vector<void*> places(group.size());
       for (size_t i = 0; i < sources.size(); ++i) {
@@ -150,7 +148,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
     const Call call{c10d::OpType::COALESCED, Kind::reduce_scatter, here.operation,
                     options.timeout, options.asyncOp, inputs[0].scalar_type(), -1, reductions[0], count * size_, count,
                     &inputs, &outputs};
-    return issue(call, outputs, [outputs, sources = inputs_of(inputs), targets = outputs_of(outputs)](
+    return issue(call, outputs, [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
                                     Communicator& group, Operation& op) mutable {
       std::vector<const void*> parts(group.size());
       for (size_t i = 0; i < sources.size(); ++i) {
@@ -207,7 +205,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
     for (const WorkPtr& part : parts) {
       for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
     }
-    auto all = make_work(c10d::OpType::COALESCED, std::move(outputs));
+    auto all = make_work(c10d::OpType::COALESCED, "coalesced", std::move(outputs));
     all->sequence = parts.back()->getSequencenumber();
     follow(all, std::move(parts), {}, core_->executor);
     return all;

@@ -88,7 +88,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce(Tensors& tensors, const c10d
     Call call{c10d::OpType::ALLREDUCE, Kind::all_reduce, here.operation, options.timeout, options.asyncOp,
               tensor.scalar_type(), -1, reduction, count, count, &tensors, &tensors};
     if (debug()) call.shape = shape_hash(1, tensor);
-    return issue(call, tensors, [target = Output(tensor, true), count](Communicator& group, Operation& operation) mutable {
+    return issue(call, tensors, [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& operation) mutable {
       group.all_reduce(operation, target.data(), target.data(), count);
       target.commit();
     });
@@ -110,7 +110,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce(Tensors& tensors, const c10d::R
     if (debug()) call.shape = shape_hash(1, tensor);
     const bool root = options.rootRank == rank_;
     if (root) {
-      return issue(call, tensors, [target = Output(tensor, true), count](Communicator& group, Operation& op) mutable {
+      return issue(call, tensors, [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& op) mutable {
         group.reduce(op, target.data(), target.data(), count);
         target.commit();
       });
@@ -134,7 +134,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::broadcast(Tensors& tensors, const c10d
               tensor.scalar_type(), options.rootRank, {}, count, count, &tensors, &tensors};
     if (debug()) call.shape = shape_hash(1, tensor);
     const bool root = options.rootRank == rank_;
-    return issue(call, tensors, [target = Output(tensor, root), bytes = tensor.nbytes(), root](Communicator& group,
+    return issue(call, tensors, [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](Communicator& group,
                                                                                          Operation& op) mutable {
       group.broadcast(op, target.data(), bytes);
       if (!root) target.commit();
@@ -155,7 +155,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
     Call call{c10d::OpType::ALLGATHER, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
               input.scalar_type(), -1, {}, input.numel(), input.numel() * size_, &inputs, &outputs[0]};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outputs[0], [source = Input(input), targets = outputs_of(outputs[0]), bytes = input.nbytes()](
+    return issue(call, outputs[0], [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]), bytes = input.nbytes()](
                                        Communicator& group, Operation& op) mutable {
       std::vector<void*> places;
       for (Output& target : targets) places.push_back(target.data());
@@ -180,7 +180,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_allgather_base(at::Tensor& output, at
     Call call{c10d::OpType::_ALLGATHER_BASE, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
               input.scalar_type(), -1, {}, input.numel(), output.numel(), &ins, &outs};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outs, [source = Input(input), target = Output(output), bytes = input.nbytes(), size = size_](
+    return issue(call, outs, [source = Input(input), target = Output(here, "output_tensor", output), bytes = input.nbytes(), size = size_](
                                  Communicator& group, Operation& op) mutable {
       group.all_gather(op, source.data(), split_evenly(target.data(), size, bytes).data(), bytes);
       target.commit();
@@ -212,7 +212,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, 
     Call call{c10d::OpType::GATHER, Kind::gather, here.operation, options.timeout, options.asyncOp,
               input.scalar_type(), options.rootRank, {}, input.numel(), root ? input.numel() * size_ : 0, &inputs, &targets};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, targets, [source = Input(input), places = outputs_of(targets), bytes = input.nbytes()](
+    return issue(call, targets, [source = Input(input), places = outputs_of(here, "gather_list", targets), bytes = input.nbytes()](
                                     Communicator& group, Operation& op) mutable {
       std::vector<void*> pointers;
       for (Output& place : places) pointers.push_back(place.data());
@@ -246,7 +246,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::scatter(Tensors& outputs, std::vector<
     Call call{c10d::OpType::SCATTER, Kind::scatter, here.operation, options.timeout, options.asyncOp,
               output.scalar_type(), options.rootRank, {}, root ? output.numel() * size_ : 0, output.numel(), &sources, &outputs};
     if (debug()) call.shape = shape_hash(1, output);
-    return issue(call, outputs, [places = inputs_of(sources), target = Output(output), bytes = output.nbytes()](
+    return issue(call, outputs, [places = inputs_of(sources), target = Output(here, "tensor", output), bytes = output.nbytes()](
                                     Communicator& group, Operation& op) mutable {
       std::vector<const void*> pointers;
       for (const Input& place : places) pointers.push_back(place.data());
@@ -281,7 +281,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter(Tensors& outputs, std::
               output.scalar_type(), -1, reduction, elements_of(inputs[0]), output.numel(), &inputs[0], &outputs};
     if (even) {
       if (debug()) call.shape = shape_hash(1, output);
-      return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(output), count = output.numel()](
+      return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(here, "output", output), count = output.numel()](
                                       Communicator& group, Operation& op) mutable {
         std::vector<const void*> pointers;
         for (const Input& source : sources) pointers.push_back(source.data());
@@ -292,7 +292,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter(Tensors& outputs, std::
     // Parts of different sizes: one reduction to each rank in turn.
     std::vector<int64_t> counts;
     for (const at::Tensor& part : inputs[0]) counts.push_back(part.numel());
-    return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(output), counts](
+    return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(here, "output", output), counts](
                                     Communicator& group, Operation& op) mutable {
       op.descriptor.kind = Kind::reduce;
       for (size_t r = 0; r < counts.size(); ++r) {
@@ -322,7 +322,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_reduce_scatter_base(at::Tensor& outpu
     Call call{c10d::OpType::_REDUCE_SCATTER_BASE, Kind::reduce_scatter, here.operation, options.timeout,
               options.asyncOp, output.scalar_type(), -1, reduction, input.numel(), output.numel(), &ins, &outs};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outs, [source = Input(input), target = Output(output), count = output.numel(),
+    return issue(call, outs, [source = Input(input), target = Output(here, "output", output), count = output.numel(),
                               bytes = output.nbytes(), size = size_](Communicator& group, Operation& op) mutable {
       group.reduce_scatter(op, split_evenly(source.data(), size, bytes).data(), target.data(), count);
       target.commit();
@@ -352,7 +352,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
                     input.scalar_type(), -1, {}, input.numel(), output.numel(), &ins, &outs};
     // Staged when input and output overlap: pieces would be overwritten before they are sent.
     Input source(input.is_alias_of(output) ? input.clone() : input);
-    return issue(call, outs, [source = std::move(source), target = Output(output), sends, receives,
+    return issue(call, outs, [source = std::move(source), target = Output(here, "output", output), sends, receives,
                               element = input.element_size()](Communicator& group, Operation& op) mutable {
       std::vector<Bytes> from;
       std::vector<MutableBytes> to;
@@ -406,7 +406,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
         }
       }
     }
-    return issue(call, outputs, [sources = inputs_of(sources), targets = outputs_of(outputs), sends, receives,
+    return issue(call, outputs, [sources = inputs_of(sources), targets = outputs_of(here, "output_tensor_list", outputs), sends, receives,
                                  element = inputs[0].element_size()](Communicator& group, Operation& op) mutable {
       std::vector<Bytes> from;
       std::vector<MutableBytes> to;

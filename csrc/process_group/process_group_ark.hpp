@@ -31,7 +31,7 @@ class ProcessGroupArk : public c10d::Backend {
     Options() : c10d::Backend::Options("ark") {}
     SharedMemory shared_memory = SharedMemory::automatic;
     bool debug = false;              // compare every rank's arguments before every collective
-    int64_t spin_us = 20;            // how long a waiting thread polls before it sleeps
+    int64_t spin_us = -1;            // how long a waiting thread polls before it sleeps; negative: chosen
     int64_t flight_record = 2048;    // operations kept by the process's flight record
     std::string flight_dump;         // where a failure writes it (file prefix); empty: nowhere
     std::vector<Rule> dispatch;      // empty: the measured defaults; rank 0's count
@@ -130,9 +130,10 @@ class ProcessGroupArk : public c10d::Backend {
   };
   using Body = std::function<void(Communicator&, Operation&)>;
 
+  void join();  // meets the other ranks
   CallSite site(const char* operation) const;  // also checks that the group is open
   WorkPtr issue(const Call& call, Tensors outputs, Body body);
-  c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, Tensors outputs);
+  c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, const char* name, Tensors outputs);
   const CommsGroup& comms();
   bool debug() const { return options_->debug; }
   int64_t next_sequence() const { return static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1; }

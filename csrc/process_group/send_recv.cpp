@@ -44,13 +44,13 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     (is_send ? entry.inputs : entry.outputs).add(tensor.sizes().data(), tensor.dim());
     const uint64_t flight = FlightRecord::instance().scheduled(entry);
 
-    auto work = make_work(type, tensors);
+    auto work = make_work(type, here.operation, tensors);
     work->sequence = number;
     work->source_rank = any_source ? -1 : peer;
     work->on_done = [core = core_, type, flight](const WorkArk& done, std::exception_ptr error) {
       core->finished(done, type, flight, error);
     };
-    auto target = std::make_shared<Output>(is_send ? Output() : Output(tensor));
+    auto target = std::make_shared<Output>(is_send ? Output() : Output(here, "tensor", tensor));
     auto source = std::make_shared<Input>(is_send ? Input(tensor) : Input());
     if (!core_->shm) {
       Tensors memory{is_send ? source->memory() : target->memory()};
@@ -75,7 +75,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     // The transfer holds the work (and the tensors) until it is done; the work holds the transfer to wait on it.
     moving->done = [work, core = core_, raw = moving.get(), target, source, is_send](std::exception_ptr error) {
       if (!error && !is_send) {
-        work->source_rank = raw->peer;
+        work->source_rank = raw->source;
         try {
           target->commit();
         } catch (...) {

@@ -57,7 +57,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
     }
     const auto op = options.reduceOp.op_;
     if (op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG) {
-      refuse(here, ErrorKind::type_error, "sparse tensors take ReduceOp.SUM and ReduceOp.AVG only",
+      refuse(here, ErrorKind::type_error,
+             std::string("op is ReduceOp.") + name_of(reduction_of(options.reduceOp, tensor.scalar_type(), rank_,
+                                                                   here.operation).op) +
+                 ", and sparse tensors take ReduceOp.SUM and ReduceOp.AVG only",
              "Use one of these, or a dense tensor: an index that a rank lacks has no value for other operations.");
     }
     const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);

@@ -2,9 +2,12 @@
 #include "process_group/tensors.hpp"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <sstream>
+
+#include "process_group/translate.hpp"
 
 namespace ark {
 
@@ -12,7 +15,7 @@ namespace {
 
 std::string describe(const at::Tensor& tensor) {
   std::ostringstream text;
-  text << tensor.sizes() << ", torch." << c10::toString(tensor.scalar_type());
+  text << tensor.sizes() << ", " << dtype_name(tensor.scalar_type());
   return text.str();
 }
 
@@ -56,8 +59,8 @@ void check_same_dtype(const CallSite& site, const char* argument, const at::Tens
                       const at::Tensor& other) {
   if (tensor.scalar_type() == other.scalar_type()) return;
   refuse(site, ErrorKind::type_error,
-         std::string(argument) + " is torch." + c10::toString(tensor.scalar_type()) + " but " + other_argument +
-             " is torch." + c10::toString(other.scalar_type()),
+         std::string(argument) + " is " + dtype_name(tensor.scalar_type()) + " but " + other_argument + " is " +
+             dtype_name(other.scalar_type()),
          "Give both the same dtype.");
 }
 
@@ -96,10 +99,19 @@ Input::Input(const at::Tensor& tensor) {
   data_ = tensor_.const_data_ptr();
 }
 
-Output::Output(const at::Tensor& tensor, bool also_input) : tensor_(tensor) {
+Output::Output(const CallSite& site, const char* argument, const at::Tensor& tensor, bool also_input)
+    : tensor_(tensor) {
   if (plain(tensor)) {
     data_ = tensor_.mutable_data_ptr();
     return;
+  }
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    std::ostringstream strides;
+    strides << tensor.strides();
+    refuse(site, ErrorKind::invalid_argument,
+           std::string(argument) + " overlaps itself (" + describe(tensor) + ", strides " + strides.str() +
+               "), so a result cannot be written to it",
+           "Pass tensor.contiguous() or tensor.clone().");
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   staged_ = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
@@ -120,10 +132,11 @@ std::vector<Input> inputs_of(const std::vector<at::Tensor>& tensors) {
   return inputs;
 }
 
-std::vector<Output> outputs_of(const std::vector<at::Tensor>& tensors) {
+std::vector<Output> outputs_of(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors,
+                               bool also_input) {
   std::vector<Output> outputs;
   outputs.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) outputs.emplace_back(tensor);
+  for (const at::Tensor& tensor : tensors) outputs.emplace_back(site, argument, tensor, also_input);
   return outputs;
 }
 

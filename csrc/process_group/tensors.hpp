@@ -47,7 +47,8 @@ class Input {
 class Output {
  public:
   Output() = default;
-  explicit Output(const at::Tensor& tensor, bool also_input = false);
+  // Refuses a tensor that overlaps itself.
+  Output(const CallSite& site, const char* argument, const at::Tensor& tensor, bool also_input = false);
   void* data() const { return data_; }
   const at::Tensor& memory() const { return staged_.defined() ? staged_ : tensor_; }
   void commit();  // brings a staged result to the user's tensor
@@ -58,7 +59,8 @@ class Output {
 };
 
 std::vector<Input> inputs_of(const std::vector<at::Tensor>& tensors);
-std::vector<Output> outputs_of(const std::vector<at::Tensor>& tensors);
+std::vector<Output> outputs_of(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors,
+                               bool also_input = false);
 
 uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor);
 

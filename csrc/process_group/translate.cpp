@@ -38,6 +38,11 @@ DType dtype_of(at::ScalarType type) {
   }
 }
 
+std::string dtype_name(at::ScalarType type) {
+  const DType dtype = dtype_of(type);
+  return std::string("torch.") + (dtype == DType::raw8 ? c10::toString(type) : name_of(dtype));
+}
+
 Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, const char* operation) {
   Reduction reduction;
   switch (op.op_) {
@@ -68,8 +73,7 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
   if (find_reduce(dtype, reduction.op) == nullptr) {
     const char* why = why_unsupported(dtype, reduction.op);
     throw Error(ErrorKind::type_error,
-                std::string("ReduceOp.") + name_of(reduction.op) + " is not defined for torch." +
-                    (dtype == DType::raw8 ? c10::toString(type) : name_of(dtype)) + (why ? std::string(": ") + why : ""),
+                std::string("ReduceOp.") + name_of(reduction.op) + " is not defined for " + dtype_name(type) + (why ? std::string(": ") + why : ""),
                 ErrorContext{rank, -1, operation, 0, "Convert the tensor, or use another ReduceOp."});
   }
   return reduction;

@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include "health/start_thread.hpp"
 #include "process_group/translate.hpp"
 
 namespace ark {
@@ -39,7 +40,7 @@ bool WorkArk::wait(std::chrono::milliseconds timeout) {
     if (!finished || !done()) {
       throw_torch(Error(ErrorKind::timeout,
                         "wait() gave up after " + std::to_string(timeout.count()) + " ms; the operation goes on",
-                        ErrorContext{rank_, -1, c10d::opTypeToString(opType_), sequence,
+                        ErrorContext{rank_, -1, name, sequence,
                                      "Wait again, wait longer, or abort the group."}));
     }
   }
@@ -183,6 +184,7 @@ void follow(const c10::intrusive_ptr<WorkArk>& work, std::vector<c10::intrusive_
 
 void Executor::submit(const Ptr& work, bool async, const std::function<void(WorkArk&)>& number) {
   std::unique_lock lock(mutex_);
+  if (async) ensure_thread();  // first: it may throw, and then nothing must have been numbered
   number(*work);
   if (!async && !running_ && queue_.empty()) {
     running_ = true;
@@ -196,7 +198,6 @@ void Executor::submit(const Ptr& work, bool async, const std::function<void(Work
     return;
   }
   queue_.push_back(work);
-  if (async) ensure_thread();
   ready_.notify_one();
 }
 
@@ -246,8 +247,8 @@ bool Executor::await(WorkArk& work, Clock::time_point until, bool may_run) {
 
 void Executor::defer(std::function<void()> task) {
   std::lock_guard lock(mutex_);
-  deferred_.push_back(std::move(task));
   ensure_thread();
+  deferred_.push_back(std::move(task));
   ready_.notify_one();
 }
 
@@ -273,8 +274,8 @@ void Executor::notify() {
 // With the lock held: makes sure that one thread is, or will be, free to take the front of the queue.
 void Executor::ensure_thread() {
   if (idle_ > 0 || stopping_ || threads_.size() >= kMostThreads) return;
+  threads_.push_back(start_thread("a progress thread of the process group", [self = shared_from_this()] { self->thread_main(); }));
   ++idle_;  // counted here, so that a burst of calls starts one thread only
-  threads_.emplace_back([self = shared_from_this()] { self->thread_main(); });
 }
 
 void Executor::thread_main() {

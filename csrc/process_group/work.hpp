@@ -51,6 +51,7 @@ class WorkArk : public c10d::Work {
   std::pair<Clock::time_point, Clock::time_point> times() const { return {started_, finished_}; }
 
   // Set before the work is handed out.
+  const char* name = "";
   uint64_t sequence = 0;
   std::function<void(WorkArk&)> body;                              // collectives
   std::function<bool(Clock::time_point)> wait_elsewhere;           // send/recv: who makes progress for it
