@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "memory/bootstrap.hpp"
+#include "memory/handle.hpp"
 #include "memory/identity.hpp"
 #include "support/processes.hpp"
 
@@ -52,6 +53,28 @@ inline std::string connect_and_talk(KeyValueStore& store, const ConnectOptions& 
 inline std::string connect_and_talk(KeyValueStore& store, const ConnectOptions& options,
                                     const std::string& key = "written") {
   return connect_and_talk(store, options, Identity::of_this_process(), key);
+}
+
+// Names of the sockets that the ranks of this store have published.
+inline std::vector<std::string> published_sockets(const std::filesystem::path& directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+    if (entry.path().filename().string().find("+record+") == std::string::npos) continue;
+    std::ifstream file(entry.path(), std::ios::binary);
+    const std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+    const std::string name = HandleRecord::decode(bytes).socket_name;
+    if (!name.empty()) names.push_back("@" + name);
+  }
+  return names;
+}
+
+// How many of them the kernel still has. By name: other groups may be alive on this machine.
+inline int count_living(const std::vector<std::string>& names) {
+  std::ifstream table("/proc/net/unix");
+  int count = 0;
+  for (std::string line; std::getline(table, line);)
+    for (const std::string& name : names) count += line.find(name) != std::string::npos;
+  return count;
 }
 
 inline void expect_all(const std::vector<Result>& results, const std::string& text) {
