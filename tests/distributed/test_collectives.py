@@ -599,6 +599,47 @@ def test_object_collectives(world: int, carrier: str) -> None:
     _run(_objects, world, carrier)
 
 
+def _scalars(rank: Rank) -> None:
+    """Tensors without dimensions, and one element at a stride: contiguous by name, odd to view as bytes."""
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+
+        def scalar(value: float, strided: bool, dtype: torch.dtype = dtype) -> torch.Tensor:
+            if strided:
+                return torch.full((4,), value, dtype=dtype)[1:3:2]
+            return torch.tensor(value, dtype=dtype)
+
+        for strided in (False, True):
+            tensor = scalar(me + 1, strided)
+            dist.all_reduce(tensor)
+            assert tensor.item() == world * (world + 1) // 2
+            tensor = scalar(me, strided)
+            dist.broadcast(tensor, world - 1)
+            assert tensor.item() == world - 1
+            outs = [scalar(-1, strided) for _ in range(world)]
+            dist.all_gather(outs, scalar(me, strided))
+            assert [x.item() for x in outs] == list(range(world))
+            whole = torch.full((world,), -1, dtype=dtype)
+            dist.all_gather_into_tensor(whole, scalar(me, strided))
+            assert whole.tolist() == list(range(world))
+            tensor = scalar(-1, strided)
+            dist.reduce_scatter_tensor(tensor, torch.arange(world).to(dtype))
+            assert tensor.item() == me * world
+            dist.scatter(tensor, [scalar(10 + r, strided) for r in range(world)] if me == 0 else None, src=0)
+            assert tensor.item() == 10 + me
+            if world > 1:
+                work = dist.isend(scalar(me, strided), (me + 1) % world)
+                dist.recv(tensor, (me - 1) % world)
+                work.wait()
+                assert tensor.item() == (me - 1) % world
+
+
+@_each_world
+def test_tensors_without_dimensions(world: int, carrier: str) -> None:
+    _run(_scalars, world, carrier)
+
+
 def _both_carriers_agree(rank: Rank) -> list[bytes]:
     rank.init()
     found = []
