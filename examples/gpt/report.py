@@ -138,7 +138,8 @@ def show(console: Console, results: list[RunResult], sample: str, folder: Path) 
     console.print(comparison_table(results))
     verdicts = compare(results)
     for verdict in verdicts:
-        console.print(("[green]holds[/]  " if verdict.holds else "[red]FAILS[/]  ") + verdict.text, highlight=False)
+        mark = "[green]holds[/]" if verdict.holds else "[red]FAILS[/]"
+        console.print(f"{mark}  {verdict.text}", highlight=False, soft_wrap=True)
     console.print("\nA sample from the trained model:\n", style="bold")
     console.print(sample, markup=False, highlight=False)
     console.print(f"\nWritten to {folder}: loss.png, report.json, sample.txt, model.pt")

@@ -31,7 +31,9 @@ def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.
     return subprocess.CompletedProcess(command, process.returncode, output, "")
 
 
-@pytest.mark.parametrize("ranks", [2, 3], ids=["python", "torchrun"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, id="python", marks=pytest.mark.quick), pytest.param(3, id="torchrun")]
+)
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
     script = [str(EXAMPLES / f"{name}.py"), "--backend", launcher.BACKEND]
@@ -95,6 +97,7 @@ def test_demo_refuses_bad_arguments_before_it_starts(arguments: list[str], compl
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.quick
 def test_demo_comparison_notices_one_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("matplotlib", "plotille", "rich"):
         pytest.importorskip(module)

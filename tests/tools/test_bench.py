@@ -115,6 +115,7 @@ def row(ours: float, gloo: float, size: int = 4, **changes: Any) -> dict[str, An
     return made | {"redop": "sum", "bus_factor": 1.0, "timings": timings} | changes
 
 
+@pytest.mark.quick
 def test_verdicts_follow_the_goals() -> None:
     found = {kb: goals.goal("all_reduce", 2, kb << 10) for kb in (1, 64, 65, 1024, 16384, 65536)}
     assert found == {1: 10, 64: 10, 65: None, 1024: 8, 16384: 8, 65536: 7}
@@ -135,6 +136,7 @@ def test_verdicts_follow_the_goals() -> None:
     assert columns[4:] == ["2.00", "5", "2000.00", "2000.00", "0", "30.00", "15.0", "met", ">=8"]
 
 
+@pytest.mark.quick
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("4", "1k", "64K", "1MB", "2G")] == [4, 1 << 10, 64 << 10, 1 << 20, 2 << 30]
     assert sizes_between(4, 256 << 20, 4)[-2:] == (64 << 20, 256 << 20)
@@ -144,6 +146,7 @@ def test_sizes() -> None:
     assert Config.from_json(config.to_json()) == config
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -170,6 +173,7 @@ def test_a_rank_that_fails_ends_the_run(leaves_nothing: None) -> None:
         launch.run_ranks(config)
 
 
+@pytest.mark.quick
 def test_readme_is_made_from_results_and_declarations(tmp_path: Path) -> None:
     text = (TOP / "README.md").read_text(encoding="utf-8")
     assert env.table() in text, "run `python -m ark_torch.tools.bench --readme`"

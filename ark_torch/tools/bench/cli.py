@@ -124,6 +124,10 @@ def main(argv: list[str] | None = None) -> int:
     machine = about["machine"]
     print(f"# {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}; PyTorch {torch.__version__}")
     print(f"# MPI: {why_not or about['versions']['mpi']}", flush=True)
+    if machine["load_before"] > 0.5:
+        print("# other programs are running: what follows says more about them than about the backends", flush=True)
+    if about["environment"]:
+        print(f"# set in the environment: {about['environment']}", flush=True)
     rows: list[dict[str, Any]] = []
     overhead: dict[str, float] = {}
     try:

@@ -67,6 +67,10 @@ def surroundings(command: str, mpi: bool = False) -> dict[str, Any]:
             "load_before": round(os.getloadavg()[0], 2),
         },
         "versions": versions,
+        # What changes how ark behaves: ARK_DISABLE, say, would measure Gloo against itself.
+        "environment": {
+            name: os.environ[name] for name in sorted(os.environ) if name.startswith(("ARK_", "TORCH_DIST"))
+        },
     }
 
 
