@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 _autoload.on_import()
 
-__all__ = ["Options", "__version__"]
+__all__ = ["Options", "__version__", "flight_record"]
+
+
+def flight_record() -> dict[str, Any]:
+    """What this process's groups did last: the flight record, as a dictionary (see ark_torch.tools.flight)."""
+    from ark_torch.distributed import flight
+
+    return flight.record()
 
 
 def __getattr__(name: str) -> Any:

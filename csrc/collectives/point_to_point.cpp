@@ -61,7 +61,8 @@ void PointToPoint::post(TransferPtr transfer) {
     std::lock_guard lock(mutex_);
     ++pending_;
     try {
-      if (health_.failed() || stopping_) health_.raise(transfer->context);
+      health_.check_alive(transfer->context);
+      if (stopping_) health_.raise(transfer->context);
       if (transfer->is_send && !peers_[transfer->peer].committed) {
         commit_(transfer->peer);
         peers_[transfer->peer].committed = true;

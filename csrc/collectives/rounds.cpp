@@ -22,7 +22,7 @@ void Rounds::begin(const Operation& operation, size_t payload) {
   operation_ = operation;
   first_ = next_;
   waiter_.set_operation(operation.context);
-  if (waiter_.health().failed()) waiter_.health().raise(operation.context);
+  waiter_.health().check_alive(operation.context);
   const size_t bytes = payload + sizeof(SlotHeader);
   if (bytes > committed_) {
     // Powers of two, so that growing sizes commit a few times only.

@@ -42,6 +42,14 @@ std::optional<GroupHealth::Alarm> GroupHealth::alarm(const OperationContext& ope
   return std::nullopt;
 }
 
+void GroupHealth::check_alive(const OperationContext& operation) {
+  if (failed()) raise(operation);
+  for (int other = 0; other < size(); ++other) {
+    if (other == rank_ || protocol::load_acquire(control_[other]->abort_state) != kAbortSet) continue;
+    raise(Alarm{Alarm::peer_failed, other}, operation, other);
+  }
+}
+
 void GroupHealth::raise(const Alarm& alarm, const OperationContext& operation, int peer) {
   if (alarm.kind != Alarm::failed) fail(explain(alarm, operation, peer));
   raise(operation);

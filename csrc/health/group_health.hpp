@@ -43,6 +43,8 @@ class GroupHealth {
 
   // True once this rank has failed the group or seen a peer do so: the fast test at the start of an operation.
   bool failed() const { return failed_.load(std::memory_order_acquire); }
+  // Raises when this rank or any peer has failed the group: a late rank must not go on with what a peer gave up.
+  void check_alive(const OperationContext& operation);
 
   // Why a wait on `peer` should end, if it should. `peer` -1: any peer will do (none is to blame). No side effects.
   // A waiter that gets an alarm looks at its counter once more before it raises: what a peer published before it

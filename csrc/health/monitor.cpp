@@ -23,6 +23,7 @@
 #include <thread>
 
 #include "error.hpp"
+#include "health/start_thread.hpp"
 #include "memory/local_socket.hpp"
 
 namespace ark {
@@ -151,7 +152,7 @@ class Watcher {
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      thread_ = std::thread([this] { run(); });
+      thread_ = start_thread("the thread that watches the peers", [this] { run(); });
     } catch (const std::system_error& error) {
       pthread_sigmask(SIG_SETMASK, &before, nullptr);
       throw system_error("cannot start the thread that watches peers", error.code().value(),

@@ -67,13 +67,22 @@ class Bootstrap {
 
  private:
   ConnectResult connect_agreed() {
+    ConnectResult result = connect_with(rendezvous_.nonce());
+    for (uint8_t byte : rendezvous_.nonce()) {
+      constexpr char kDigits[] = "0123456789abcdef";
+      result.start += {kDigits[byte >> 4], kDigits[byte & 15]};
+    }
+    return result;
+  }
+
+  ConnectResult connect_with(const Bytes16& nonce) {
     SharedMemory own;
     Listener listener;
-    HandleRecord record = describe(own, listener);
+    HandleRecord record = describe(nonce, own, listener);
     if (options_.size == 1) return alone(std::move(own), options_.allow_sharing);
     rendezvous_.publish(record);
     const std::vector<HandleRecord> records = rendezvous_.records();
-    if (std::string reason = why_apart(records); !reason.empty()) return {std::nullopt, std::move(reason)};
+    if (std::string reason = why_apart(records); !reason.empty()) return {std::nullopt, std::move(reason), {}};
 
     ExchangeOptions exchange_options;
     exchange_options.rank = options_.rank;
@@ -94,16 +103,16 @@ class Bootstrap {
     if (!result.silent.empty()) rendezvous_.raise_timeout("answer on its local socket", result.silent);
     if (!result.apart) rendezvous_.publish(Outcome::connected, -1, "");
     std::string reason = conclude(result.neighbourhood);
-    if (!reason.empty()) return {std::nullopt, std::move(reason)};
-    return {std::move(result.neighbourhood), {}};
+    if (!reason.empty()) return {std::nullopt, std::move(reason), {}};
+    return {std::move(result.neighbourhood), {}, {}};
   }
 
   // Creates the segment and the listener, as far as this rank is willing and able.
-  HandleRecord describe(SharedMemory& own, Listener& listener) {
+  HandleRecord describe(const Bytes16& nonce, SharedMemory& own, Listener& listener) {
     HandleRecord record;
     record.rank = static_cast<uint32_t>(options_.rank);
     record.size = static_cast<uint32_t>(options_.size);
-    record.nonce = rendezvous_.nonce();
+    record.nonce = nonce;
     record.host_id = identity_.host_id;
     record.network_space = identity_.network_space;
     record.uid = identity_.uid;
@@ -132,7 +141,7 @@ class Bootstrap {
   }
 
   ConnectResult alone(SharedMemory own, bool allowed) {
-    if (!allowed) return {std::nullopt, "sharing memory is switched off"};
+    if (!allowed) return {std::nullopt, "sharing memory is switched off", {}};
     Neighbourhood only;
     only.segments.push_back(std::move(own));
     only.connections.resize(1);

@@ -47,6 +47,7 @@ struct ConnectOptions {
 struct ConnectResult {
   std::optional<Neighbourhood> neighbourhood;
   std::string reason;  // why memory is not shared; empty when it is
+  std::string start;   // this start of the group, in hexadecimal: equal on all ranks, never used before
 };
 
 // The store's keys must be this group's own (a prefix that no other living group uses).

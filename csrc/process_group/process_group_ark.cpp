@@ -70,7 +70,7 @@ void ProcessGroupArk::join() {
       options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                     " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
     }
-    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier", store_), rank_, size_,
+    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_), rank_, size_,
                                             options_->timeout);
     core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier);
   } catch (const Error& error) {

@@ -138,7 +138,7 @@ class ProcessGroupArk : public c10d::Backend {
   bool debug() const { return options_->debug; }
   int64_t next_sequence() const { return static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1; }
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
-  WorkPtr carried_transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
+  uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
   WorkPtr collect(WorkPtr work);  // remembers it while coalescing
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
 
@@ -150,6 +150,7 @@ class ProcessGroupArk : public c10d::Backend {
   CommsGroup comms_;
   bool comms_ready_ = false;
   std::map<std::thread::id, std::vector<WorkPtr>> coalescing_;
+  std::map<std::tuple<bool, int, int>, uint64_t> messages_;
   std::atomic<int> coalescing_threads_{0};
   int shrinks_ = 0;
 };

@@ -37,6 +37,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     entry.dtype = static_cast<int8_t>(dtype_of(tensor.scalar_type()));
     entry.state = FlightState::started;
     entry.sequence = core_->sequence.load();
+    entry.p2p_sequence = next_message(is_send, any_source ? -1 : peer, tag);
     entry.operation = here.operation;
     entry.input_elements = entry.output_elements = count;
     entry.input_bytes = tensor.nbytes();
@@ -91,6 +92,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     core_->shm->point_to_point().post(moving);
     return collect(work);
   });
+}
+
+uint64_t ProcessGroupArk::next_message(bool is_send, int peer, int tag) {
+  std::lock_guard lock(mutex_);
+  return ++messages_[{is_send, peer, tag}];
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::send(Tensors& tensors, int destination, int tag) {
