@@ -359,8 +359,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
       const auto* read = static_cast<const std::byte*>(source.data());
       auto* write = static_cast<std::byte*>(target.data());
       for (size_t r = 0; r < sends.size(); ++r) {
-        from.push_back({read, sends[r] * element});
-        to.push_back({write, receives[r] * element});
+        from.push_back({read, static_cast<size_t>(sends[r] * element)});
+        to.push_back({write, static_cast<size_t>(receives[r] * element)});
         read += sends[r] * element;
         write += receives[r] * element;
       }
@@ -411,8 +411,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
       std::vector<Bytes> from;
       std::vector<MutableBytes> to;
       for (size_t r = 0; r < sends.size(); ++r) {
-        from.push_back({sources[r].data(), sends[r] * element});
-        to.push_back({targets[r].data(), receives[r] * element});
+        from.push_back({sources[r].data(), static_cast<size_t>(sends[r] * element)});
+        to.push_back({targets[r].data(), static_cast<size_t>(receives[r] * element)});
       }
       group.all_to_all(op, from.data(), to.data());
       for (Output& target : targets) target.commit();
