@@ -36,7 +36,7 @@ SLACK_S = 5.0  # a timeout of T is told between T and T + SLACK_S
 
 def _record(row: str, case: str, bound: str, seconds: list[float] | float, message: str = "") -> None:
     values = seconds if isinstance(seconds, list) else [seconds]
-    tables.add("failures", row=row, case=case, bound=bound, slowest_s=max(values), message=message[:160])
+    tables.add("failures", row=row, case=case, bound=bound, slowest_s=max(values), message=message.partition("\n")[0][:160])
 
 
 def _check_message(outcome: Outcome, guilty: int | None, operation: str) -> str:

@@ -60,7 +60,10 @@ def base_environment(**extra: str) -> dict[str, str]:
 class Zygote:
     """The test process's end of support.zygote."""
 
-    def __init__(self, preload: tuple[str, ...] = ("torch", "torch.distributed"), **env: str) -> None:
+    # Dynamo: functional collectives import it at their first use, three seconds in every rank otherwise.
+    WARM = ("torch", "torch.distributed", "torch._dynamo")
+
+    def __init__(self, preload: tuple[str, ...] = WARM, **env: str) -> None:
         ours, theirs = socket.socketpair()
         processes.become_subreaper()
         self._sock = ours

@@ -67,6 +67,9 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise AssertionError(f"the zygote has {threads} threads after importing {sys.argv[2:]}: a fork would lose them")
     gc.collect()
     gc.freeze()  # the ranks share these pages for as long as nothing writes to them
     wire.send(control, "ready")
