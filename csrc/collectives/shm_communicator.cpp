@@ -247,7 +247,8 @@ void ShmCommunicator::monitored_barrier(const OperationContext& context, bool wa
     std::string names;
     for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
     throw Error(ErrorKind::timeout,
-                (missing.size() > 1 ? "ranks " : "rank ") + names + " failed to pass monitoredBarrier in " +
+                "Rank " + std::to_string(rank_) + " timed out in monitoredBarrier: " +
+                    (missing.size() > 1 ? "ranks " : "rank ") + names + " failed to pass monitoredBarrier in " +
                     std::to_string(context.timeout.count()) + " ms",
                 ErrorContext{rank_, missing.front(), context.name, context.sequence,
                              "Look at what these ranks are doing, or allow them more time."});

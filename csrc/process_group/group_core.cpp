@@ -75,7 +75,8 @@ void GroupCore::check_open(const char* operation) const {
 }
 
 OperationContext GroupCore::context(const char* operation, uint64_t number, std::chrono::milliseconds asked) const {
-  auto timeout = asked.count() > 0 ? asked : std::chrono::milliseconds(timeout_ms.load(std::memory_order_relaxed));
+  // c10d's "unset" is -1 ms; zero means now.
+  auto timeout = asked.count() >= 0 ? asked : std::chrono::milliseconds(timeout_ms.load(std::memory_order_relaxed));
   const auto now = Clock::now();
   return {operation, number, timeout < kLongest ? now + timeout : Clock::time_point::max(), timeout};
 }

@@ -54,9 +54,9 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     auto target = std::make_shared<Output>(is_send ? Output() : Output(here, "tensor", tensor));
     auto source = std::make_shared<Input>(is_send ? Input(tensor) : Input());
     if (!core_->shm) {
-      Tensors memory{is_send ? source->memory() : target->memory()};
-      // The carrier sees bytes: its own list of dtypes is shorter than ours.
-      if (memory[0].numel() > 0) memory[0] = memory[0].view({-1}).view(at::kByte);
+      // The carrier sees bytes, since its own list of dtypes is shorter than ours; source and target keep them alive.
+      Tensors memory{at::from_blob(is_send ? const_cast<void*>(source->data()) : target->data(),
+                                   {static_cast<int64_t>(tensor.nbytes())}, at::TensorOptions().dtype(at::kByte))};
       WorkPtr carried = is_send      ? core_->carrier->send(memory, peer, tag)
                         : any_source ? core_->carrier->recvAnysource(memory, tag)
                                      : core_->carrier->recv(memory, peer, tag);

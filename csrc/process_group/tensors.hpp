@@ -37,7 +37,6 @@ class Input {
   Input() = default;
   explicit Input(const at::Tensor& tensor);
   const void* data() const { return data_; }
-  const at::Tensor& memory() const { return tensor_; }
 
  private:
   at::Tensor tensor_;
@@ -50,7 +49,6 @@ class Output {
   // Refuses a tensor that overlaps itself.
   Output(const CallSite& site, const char* argument, const at::Tensor& tensor, bool also_input = false);
   void* data() const { return data_; }
-  const at::Tensor& memory() const { return staged_.defined() ? staged_ : tensor_; }
   void commit();  // brings a staged result to the user's tensor
 
  private:
