@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
-
 from support import launcher, processes, tables
 
 HARD_LIMIT_S = 300.0

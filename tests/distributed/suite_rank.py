@@ -34,7 +34,7 @@ def bodies(rank: Rank) -> dict[str, str]:
 
 
 def run_body(rank: Rank, name: str) -> str:
-    """"" when it passed, else why it skipped itself; raises what the body raises."""
+    """ "" when it passed, else why it skipped itself; raises what the body raises."""
     import torch.distributed as dist
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_distributed import TEST_SKIPS
@@ -51,9 +51,7 @@ def run_body(rank: Rank, name: str) -> str:
     case.rank = rank.rank
     case.file_name = f"{folder}/init_dir/file"
     timeout = timedelta(seconds=suite.CUSTOM_PG_TIMEOUT.get(name, suite.default_pg_timeout))
-    dist.init_process_group(
-        rank.backend, init_method=init, world_size=rank.world_size, rank=rank.rank, timeout=timeout
-    )
+    dist.init_process_group(rank.backend, init_method=init, world_size=rank.world_size, rank=rank.rank, timeout=timeout)
     case._barrier(timeout=60)
     common_utils.set_rng_seed()
     why = ""

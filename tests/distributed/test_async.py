@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import BACKEND, Job, run_ranks
 from support.rank import Rank
 from support.reference import assert_same_bits, make_input, reduce
@@ -154,7 +153,9 @@ def _futures(rank: Rank) -> None:
     broken = done.get_future().then(lambda f: 1 / 0)
     with pytest.raises(Exception, match="division"):
         broken.wait()
-    collected = torch.futures.collect_all([dist.all_reduce(torch.ones(2), async_op=True).get_future() for _ in range(5)])
+    collected = torch.futures.collect_all(
+        [dist.all_reduce(torch.ones(2), async_op=True).get_future() for _ in range(5)]
+    )
     assert [f.value()[0][0].item() for f in collected.wait()] == [world] * 5
     assert work.result() is not None
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import BACKEND, Job, run_ranks
 from support.rank import Rank
 
@@ -74,11 +73,16 @@ CASES: dict[str, tuple[Call, str]] = {
     "reduce_scatter output": (lambda b, r: b.reduce_scatter([_f(3)], [[_f(2), _f(2)]]), r"\b3\b.*\b2\b"),
     "reduce_scatter_tensor size": (lambda b, r: b._reduce_scatter_base(_f(2), _f(5)), r"\b5\b.*\b4\b"),
     "reduce_scatter_tensor BXOR of floats": (
-        lambda b, r: b._reduce_scatter_base(_f(2), _f(4), _options("ReduceScatterOptions", reduceOp=dist.ReduceOp.BXOR)),
+        lambda b, r: b._reduce_scatter_base(
+            _f(2), _f(4), _options("ReduceScatterOptions", reduceOp=dist.ReduceOp.BXOR)
+        ),
         r"BXOR",
     ),
     "all_to_all_single odd": (lambda b, r: b.alltoall_base(_f(3), _f(3), [], []), r"\b3\b.*\b2\b"),
-    "all_to_all_single split sum": (lambda b, r: b.alltoall_base(_f(4), _f(4), [2, 2], [2, 1]), r"\b3\b.*\b4\b|\b4\b.*\b3\b"),
+    "all_to_all_single split sum": (
+        lambda b, r: b.alltoall_base(_f(4), _f(4), [2, 2], [2, 1]),
+        r"\b3\b.*\b4\b|\b4\b.*\b3\b",
+    ),
     "all_to_all_single negative": (lambda b, r: b.alltoall_base(_f(4), _f(4), [2, 2], [5, -1]), r"-1"),
     "all_to_all_single split count": (lambda b, r: b.alltoall_base(_f(4), _f(4), [4], [2, 2]), r"\b1 entr"),
     "all_to_all_single dtype": (
@@ -212,13 +216,13 @@ def test_unknown_variable_is_told() -> None:
 
 
 def _bad_options(rank: Rank) -> None:
-    with pytest.raises(TypeError, match="(?i)options"):
+    with pytest.raises(TypeError, match=r"(?i)options"):
         rank.init(pg_options={"spin_us": 3}, timeout=10)
     if dist.is_initialized():
         dist.destroy_process_group()
     from torch.distributed import ProcessGroupGloo  # another backend's options
 
-    with pytest.raises(TypeError, match="(?i)options"):
+    with pytest.raises(TypeError, match=r"(?i)options"):
         rank.init(pg_options=ProcessGroupGloo._Options(), timeout=10)
 
 

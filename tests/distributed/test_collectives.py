@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import BACKEND, run_ranks
 from support.layouts import LAYOUTS, Placed, poison
 from support.rank import Rank
@@ -95,7 +94,7 @@ def test_all_reduce_every_dtype_and_op(world: int, carrier: str) -> None:
 def _all_reduce_large(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank
-    for dtype, count in itertools.product(SPREAD + (torch.float16, torch.float64), LARGE):
+    for dtype, count in itertools.product((*SPREAD, torch.float16, torch.float64), LARGE):
         for op in ("SUM", "MAX", "AVG"):
             if not supported(dtype, op) or (count > 1 << 20 and op != "SUM"):
                 continue
@@ -258,7 +257,9 @@ def test_broadcast(world: int, carrier: str) -> None:
 def _all_gather(rank: Rank) -> None:
     rank.init()
     world = rank.world_size
-    for seed, (dtype, count, layout) in enumerate(itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, (dtype, count, layout) in enumerate(
+        itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))
+    ):
         what = f"all_gather {dtype} {count} {layout}"
         expected = [make_input(dtype, count, seed, r) for r in range(world)]
         mine = Placed(expected[rank.rank], layout)
@@ -323,7 +324,9 @@ def test_all_gather_aliasing(world: int, carrier: str) -> None:
 def _gather_scatter(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank
-    for seed, (dtype, count, layout) in enumerate(itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, (dtype, count, layout) in enumerate(
+        itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))
+    ):
         root = seed % world
         what = f"gather {dtype} {count} {layout} to {root}"
         expected = [make_input(dtype, count, seed, r) for r in range(world)]
@@ -424,7 +427,9 @@ def _send_recv(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank
     after, before = (me + 1) % world, (me - 1) % world
-    for seed, (dtype, count, layout) in enumerate(itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, (dtype, count, layout) in enumerate(
+        itertools.product(ALL_DTYPES, SMALL + LARGE[:1], ("plain", "strided"))
+    ):
         what = f"send/recv {dtype} {count} {layout}"
         sent = Placed(make_input(dtype, count, seed, me), layout)
         got = Placed(poison(torch.empty(count, dtype=dtype)), layout if me % 2 else "plain")

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import BACKEND, Job, run_ranks
 from support.rank import Rank
 from support.reference import assert_same_bits, make_input, reduce
@@ -313,7 +312,7 @@ def _closed(rank: Rank) -> None:
     backend = _backend(group)
     backend.shutdown()
     backend.shutdown()  # twice is harmless
-    with pytest.raises(RuntimeError, match="(?i)shut ?down|closed"):
+    with pytest.raises(RuntimeError, match=r"(?i)shut ?down|closed"):
         group.allreduce([torch.ones(3)]).wait()
     backend.abort()
     dist.destroy_process_group()
@@ -466,9 +465,7 @@ def _shrink(rank: Rank) -> None:
 
 
 @ark_only
-@pytest.mark.skipif(
-    not hasattr(torch._C._distributed_c10d.Backend, "shrink"), reason="this PyTorch has no shrink"
-)
+@pytest.mark.skipif(not hasattr(torch._C._distributed_c10d.Backend, "shrink"), reason="this PyTorch has no shrink")
 def test_shrink() -> None:
     run_ranks(_shrink, 4)
 

@@ -14,7 +14,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from support import processes, tables
 from support.launcher import base_environment
 

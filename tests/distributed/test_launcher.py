@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import Job, RanksFailed, run_ranks
 from support.rank import Rank
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support import processes, tables
 from support.launcher import BACKEND, Job, base_environment, run_ranks
 from support.rank import Rank
@@ -59,7 +58,8 @@ def test_a_plain_script_starts_and_exits() -> None:
     """No launcher, no warm process: what a user's script does, without destroy_process_group."""
     code = (
         "import os, torch, torch.distributed as dist\n"
-        f"dist.init_process_group('{BACKEND}', init_method='tcp://127.0.0.1:29777', rank=int(os.environ['RANK']), world_size=2)\n"
+        f"dist.init_process_group('{BACKEND}', init_method='tcp://127.0.0.1:29777',"
+        " rank=int(os.environ['RANK']), world_size=2)\n"
         "t = torch.ones(3); dist.all_reduce(t); assert t.tolist() == [2.0] * 3\n"
     )
     code = code.replace("29777", str(20000 + os.getpid() % 20000))
@@ -70,7 +70,8 @@ def test_a_plain_script_starts_and_exits() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    "first", ["import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n"]
+    "first",
+    ["import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n"],
 )
 @pytest.mark.parametrize("autoload", ["1", "0"])
 @ark_only
@@ -85,7 +86,9 @@ def test_import_orders(first: str, autoload: str) -> None:
         "dist.destroy_process_group()\n"
     )
     env = base_environment(TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, timeout=60, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], env=env, timeout=60, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -105,7 +108,7 @@ def _soak_operations(rank: Rank, rounds: int) -> list[dict[str, int]]:
     rank.init()
     world = rank.world_size
     seen = []
-    for round_ in range(rounds):
+    for _ in range(rounds):
         for i in range(250):
             count = 1 + (i * 397) % 20_000
             a = torch.ones(count)

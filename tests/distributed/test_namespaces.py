@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from support import processes, tables
 from support.launcher import BACKEND, base_environment
 
@@ -69,7 +68,11 @@ def namespaces() -> Iterator[list[tuple[str, str]]]:
 
 
 def _run(
-    namespaces: list[tuple[str, str]], placement: list[int], limit: float = 120, private_mounts: bool = False, **env: str
+    namespaces: list[tuple[str, str]],
+    placement: list[int],
+    limit: float = 120,
+    private_mounts: bool = False,
+    **env: str,
 ) -> list[tuple[int, str]]:
     """Rank r in namespace placement[r]; exit codes and outputs."""
     running = []

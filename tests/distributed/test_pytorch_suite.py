@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 import suite_rank
 import torch
-
 from support import tables
 from support.launcher import BACKEND, Job, RanksFailed, Zygote, run_ranks
 
@@ -75,10 +74,10 @@ def _run_all(as_gloo: Suite, as_mpi: Suite) -> tuple[list[str], dict[str, str], 
     believed = {}
     if as_gloo.world_size == 2 and not torch.cuda.is_available() and os.environ.get("ARK_UPDATE_SKIPS") != "1":
         believed = {name: why for name, why in _known_skips(2).items() if LACKS_HARDWARE.search(why)}
-    for name, why in as_gloo.bodies.items():
+    for name, reason in as_gloo.bodies.items():
         if not only.search(name):
             continue
-        suite = as_gloo
+        suite, why = as_gloo, reason
         if why and "all_to_all" in name and not as_mpi.bodies[name]:
             suite, why = as_mpi, ""
         if not why and name in believed:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-
 from support.launcher import BACKEND, run_ranks
 from support.layouts import Placed, poison
 from support.rank import Rank
@@ -208,8 +208,14 @@ def _run(step: Step, group: Group, me: int) -> list[Callable[[], None]]:
         if dtype in EXACT_IN_ANY_ORDER or step.kind not in ("all_reduce", "reduce_scatter_tensor"):
             assert_same_bits(got, twin, f"ark and Gloo differ: {what}")
         else:  # Gloo's order of adding is its own (and float16 rounds at every step there)
-            torch.testing.assert_close(got, twin, rtol=2e-2 if dtype is torch.float16 else 1e-4, atol=2e-2,
-                                       equal_nan=True, msg=lambda m: f"ark and Gloo differ: {what}: {m}")
+            torch.testing.assert_close(
+                got,
+                twin,
+                rtol=2e-2 if dtype is torch.float16 else 1e-4,
+                atol=2e-2,
+                equal_nan=True,
+                msg=lambda m: f"ark and Gloo differ: {what}: {m}",
+            )
 
     return [finish, against_gloo]
 
@@ -249,7 +255,7 @@ def _random(rank: Rank, seed: int, operations: int, threads: int) -> int:
             for wait in pending:
                 wait()
         except BaseException as error:
-            error.add_note(f"seed {seed}, thread {index}, step {number}") if hasattr(error, "add_note") else None
+            print(f"seed {seed}, thread {index}, step {number}", file=sys.stderr)
             failures.append(error)
 
     workers = [threading.Thread(target=lane, args=(index,)) for index in range(1, threads)]
@@ -266,7 +272,7 @@ def _random(rank: Rank, seed: int, operations: int, threads: int) -> int:
 
 
 def _seed(default: int) -> int:
-    return int(os.environ.get("ARK_TEST_SEED", default))
+    return int(os.environ.get("ARK_TEST_SEED", str(default)))
 
 
 @pytest.mark.quick
@@ -276,7 +282,7 @@ def test_a_few_random_operations() -> None:
 
 @pytest.mark.parametrize("world, threads", [(2, 1), (2, 3), (3, 2), (4, 1)])
 def test_random_operations(world: int, threads: int) -> None:
-    operations = int(os.environ.get("ARK_TEST_OPERATIONS", 1250))
+    operations = int(os.environ.get("ARK_TEST_OPERATIONS", "1250"))
     run_ranks(_random, world, _seed(7 + world), operations, threads, timeout=280)
 
 
@@ -288,5 +294,5 @@ def test_random_operations_carried_by_gloo() -> None:
 @pytest.mark.limit(3600)
 @pytest.mark.parametrize("world, threads", [(2, 1), (2, 4), (3, 2), (4, 1), (4, 3)])
 def test_a_hundred_thousand_random_operations(world: int, threads: int) -> None:
-    operations = int(os.environ.get("ARK_TEST_OPERATIONS", 20_000))
+    operations = int(os.environ.get("ARK_TEST_OPERATIONS", "20000"))
     run_ranks(_random, world, _seed(100 + world * 10 + threads), operations, threads, timeout=3500)

@@ -372,7 +372,9 @@ class Job:
             raise AssertionError(f"the job left behind: {self.left_behind}")
 
 
-def run_ranks(body: Callable[..., Any], count: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **options: Any) -> list[Any]:
+def run_ranks(
+    body: Callable[..., Any], count: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **options: Any
+) -> list[Any]:
     """Run the function on every rank; their values in rank order."""
     with Job(body, count, *args, **options) as job:
         return job.values(timeout)

@@ -40,7 +40,9 @@ class Placed:
             values = values.reshape(self.tensor.shape)
         self.tensor.copy_(values)
         mask = torch.zeros(slack, dtype=torch.bool)
-        mask[torch.as_strided(torch.arange(slack), self.tensor.shape, self.tensor.stride(), self._start(elements))] = True
+        mask[torch.as_strided(torch.arange(slack), self.tensor.shape, self.tensor.stride(), self._start(elements))] = (
+            True
+        )
         self._around = ~mask.repeat_interleave(values.element_size())
 
     def _start(self, elements: torch.Tensor) -> int:

@@ -125,7 +125,7 @@ def assert_same_bits(got: torch.Tensor, expected: torch.Tensor, what: str) -> No
         one, two = a.view(-1, size)[at].tolist(), b.view(-1, size)[at].tolist()
         raise AssertionError(
             f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, first at {at}: "
-            f"{got.contiguous().reshape(-1)[at:at + 1].tolist() if got.dtype not in SCALES else one} is not "
-            f"{expected.contiguous().reshape(-1)[at:at + 1].tolist() if got.dtype not in SCALES else two} "
+            f"{got.contiguous().reshape(-1)[at : at + 1].tolist() if got.dtype not in SCALES else one} is not "
+            f"{expected.contiguous().reshape(-1)[at : at + 1].tolist() if got.dtype not in SCALES else two} "
             f"(bytes {one}, {two})"
         )

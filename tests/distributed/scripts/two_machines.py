@@ -10,10 +10,9 @@ import common
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from support.reference import assert_same_bits, join, make_input, reduce
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-
-from support.reference import assert_same_bits, join, make_input, reduce
 
 
 def collectives(rank: int, world: int, group: Any) -> None:
@@ -54,7 +53,9 @@ def collectives(rank: int, world: int, group: Any) -> None:
         moved = torch.empty(count * world, dtype=dtype)
         dist.all_to_all_single(moved, wide[rank], group=group)
         assert_same_bits(moved, join([w[count * rank : count * (rank + 1)] for w in wide]), f"all_to_all {dtype}")
-        dist.all_to_all([torch.empty(count, dtype=dtype) for _ in range(world)], list(wide[rank].split(count)), group=group)
+        dist.all_to_all(
+            [torch.empty(count, dtype=dtype) for _ in range(world)], list(wide[rank].split(count)), group=group
+        )
         work = dist.all_reduce(inputs[rank].clone(), group=group, async_op=True)
         assert work is not None
         work.wait()
