@@ -1,0 +1,144 @@
+"""Measures which algorithm and chunk suit this machine and writes a dispatch table: `python -m ark_torch.tools.tune`.
+
+For all_reduce it finds the largest size up to which one shot beats two shots and the best chunk of the latter; for the
+other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and compared
+by their medians, so that noise hits all alike. The table is used through ARK_DISPATCH=FILE; every rank of a group uses
+rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ANY_BYTES = 2**64 - 1
+ANY_RANKS = 2**32 - 1
+CHUNKS = [64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
+ONE_SHOT_SIZES = [1 << power for power in range(10, 19)]
+MOVING = ("all_gather", "broadcast", "reduce_scatter", "all_to_all", "gather", "scatter")
+
+
+def rule(collective: str, algorithm: str, when: str, max_bytes: int, chunk: int) -> dict[str, Any]:
+    """One rule of a table, for any number of ranks."""
+    return {
+        "collective": collective,
+        "algorithm": algorithm,
+        "when": when,
+        "max_ranks": ANY_RANKS,
+        "max_bytes": max_bytes,
+        "chunk_bytes": chunk,
+    }
+
+
+def _group(rules: list[dict[str, Any]]) -> Any:
+    from ark_torch import _C
+    from ark_torch.distributed.group import complete
+
+    options = complete(_C.Options())
+    options.dispatch = [tuple(entry.values()) for entry in rules]
+    return dist.new_group(backend="ark", pg_options=options)
+
+
+def _call(collective: str, group: Any, floats: int) -> Any:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    x = torch.rand(floats)
+    if collective == "all_reduce":
+        return lambda: dist.all_reduce(x, group=group)
+    if collective == "broadcast":
+        return lambda: dist.broadcast(x, 0, group=group)
+    if collective == "all_to_all":
+        y, z = torch.rand(floats * size), torch.empty(floats * size)
+        return lambda: dist.all_to_all_single(z, y, group=group)
+    wide = torch.rand(floats * size)
+    parts = list(wide.chunk(size))
+    if collective == "all_gather":
+        return lambda: dist.all_gather(parts, x, group=group)
+    if collective == "reduce_scatter":
+        return lambda: dist.reduce_scatter(x, parts, group=group)
+    if collective == "gather":
+        return lambda: dist.gather(x, parts if rank == 0 else None, 0, group=group)
+    return lambda: dist.scatter(x, parts if rank == 0 else None, 0, group=group)
+
+
+def _best(collective: str, groups: dict[int, Any], floats: int, rounds: int) -> tuple[int, float]:
+    """The key of the group whose median time is the lowest, the same on all ranks, and that time in microseconds."""
+    calls = {key: _call(collective, group, floats) for key, group in groups.items()}
+    times: dict[int, list[float]] = {key: [] for key in groups}
+    repeats = max(3, min(200, (4 << 20) // (floats * 4)))
+    for _ in range(rounds):
+        for key, call in calls.items():
+            call()
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[key].append((time.perf_counter() - start) / repeats * 1e6)
+    medians = torch.tensor([statistics.median(times[key]) for key in groups], dtype=torch.float64)
+    dist.all_reduce(medians, dist.ReduceOp.MAX)
+    index = int(medians.argmin())
+    return list(groups)[index], float(medians[index])
+
+
+def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("ark", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    when = "oversubscribed" if size > len(os.sched_getaffinity(0)) else "core_per_rank"
+    say = print if rank == 0 else lambda *_: None
+    rules: list[dict[str, Any]] = []
+
+    two_shot = {chunk: _group([rule("all_reduce", "two_shot", when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
+    chunk, _ = _best("all_reduce", two_shot, (16 << 20) // 4, rounds)
+    say(f"all_reduce: two shots in chunks of {chunk >> 10} KiB")
+    one_shot = _group([rule("all_reduce", "one_shot", when, ONE_SHOT_SIZES[-1], ONE_SHOT_SIZES[-1])])
+    limit = 0
+    for bytes_ in ONE_SHOT_SIZES:
+        winner, microseconds = _best("all_reduce", {0: one_shot, 1: two_shot[chunk]}, bytes_ // 4, rounds)
+        say(f"  {bytes_:>8} bytes: {'one shot' if winner == 0 else 'two shots'} ({microseconds:.1f} us)")
+        if winner == 1:
+            break
+        limit = bytes_
+    for collective in ("all_reduce", "reduce"):
+        if limit:
+            rules.append(rule(collective, "one_shot", when, limit, limit))
+        rules.append(rule(collective, "two_shot", when, ANY_BYTES, chunk))
+
+    for collective in MOVING:
+        groups = {chunk: _group([rule(collective, "one_shot", when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
+        chunk, microseconds = _best(collective, groups, (4 << 20) // 4, rounds)
+        say(f"{collective}: chunks of {chunk >> 10} KiB ({microseconds:.0f} us for 4 MiB a rank)")
+        rules.append(rule(collective, "one_shot", when, ANY_BYTES, chunk))
+    if rank == 0:
+        with open(output, "w", encoding="utf-8") as file:
+            json.dump({"ranks": size, "cores": len(os.sched_getaffinity(0)), "rules": rules}, file, indent=1)
+        say(f"wrote {output}: use it with ARK_DISPATCH={output}")
+    dist.destroy_process_group()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.tune", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2, help="processes to measure with (default 2)")
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each candidate (default 7)")
+    parser.add_argument("--output", default="ark-dispatch.json", help="file to write (default ark-dispatch.json)")
+    options = parser.parse_args(arguments)
+    if options.ranks < 2 or options.rounds < 1:
+        parser.error("--ranks must be 2 or more and --rounds 1 or more")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(  # type: ignore[no-untyped-call]
+            _tune, (options.ranks, f"{folder}/store", options.rounds, options.output), options.ranks
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
