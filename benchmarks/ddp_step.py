@@ -3,7 +3,7 @@
     python benchmarks/ddp_step.py [--ranks 2,4] [--quick] [--output FOLDER]
 
 Both backends, and the same step without communication (no_sync), take turns in the same processes, so that the
-machine's noise hits all of them alike. A step is forward and backward, between barriers, as long as its slowest rank.
+machine's noise hits all of them alike. A step is forward and backward, as long as its slowest rank takes.
 Small batches of a wide model let communication show; the demo's own size is among the rows.
 """
 
@@ -12,25 +12,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ark_torch.tools.bench import cli, report
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
 
-from gpt.model import GPT, ModelConfig, next_byte_loss  # noqa: E402  (lies beside, in examples/)
+from gpt.model import ModelConfig  # noqa: E402  (lies beside, in examples/)
+from gpt.timing import time_communication  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -52,35 +51,14 @@ STEPS = (
 )
 
 
-def measure(step: Step, groups: dict[str, dist.ProcessGroup], rounds: int) -> dict[str, object]:
+def measure(step: Step, groups: dict[str, dist.ProcessGroup], rounds: int) -> dict[str, Any]:
     """Median milliseconds over each backend, and without communication; every rank returns the same."""
-    torch.manual_seed(0)
-    models = {name: DistributedDataParallel(GPT(step.model), process_group=group) for name, group in groups.items()}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens = torch.randint(256, (step.batch, step.model.context + 1), generator=generator)
-    first = next(iter(models.values()))
-    turns = [*((name, model, nullcontext) for name, model in models.items()), ("local", first, first.no_sync)]
-    times: dict[str, list[float]] = {name: [] for name, _, _ in turns}
-    for number in range(rounds + 3):
-        shift = number % len(turns)
-        for name, model, context in turns[shift:] + turns[:shift]:
-            model.zero_grad()
-            dist.barrier()
-            start = time.perf_counter()
-            with context():
-                next_byte_loss(model, tokens).backward()
-            elapsed = time.perf_counter() - start
-            if number >= 3:  # DDP rebuilds its buckets after the first step
-                times[name].append(elapsed * 1e3)
-    row: dict[str, object] = {"model": step.name, **asdict(step.model), "batch": step.batch}
-    row |= {"ranks": dist.get_world_size(), "rounds": rounds}
-    row["gradient_bytes"] = sum(4 * parameter.numel() for parameter in first.parameters())
-    for name, values in times.items():
-        slowest = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        quarters = statistics.quantiles(slowest.tolist(), n=4)
-        row[f"{name}_ms"], row[f"{name}_spread_ms"] = quarters[1], (quarters[2] - quarters[0]) / 2
-    row["ratio"] = float(row["gloo_ms"]) / float(row["ark_ms"])  # type: ignore[arg-type]
+    times = time_communication(step.model, step.batch, groups, rounds, torch.device("cpu"))
+    row = {"model": step.name, **asdict(step.model), "batch": step.batch, "ranks": dist.get_world_size()}
+    row |= {"rounds": rounds, "gradient_bytes": times.gradient_bytes, "local_ms": times.local_ms}
+    for name, of_backend in times.backends.items():
+        row |= {f"{name}_{key.removeprefix('step_')}": value for key, value in asdict(of_backend).items()}
+    row["ratio"] = row["gloo_ms"] / row["ark_ms"]
     return row
 
 

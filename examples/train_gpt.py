@@ -31,7 +31,7 @@ except ImportError as error:
 
 from gpt.data import check_length, load_corpus
 from gpt.model import GPT, ModelConfig
-from gpt.training import Place, RunResult, TrainingConfig, train
+from gpt.training import Place, RunResult, TrainingConfig, measure_communication, train
 
 # Backends whose groups carry CUDA tensors today. "ark" joins them with its CUDA engines; nothing else needs to change.
 CUDA_BACKENDS = {"nccl"}
@@ -128,6 +128,7 @@ def run_rank(arguments: argparse.Namespace) -> bool:
             result, model = train(config, corpus, backend, run, place, bars.follow(backend, config.steps))
             results.append(result)
             models.append(model)
+    times = measure_communication(config, backends_of(arguments), place)
     if rank != 0:
         return True
     folder = arguments.output
@@ -136,9 +137,9 @@ def run_rank(arguments: argparse.Namespace) -> bool:
     sample = text.decode(errors="replace")
     (folder / "sample.txt").write_text(sample)
     torch.save(models[0].state_dict(), folder / "model.pt")
-    report.draw(results, folder / "loss.png")
-    report.write_report(results, config, world, device.type, folder / "report.json")
-    return report.show(console, results, sample, folder)
+    report.draw(results, times, folder / "loss.png")
+    report.write_report(results, times, config, place, folder / "report.json")
+    return report.show(console, results, times, sample, folder)
 
 
 def main() -> None:

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from .training import RunResult, TrainingConfig
+from .timing import CommunicationTimes
+from .training import Place, RunResult, TrainingConfig
 
 # Two backends may round the same sum differently where more than two ranks add (two ranks: a + b is b + a), and
 # training feeds the last bit back into all that follows. Relative distance of the weights, in the Euclidean norm.
@@ -56,22 +57,28 @@ def bits(weights: torch.Tensor) -> torch.Tensor:
     return weights.view(torch.int32)
 
 
-def comparison_table(results: list[RunResult]) -> Table:
-    table = Table(title="The same training over each backend; milliseconds a step, medians")
+def training_table(results: list[RunResult]) -> Table:
+    table = Table(title="The same training over each backend", title_justify="left")
     table.add_column("")
-    for result in results:
-        table.add_column(result.backend, justify="right")
-    gradient_mb = results[0].gradient_bytes / 1e6
-    rows = {
-        "training, seconds in all": [f"{r.seconds:.1f}" for r in results],
-        "held-out loss at the end": [f"{r.held_out[-1][1]:.4f}" for r in results],
-        "forward + backward": [f"{r.step_ms:.2f}" for r in results],
-        "the same without communication": [f"{r.local_step_ms:.2f}" for r in results],
-        "communication not hidden behind backward": [f"{r.exposed_ms:+.2f}" for r in results],
-        f"all_reduce of the gradients alone, {gradient_mb:.1f} MB": [f"{r.gradient_ms:.2f}" for r in results],
-    }
-    for name, values in rows.items():
-        table.add_row(name, *values)
+    for number in range(len(results)):
+        table.add_column(label(results, number), justify="right")
+    table.add_row("seconds", *[f"{r.seconds:.1f}" for r in results])
+    table.add_row("held-out loss at the end", *[f"{r.held_out[-1][1]:.4f}" for r in results])
+    return table
+
+
+def communication_table(times: CommunicationTimes) -> Table:
+    table = Table(title="Communication, taken in turns; milliseconds a step, medians", title_justify="left")
+    table.add_column("")
+    for name in times.backends:
+        table.add_column(name, justify="right")
+    table.add_column("none", justify="right")
+    of_all = list(times.backends.values())
+    table.add_row("forward + backward", *[f"{t.step_ms:.2f}" for t in of_all], f"{times.local_ms:.2f}")
+    table.add_row("longer than without communication", *[f"{t.exposed_ms:+.2f}" for t in of_all], "")
+    megabytes = times.gradient_bytes / 1e6
+    name = f"all_reduce of the gradients alone, {megabytes:.1f} MB"
+    table.add_row(name, *[f"{t.gradient_ms:.2f}" for t in of_all], "")
     return table
 
 
@@ -97,7 +104,7 @@ def terminal_curve(result: RunResult, width: int) -> str:
     return str(figure.show(legend=True))
 
 
-def draw(results: list[RunResult], path: Path) -> None:
+def draw(results: list[RunResult], times: CommunicationTimes, path: Path) -> None:
     """The PNG: loss curves of all runs, drawn over one another, and the communication time of each."""
     figure = Figure(figsize=(12, 5), layout="tight")  # not pyplot: there may be no screen
     curves, bars = figure.subplots(1, 2, width_ratios=(2, 1))
@@ -109,10 +116,10 @@ def draw(results: list[RunResult], path: Path) -> None:
     curves.set(xlabel="step", ylabel="loss, nats a byte", title="Training loss (lines, smoothed), held-out loss (dots)")
     curves.legend()
     curves.grid(alpha=0.3)
-    names = [label(results, number) for number in range(len(results))]
-    drawn = bars.bar(names, [r.gradient_ms for r in results], color=[f"C{n}" for n in range(len(results))])
+    colours = [f"C{number}" for number in range(len(times.backends))]
+    drawn = bars.bar(list(times.backends), [t.gradient_ms for t in times.backends.values()], color=colours)
     bars.bar_label(drawn, fmt="%.2f")
-    bars.set(ylabel="ms", title=f"all_reduce of {results[0].gradient_bytes / 1e6:.1f} MB of gradients")
+    bars.set(ylabel="ms", title=f"all_reduce of {times.gradient_bytes / 1e6:.1f} MB of gradients")
     figure.savefig(path, dpi=120)
 
 
@@ -121,21 +128,26 @@ def label(results: list[RunResult], number: int) -> str:
     return results[number].backend + (f" (run {earlier + 1})" if earlier else "")
 
 
-def write_report(results: list[RunResult], config: TrainingConfig, world: int, device: str, path: Path) -> None:
+def write_report(
+    results: list[RunResult], times: CommunicationTimes, config: TrainingConfig, place: Place, path: Path
+) -> None:
     runs = [{key: value for key, value in asdict(result).items() if key != "weights"} for result in results]
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     verdicts = [asdict(verdict) for verdict in compare(results)]
-    report = {"ranks": world, "device": device, "versions": versions, "config": asdict(config)}
-    path.write_text(json.dumps({**report, "verdicts": verdicts, "runs": runs}, indent=1) + "\n")
+    report = {"ranks": place.world, "device": place.device.type, "versions": versions, "config": asdict(config)}
+    report |= {"verdicts": verdicts, "communication": asdict(times), "runs": runs}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def show(console: Console, results: list[RunResult], sample: str, folder: Path) -> bool:
+def show(console: Console, results: list[RunResult], times: CommunicationTimes, sample: str, folder: Path) -> bool:
     """Prints everything; returns whether all verdicts hold."""
     console.print()
     console.print(
         terminal_curve(results[0], min(console.width - 24, 80)), markup=False, highlight=False, soft_wrap=True
     )
-    console.print(comparison_table(results))
+    console.print()
+    console.print(training_table(results))
+    console.print(communication_table(times))
     verdicts = compare(results)
     for verdict in verdicts:
         mark = "[green]holds[/]" if verdict.holds else "[red]FAILS[/]"

@@ -3,16 +3,14 @@
 A run makes its process group, trains the model with DistributedDataParallel and destroys the group again, so that
 several runs over different backends can follow one another in the same processes and be compared. All randomness
 comes from the seed and the rank: two runs that differ in the backend alone do the same arithmetic on the same data.
-Communication is timed after the training, between barriers, where it can be told apart from the computation.
+Communication is timed after the runs, where it can be told apart from the computation (timing.py).
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .data import Corpus, fixed_windows, sample_windows
 from .model import GPT, ModelConfig, next_byte_loss
+from .timing import CommunicationTimes, time_communication
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class TrainingConfig:
     seed: int = 1234
     evaluate_every: int = 50
     held_out_windows: int = 256
-    timing_rounds: int = 15
+    timing_rounds: int = 20
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class RunResult:
     held_out: list[tuple[int, float]]  # (steps done, loss on the held-out windows)
     weights: Tensor  # all parameters, flat, on the CPU
     seconds: float
-    step_ms: float  # forward and backward with the gradients' all_reduce, median
-    local_step_ms: float  # the same without communication (no_sync), median
-    exposed_ms: float  # the median difference of the two, round by round: communication that backward does not hide
-    gradient_ms: float  # all_reduce of one step's gradients with nothing beside it, median
-    gradient_bytes: int
 
 
 Progress = Callable[[int, float, float | None], None]  # step, training loss, held-out loss when it is new
@@ -76,9 +70,7 @@ def train(
 ) -> tuple[RunResult, GPT]:
     """Trains over `backend`; all ranks call it together, with another number for each run of the job."""
     device = place.device
-    # A prefix of its own: what an earlier group left in the store must not be taken for this one's addresses.
-    store = dist.PrefixStore(f"run{run}", place.store)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world)
+    join_group(backend, f"run{run}", place)
     try:
         torch.manual_seed(config.seed)
         model = GPT(config.model).to(device)
@@ -112,28 +104,39 @@ def train(
         losses_on_device = losses.to(device)
         dist.all_reduce(losses_on_device)
         weights = torch.cat([parameter.detach().flatten().cpu() for parameter in model.parameters()])
-        step_ms, local_step_ms, exposed_ms = time_steps(config, ddp, corpus, generator, device)
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        alone = [time_between_barriers(lambda: dist.all_reduce(gradients), device) for _ in range(config.timing_rounds)]
-        gradient_ms = statistics.median(slowest_rank(alone, device))
-        # Gloo's destructor joins its threads while Python's lock is held; one that is still dropping the last tensor
-        # waits for that lock, for ever (seen with 2.13). Sleeping gives the lock away until they are idle.
-        time.sleep(0.1)
     finally:
-        dist.destroy_process_group()
+        leave_group()
     result = RunResult(
         backend=backend,
         losses=(losses_on_device.cpu() / place.world).tolist(),
         held_out=held_out,
         weights=weights,
         seconds=seconds,
-        step_ms=step_ms,
-        local_step_ms=local_step_ms,
-        exposed_ms=exposed_ms,
-        gradient_ms=gradient_ms,
-        gradient_bytes=gradients.numel() * gradients.element_size(),
     )
     return result, model
+
+
+def join_group(backend: str, name: str, place: Place) -> None:
+    # A prefix of its own: what an earlier group left in the store must not be taken for this one's addresses.
+    store = dist.PrefixStore(name, place.store)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world)
+
+
+def leave_group() -> None:
+    # Gloo's destructor joins its threads while Python's lock is held; one that is still dropping the last tensor
+    # waits for that lock, for ever (seen with 2.13). Sleeping gives the lock away until they are idle.
+    time.sleep(0.1)
+    dist.destroy_process_group()
+
+
+def measure_communication(config: TrainingConfig, backends: list[str], place: Place) -> CommunicationTimes:
+    """Times the backends side by side, each as a group of its own in these processes."""
+    join_group(backends[0], "timing", place)
+    try:
+        groups = {name: dist.new_group(backend=name) for name in dict.fromkeys(backends)}
+        return time_communication(config.model, config.batch, groups, config.timing_rounds, place.device)
+    finally:
+        leave_group()
 
 
 @torch.no_grad()
@@ -146,47 +149,3 @@ def evaluate(model: GPT, windows: Tensor, device: torch.device) -> float:
         total[1] += tokens.size(0)
     dist.all_reduce(total)
     return float(total[0] / total[1])
-
-
-def time_steps(
-    config: TrainingConfig,
-    ddp: DistributedDataParallel,
-    corpus: Corpus,
-    generator: torch.Generator,
-    device: torch.device,
-) -> tuple[float, float, float]:
-    """Median milliseconds of forward plus backward, with and without communication, taken in turns; and how much
-    longer the one took than the other."""
-    tokens = sample_windows(corpus.train, config.batch, config.model.context, generator).to(device)
-
-    def step() -> None:
-        ddp.zero_grad()
-        next_byte_loss(ddp, tokens).backward()
-
-    times: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(config.timing_rounds):
-        for synchronised in (False, True):
-            with nullcontext() if synchronised else ddp.no_sync():
-                times[synchronised].append(time_between_barriers(step, device))
-    with_it, without_it = slowest_rank(times[True], device), slowest_rank(times[False], device)
-    differences = [slow - fast for slow, fast in zip(with_it, without_it, strict=True)]
-    return statistics.median(with_it), statistics.median(without_it), statistics.median(differences)
-
-
-def time_between_barriers(action: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds that the action takes on this rank when all ranks start it together."""
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (time.perf_counter() - start) * 1e3
-
-
-def slowest_rank(times: list[float], device: torch.device) -> list[float]:
-    """Each round counts as long as its slowest rank took."""
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return list(slowest.tolist())
