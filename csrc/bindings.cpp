@@ -38,7 +38,8 @@ std::vector<ark::Rule> to_rules(const std::vector<RuleTuple>& tuples) {
   for (const auto& [kind, algorithm, when, ranks, bytes, chunk] : tuples) {
     int w = 0;
     while (w < 3 && when != kWhen[w]) ++w;
-    if (w == 3) throw py::value_error("dispatch table: 'when' is '" + when + "', not core_per_rank, oversubscribed or both");
+    if (w == 3)
+      throw py::value_error("dispatch table: 'when' is '" + when + "', not core_per_rank, oversubscribed or both");
     rules.push_back({named<ark::Kind>("collective", kind, ark::kKinds),
                      named<ark::Algorithm>("algorithm", algorithm, ark::kAlgorithms), static_cast<uint8_t>(w), 0, ranks,
                      bytes, chunk, 0});
@@ -49,13 +50,15 @@ std::vector<ark::Rule> to_rules(const std::vector<RuleTuple>& tuples) {
 std::vector<RuleTuple> from_rules(const std::vector<ark::Rule>& rules) {
   std::vector<RuleTuple> tuples;
   for (const ark::Rule& rule : rules) {
-    tuples.emplace_back(ark::name_of(rule.kind), ark::name_of(rule.algorithm), kWhen[rule.oversubscribed], rule.max_ranks,
-                        rule.max_bytes, rule.chunk_bytes);
+    tuples.emplace_back(ark::name_of(rule.kind), ark::name_of(rule.algorithm), kWhen[rule.oversubscribed],
+                        rule.max_ranks, rule.max_bytes, rule.chunk_bytes);
   }
   return tuples;
 }
 
-Shared<Options> copy_of(const Options& options) { return c10::make_intrusive<Options>(options); }
+Shared<Options> copy_of(const Options& options) {
+  return c10::make_intrusive<Options>(options);
+}
 
 }  // namespace
 
@@ -92,20 +95,25 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
                              "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
-      .def_property_readonly("options", [](ProcessGroupArk& self) {
-        return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions());
-      })
+      .def_property_readonly(
+          "options",
+          [](ProcessGroupArk& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       .def("get_error", &ProcessGroupArk::getError, py::call_guard<py::gil_scoped_release>())
       // Ranks outside a new group call this on the parent (torch 2.11 to 2.13): nothing to do.
-      .def("perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
+      .def(
+          "perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});
 
-  m.def("_flight_record_json", [] { return ark::FlightRecord::instance().to_json(); },
-        py::call_guard<py::gil_scoped_release>());
-  m.def("_flight_record_dump", [](const std::string& path) { return ark::FlightRecord::instance().dump(path); },
-        py::call_guard<py::gil_scoped_release>());
-  m.def("_shutdown_all_groups", [](int64_t patience_ms) { ark::shutdown_all_groups(std::chrono::milliseconds(patience_ms)); },
-        py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "_flight_record_json", [] { return ark::FlightRecord::instance().to_json(); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "_flight_record_dump", [](const std::string& path) { return ark::FlightRecord::instance().dump(path); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "_shutdown_all_groups",
+      [](int64_t patience_ms) { ark::shutdown_all_groups(std::chrono::milliseconds(patience_ms)); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
 }

@@ -25,11 +25,11 @@ enum class ErrorKind : uint8_t {
 const char* name_of(ErrorKind kind);
 
 struct ErrorContext {
-  int rank = -1;           // the rank that raises
-  int peer = -1;           // the rank to blame; -1: unknown or none
-  std::string operation;   // "all_reduce"; empty: none
-  uint64_t sequence = 0;   // sequence number of the operation in its group
-  std::string remedy;      // one sentence in the imperative
+  int rank = -1;          // the rank that raises
+  int peer = -1;          // the rank to blame; -1: unknown or none
+  std::string operation;  // "all_reduce"; empty: none
+  uint64_t sequence = 0;  // sequence number of the operation in its group
+  std::string remedy;     // one sentence in the imperative
 };
 
 class Error : public std::runtime_error {

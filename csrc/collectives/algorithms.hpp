@@ -10,8 +10,12 @@
 namespace ark {
 
 inline constexpr size_t kAlign = 64;  // parts of a chunk start on cache lines
-inline size_t align_up(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-inline size_t align_down(size_t bytes) { return bytes / kAlign * kAlign; }
+inline size_t align_up(size_t bytes) {
+  return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+inline size_t align_down(size_t bytes) {
+  return bytes / kAlign * kAlign;
+}
 
 // memcpy that may be given null pointers when there is nothing to copy.
 inline void copy_bytes(void* target, const void* source, size_t bytes) {

@@ -27,7 +27,8 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
     if (k + 1 < chunks) publish(k + 1);
     for (int peer = 0; receives && peer < size; ++peer) {
       std::byte* target = static_cast<std::byte*>(outs[peer]) + k * chunk;
-      const std::byte* source = peer == rank ? static_cast<const std::byte*>(in) + k * chunk : rounds.read(first + k, peer);
+      const std::byte* source =
+          peer == rank ? static_cast<const std::byte*>(in) + k * chunk : rounds.read(first + k, peer);
       if (source != target) copy_bytes(target, source, length(k));
     }
     if (!receives && k == 0) rounds.check_all(first);
@@ -42,8 +43,7 @@ void all_gather(Rounds& rounds, const Operation& operation, const void* in, void
   gather_chunks(rounds, operation, in, outs, bytes, chunk, true);
 }
 
-void gather(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes,
-            size_t chunk) {
+void gather(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes, size_t chunk) {
   gather_chunks(rounds, operation, in, outs, bytes, chunk, operation.descriptor.root == rounds.rank());
 }
 

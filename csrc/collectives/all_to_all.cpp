@@ -6,8 +6,8 @@
 // all of them, and everyone knows the longest exchange.
 #include <algorithm>
 
-#include "collectives/algorithms.hpp"
 #include "collectives/agreement.hpp"
+#include "collectives/algorithms.hpp"
 
 namespace ark {
 

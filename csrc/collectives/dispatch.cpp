@@ -16,7 +16,9 @@ constexpr uint8_t kCorePerRank = 0, kOversubscribed = 1, kBoth = 2;
 
 }  // namespace
 
-const char* name_of(Algorithm algorithm) { return algorithm == Algorithm::one_shot ? "one_shot" : "two_shot"; }
+const char* name_of(Algorithm algorithm) {
+  return algorithm == Algorithm::one_shot ? "one_shot" : "two_shot";
+}
 
 std::vector<Rule> DispatchTable::defaults() {
   std::vector<Rule> rules;

@@ -47,8 +47,8 @@ enum class ReduceOp : uint8_t {
 };
 inline constexpr int kReduceOps = 9;
 
-size_t size_of(DType dtype);        // bytes of one element
-const char* name_of(DType dtype);   // PyTorch's name: "bfloat16"
-const char* name_of(ReduceOp op);   // "SUM"
+size_t size_of(DType dtype);       // bytes of one element
+const char* name_of(DType dtype);  // PyTorch's name: "bfloat16"
+const char* name_of(ReduceOp op);  // "SUM"
 
 }  // namespace ark

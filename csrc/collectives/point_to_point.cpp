@@ -37,7 +37,9 @@ PointToPoint::PointToPoint(GroupHealth& health, std::vector<Channel> to, std::ve
       commit_(std::move(commit)),
       peers_(to_.size()) {}
 
-PointToPoint::~PointToPoint() { stop(); }
+PointToPoint::~PointToPoint() {
+  stop();
+}
 
 void PointToPoint::stop() {
   {
@@ -148,7 +150,8 @@ bool PointToPoint::push(int rank, Finished& finished) {
     std::byte* slot = channel.slot(peer.next_out);
     *reinterpret_cast<FrameHeader*>(slot) =
         FrameHeader{transfer.bytes, transfer.moved, static_cast<uint32_t>(bytes), transfer.tag, {}};
-    if (bytes > 0) std::memcpy(slot + sizeof(FrameHeader), static_cast<const std::byte*>(transfer.data) + transfer.moved, bytes);
+    if (bytes > 0)
+      std::memcpy(slot + sizeof(FrameHeader), static_cast<const std::byte*>(transfer.data) + transfer.moved, bytes);
     transfer.moved += bytes;
     channel.signal(peer.next_out++);
     ring_and_wake(*doorbells_[rank]);
@@ -182,12 +185,12 @@ TransferPtr PointToPoint::take_recv(int rank, int tag) {
 namespace {
 
 std::exception_ptr size_mismatch(const Transfer& transfer, int rank, int source, size_t sent) {
-  return std::make_exception_ptr(
-      Error(ErrorKind::mismatch,
-            "rank " + std::to_string(source) + " sent " + std::to_string(sent) + " bytes with tag " +
-                std::to_string(transfer.tag) + ", but the tensor to receive them holds " + std::to_string(transfer.bytes),
-            ErrorContext{rank, source, transfer.context.name, transfer.context.sequence,
-                         "Receive into a tensor of the size and dtype that was sent."}));
+  return std::make_exception_ptr(Error(ErrorKind::mismatch,
+                                       "rank " + std::to_string(source) + " sent " + std::to_string(sent) +
+                                           " bytes with tag " + std::to_string(transfer.tag) +
+                                           ", but the tensor to receive them holds " + std::to_string(transfer.bytes),
+                                       ErrorContext{rank, source, transfer.context.name, transfer.context.sequence,
+                                                    "Receive into a tensor of the size and dtype that was sent."}));
 }
 
 }  // namespace
@@ -209,7 +212,8 @@ bool PointToPoint::pull(int rank, Finished& finished) {
       if (peer.incoming) {
         peer.incoming->source = rank;
         if (peer.incoming->bytes != header.message_bytes) {
-          finished.emplace_back(peer.incoming, size_mismatch(*peer.incoming, health_.rank(), rank, header.message_bytes));
+          finished.emplace_back(peer.incoming,
+                                size_mismatch(*peer.incoming, health_.rank(), rank, header.message_bytes));
           peer.incoming.reset();
           peer.discarding = true;
         }
@@ -255,8 +259,10 @@ bool PointToPoint::match_unexpected(const TransferPtr& transfer, Finished& finis
       const bool arriving = peer.reading && !peer.incoming && !peer.discarding && peer.aside == it;
       if (it->bytes.size() != transfer->bytes) {
         finished.emplace_back(transfer, size_mismatch(*transfer, health_.rank(), rank, it->bytes.size()));
-        if (!arriving) peer.unexpected.erase(it);
-        else peer.discarding = true, peer.unexpected.erase(it);
+        if (!arriving)
+          peer.unexpected.erase(it);
+        else
+          peer.discarding = true, peer.unexpected.erase(it);
       } else if (arriving) {
         it->claimed = transfer;
       } else {

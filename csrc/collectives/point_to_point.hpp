@@ -69,8 +69,8 @@ class PointToPoint {
     std::deque<TransferPtr> sends;
     uint64_t next_out = 0, next_in = 0;
     bool committed = false;
-    TransferPtr incoming;                      // the recv that the message being read goes to, or
-    std::list<Unexpected>::iterator aside{};   // ... the place it is set aside in
+    TransferPtr incoming;                     // the recv that the message being read goes to, or
+    std::list<Unexpected>::iterator aside{};  // ... the place it is set aside in
     bool reading = false;
     bool discarding = false;
     size_t in_bytes = 0, in_moved = 0;

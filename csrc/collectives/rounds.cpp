@@ -63,7 +63,9 @@ double Rounds::factor_of(uint64_t round, int peer) const {
   return reinterpret_cast<const SlotHeader*>(outboxes_[peer].slot(round))->factor;
 }
 
-void Rounds::release(uint64_t round) { advance_and_wake(*released_, round + 1); }
+void Rounds::release(uint64_t round) {
+  advance_and_wake(*released_, round + 1);
+}
 
 void Rounds::check_all(uint64_t first_round) {
   if (!debug_) return;

@@ -55,7 +55,9 @@ struct Layout {
   }
 };
 
-Head& head_of(const SharedMemory& segment) { return *reinterpret_cast<Head*>(segment.data()); }
+Head& head_of(const SharedMemory& segment) {
+  return *reinterpret_cast<Head*>(segment.data());
+}
 
 PairCounters& pair_of(const SharedMemory& segment, const Layout& layout, int peer) {
   return reinterpret_cast<PairCounters*>(segment.data() + layout.pairs)[peer];
@@ -63,7 +65,9 @@ PairCounters& pair_of(const SharedMemory& segment, const Layout& layout, int pee
 
 }  // namespace
 
-size_t ShmCommunicator::segment_bytes(int size) { return Layout(size).total; }
+size_t ShmCommunicator::segment_bytes(int size) {
+  return Layout(size).total;
+}
 
 ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood, const ShmOptions& options)
     : Communicator(rank, size), segments_(std::move(neighbourhood.segments)) {
@@ -87,8 +91,12 @@ ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood
   std::vector<Channel> outboxes, to, from;
   std::vector<protocol::Counter*> doorbells;
   for (int writer = 0; writer < size; ++writer) {
-    ChannelLayout outbox{&head_of(segments_[writer]).outbox_published, {}, segments_[writer].data() + layout.outbox,
-                         kOutboxSlotBytes, kOutboxSlots, writer};
+    ChannelLayout outbox{&head_of(segments_[writer]).outbox_published,
+                         {},
+                         segments_[writer].data() + layout.outbox,
+                         kOutboxSlotBytes,
+                         kOutboxSlots,
+                         writer};
     for (int reader = 0; reader < size; ++reader) {
       if (reader != writer) outbox.readers.push_back({&head_of(segments_[reader]).released, reader});
     }
@@ -97,7 +105,9 @@ ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood
       return Channel(ChannelLayout{&pair_of(segments_[source], layout, target).published,
                                    {{&pair_of(segments_[target], layout, source).released, target}},
                                    segments_[source].data() + layout.pair_slots + target * kPairSlots * kPairSlotBytes,
-                                   kPairSlotBytes, kPairSlots, source});
+                                   kPairSlotBytes,
+                                   kPairSlots,
+                                   source});
     };
     to.push_back(pair(rank, writer));
     from.push_back(pair(writer, rank));
@@ -224,7 +234,9 @@ void ShmCommunicator::all_to_all(const Operation& operation, const Bytes* ins, c
   ark::all_to_all(*rounds_, with_algorithm(operation, choice), ins, outs, choice.chunk_bytes);
 }
 
-void ShmCommunicator::barrier(const Operation& operation) { ark::barrier(*rounds_, operation); }
+void ShmCommunicator::barrier(const Operation& operation) {
+  ark::barrier(*rounds_, operation);
+}
 
 void ShmCommunicator::monitored_barrier(const OperationContext& context, bool wait_all) {
   const uint64_t number = ++monitored_barriers_;
@@ -247,9 +259,9 @@ void ShmCommunicator::monitored_barrier(const OperationContext& context, bool wa
     std::string names;
     for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
     throw Error(ErrorKind::timeout,
-                "Rank " + std::to_string(rank_) + " timed out in monitoredBarrier: " +
-                    (missing.size() > 1 ? "ranks " : "rank ") + names + " failed to pass monitoredBarrier in " +
-                    std::to_string(context.timeout.count()) + " ms",
+                "Rank " + std::to_string(rank_) +
+                    " timed out in monitoredBarrier: " + (missing.size() > 1 ? "ranks " : "rank ") + names +
+                    " failed to pass monitoredBarrier in " + std::to_string(context.timeout.count()) + " ms",
                 ErrorContext{rank_, missing.front(), context.name, context.sequence,
                              "Look at what these ranks are doing, or allow them more time."});
   };

@@ -20,8 +20,8 @@ namespace ark {
 
 struct ShmOptions {
   bool debug = false;
-  std::chrono::nanoseconds spin{-1};  // negative: chosen
-  std::vector<Rule> rules;  // empty: the measured defaults; rank 0's count
+  std::chrono::nanoseconds spin{-1};     // negative: chosen
+  std::vector<Rule> rules;               // empty: the measured defaults; rank 0's count
   std::chrono::milliseconds timeout{0};  // for the start-up hand-shake
 };
 

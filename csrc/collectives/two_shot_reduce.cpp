@@ -77,7 +77,8 @@ class TwoShot {
     const Part own = part(k, rounds_.rank());
     const size_t offset = own.offset * element_;
     for (int peer = 0; peer < rounds_.size(); ++peer) {
-      sources_[peer] = peer == rounds_.rank() ? in_ + k * chunk_ * element_ + offset : rounds_.read(inputs, peer) + offset;
+      sources_[peer] =
+          peer == rounds_.rank() ? in_ + k * chunk_ * element_ + offset : rounds_.read(inputs, peer) + offset;
     }
     if (k == 0) factors_ = gather_factors(rounds_, operation_, first_, factor_storage_);
     std::byte* slot = rounds_.open(results);
@@ -111,7 +112,7 @@ class TwoShot {
   size_t count_;
   int root_;
   size_t element_;
-  size_t chunk_;   // elements
+  size_t chunk_;  // elements
   size_t chunks_;
   uint64_t first_ = 0;
   ReduceFn reduce_ = nullptr;

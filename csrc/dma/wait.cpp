@@ -17,7 +17,9 @@ constexpr auto kSlice = std::chrono::milliseconds(20);  // the longest sleep wit
 constexpr int kSpinsPerClockRead = 32;
 
 // The futex word is the low half of the 64-bit counter: it changes with every step of the counter.
-uint32_t* futex_word(protocol::Counter& counter) { return reinterpret_cast<uint32_t*>(&counter.value); }
+uint32_t* futex_word(protocol::Counter& counter) {
+  return reinterpret_cast<uint32_t*>(&counter.value);
+}
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the futex word is the counter's low half");
 
 void wake_all(protocol::Counter& counter) {
@@ -51,7 +53,8 @@ void ring_and_wake(protocol::Counter& counter) {
 void sleep_on(protocol::Counter& counter, uint64_t seen, std::chrono::nanoseconds limit) {
   protocol::add_ordered(counter.sleepers, uint32_t{1});
   if (protocol::load_ordered(counter.value) == seen) {
-    const timespec time{static_cast<time_t>(limit.count() / 1'000'000'000), static_cast<long>(limit.count() % 1'000'000'000)};
+    const timespec time{static_cast<time_t>(limit.count() / 1'000'000'000),
+                        static_cast<long>(limit.count() % 1'000'000'000)};
     // Returns at once when the word no longer holds `seen`; a signal or a spurious wake-up is a return too.
     syscall(SYS_futex, futex_word(counter), FUTEX_WAIT, static_cast<uint32_t>(seen), &time, nullptr, 0);
   }

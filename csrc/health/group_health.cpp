@@ -16,7 +16,9 @@ void copy_text(char* target, size_t room, const std::string& text) {
   target[bytes] = 0;
 }
 
-std::string bounded_text(const char* text, size_t room) { return std::string(text, strnlen(text, room)); }
+std::string bounded_text(const char* text, size_t room) {
+  return std::string(text, strnlen(text, room));
+}
 
 Error tell(ErrorKind kind, const std::string& what, int rank, int peer, const OperationContext& operation,
            const std::string& remedy) {
@@ -58,8 +60,7 @@ void GroupHealth::raise(const Alarm& alarm, const OperationContext& operation, i
 Error GroupHealth::explain(const Alarm& alarm, const OperationContext& operation, int peer) const {
   const std::string who = "rank " + std::to_string(alarm.rank);
   switch (alarm.kind) {
-    case Alarm::failed:
-      break;
+    case Alarm::failed: break;
     case Alarm::peer_failed: {
       // A peer's bytes are copied before they are believed; text is bounded.
       const AbortRecord record = control_[alarm.rank]->abort;
@@ -91,7 +92,8 @@ Error GroupHealth::explain(const Alarm& alarm, const OperationContext& operation
       }
       return tell(ErrorKind::timeout, what, rank_, culprit, operation,
                   std::string("See whether that rank is stopped, slow, or called something else; set a longer timeout "
-                              "if it is only slow. ") + kRestart);
+                              "if it is only slow. ") +
+                      kRestart);
     }
   }
   return tell(ErrorKind::aborted, "the group failed", rank_, -1, operation, kRestart);

@@ -24,8 +24,8 @@ std::thread start_thread(const char* what, Body&& body) {
     ErrorContext context;
     context.remedy = "Raise the limit or free memory (ulimit -v is " + shown(memory.rlim_cur) +
                      " bytes, ulimit -u is " + shown(processes.rlim_cur) + ").";
-    throw Error(ErrorKind::system, std::string("cannot start ") + what + ", which needs 8 MB of address space: " +
-                                       error.what(), context);
+    throw Error(ErrorKind::system,
+                std::string("cannot start ") + what + ", which needs 8 MB of address space: " + error.what(), context);
   }
 }
 

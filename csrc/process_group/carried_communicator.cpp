@@ -14,9 +14,15 @@ namespace {
 at::Tensor bytes_at(void* data, size_t bytes) {
   return at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
 }
-at::Tensor bytes_at(const void* data, size_t bytes) { return bytes_at(const_cast<void*>(data), bytes); }
-at::Tensor fresh(size_t bytes) { return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte)); }
-std::byte* pointer(const at::Tensor& tensor) { return static_cast<std::byte*>(tensor.mutable_data_ptr()); }
+at::Tensor bytes_at(const void* data, size_t bytes) {
+  return bytes_at(const_cast<void*>(data), bytes);
+}
+at::Tensor fresh(size_t bytes) {
+  return at::empty({static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte));
+}
+std::byte* pointer(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(tensor.mutable_data_ptr());
+}
 
 template <class Options>
 Options with_timeout(const Operation& operation) {
@@ -64,7 +70,8 @@ void CarriedCommunicator::check_agreement(const Operation& operation) {
 at::Tensor CarriedCommunicator::exchange(const Operation& operation, const at::Tensor& padded) {
   at::Tensor received = at::empty_like(padded), sent = padded;
   std::vector<int64_t> equal;
-  wait(operation, carrier_->alltoall_base(received, sent, equal, equal, with_timeout<c10d::AllToAllOptions>(operation)));
+  wait(operation,
+       carrier_->alltoall_base(received, sent, equal, equal, with_timeout<c10d::AllToAllOptions>(operation)));
   return received;
 }
 
@@ -180,7 +187,8 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
       out_bytes += receives.back();
     }
     // Sizes first: what the peers send must be what this rank expects, and the carrier would not say.
-    at::Tensor row = at::from_blob(sends.data(), {size_}, at::kLong), column = at::from_blob(promised.data(), {size_}, at::kLong);
+    at::Tensor row = at::from_blob(sends.data(), {size_}, at::kLong),
+               column = at::from_blob(promised.data(), {size_}, at::kLong);
     std::vector<int64_t> equal;
     const auto options = with_timeout<c10d::AllToAllOptions>(operation);
     wait(operation, carrier_->alltoall_base(column, row, equal, equal, options));

@@ -26,7 +26,9 @@ void check_all(const CallSite& site, const char* argument, const Tensors& tensor
   }
 }
 
-std::string entry(const char* argument, size_t i) { return std::string(argument) + "[" + std::to_string(i) + "]"; }
+std::string entry(const char* argument, size_t i) {
+  return std::string(argument) + "[" + std::to_string(i) + "]";
+}
 
 }  // namespace
 
@@ -40,19 +42,40 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
       reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation));
     }
     const int64_t count = elements_of(tensors);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "allreduce_coalesced", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = count, .output_elements = count, .dtype = tensors[0].scalar_type(),
-        .async = options.asyncOp}; }, tensors, tensors);
-    const Call call{c10d::OpType::ALLREDUCE_COALESCED, Kind::all_reduce, here.operation, options.timeout,
-                    options.asyncOp, tensors[0].scalar_type(), -1, reductions[0], count, count, &tensors, &tensors};
-    return issue(call, tensors, [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group, Operation& op) mutable {
-      for (size_t i = 0; i < targets.size(); ++i) {
-        op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
-        op.descriptor.count = tensors[i].numel();
-        group.all_reduce(op, targets[i].data(), targets[i].data(), tensors[i].numel());
-        targets[i].commit();
-      }
-    });
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "allreduce_coalesced",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensors[0].scalar_type(),
+                           .async = options.asyncOp};
+        },
+        tensors, tensors);
+    const Call call{c10d::OpType::ALLREDUCE_COALESCED,
+                    Kind::all_reduce,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    tensors[0].scalar_type(),
+                    -1,
+                    reductions[0],
+                    count,
+                    count,
+                    &tensors,
+                    &tensors};
+    return issue(
+        call, tensors,
+        [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group, Operation& op) mutable {
+          for (size_t i = 0; i < targets.size(); ++i) {
+            op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
+            op.descriptor.count = tensors[i].numel();
+            group.all_reduce(op, targets[i].data(), targets[i].data(), tensors[i].numel());
+            targets[i].commit();
+          }
+        });
   });
 }
 
@@ -65,7 +88,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
     check_count(here, "output_tensor_lists", outputs.size(), size_, "one list a rank");
     Tensors flat;
     for (int r = 0; r < size_; ++r) {
-      check_count(here, entry("output_tensor_lists", r).c_str(), outputs[r].size(), inputs.size(), "one entry an input");
+      check_count(here, entry("output_tensor_lists", r).c_str(), outputs[r].size(), inputs.size(),
+                  "one entry an input");
       for (size_t i = 0; i < inputs.size(); ++i) {
         const std::string name = entry("output_tensor_lists", r) + "[" + std::to_string(i) + "]";
         check_tensor(here, name.c_str(), outputs[r][i]);
@@ -75,22 +99,42 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
       }
     }
     const int64_t count = elements_of(inputs);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "allgather_coalesced", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = count, .output_elements = count * size_, .dtype = inputs[0].scalar_type(),
-        .async = options.asyncOp}; }, inputs, outputs);
-    const Call call{c10d::OpType::ALLGATHER_COALESCED, Kind::all_gather, here.operation, options.timeout,
-                    options.asyncOp, inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &flat};
-    return issue(call, flat, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](Communicator& group,
-                                                                                        Operation& op) mutable {
-      std::vector<void*> places(group.size());
-      for (size_t i = 0; i < sources.size(); ++i) {
-        for (int r = 0; r < group.size(); ++r) places[r] = targets[r * sources.size() + i].data();
-        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
-        op.descriptor.count = inputs[i].numel();
-        group.all_gather(op, sources[i].data(), places.data(), inputs[i].nbytes());
-      }
-      for (Output& target : targets) target.commit();
-    });
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "allgather_coalesced",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count,
+                           .output_elements = count * size_,
+                           .dtype = inputs[0].scalar_type(),
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    const Call call{c10d::OpType::ALLGATHER_COALESCED,
+                    Kind::all_gather,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    inputs[0].scalar_type(),
+                    -1,
+                    {},
+                    count,
+                    count * size_,
+                    &inputs,
+                    &flat};
+    return issue(call, flat,
+                 [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<void*> places(group.size());
+                   for (size_t i = 0; i < sources.size(); ++i) {
+                     for (int r = 0; r < group.size(); ++r) places[r] = targets[r * sources.size() + i].data();
+                     op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+                     op.descriptor.count = inputs[i].numel();
+                     group.all_gather(op, sources[i].data(), places.data(), inputs[i].nbytes());
+                   }
+                   for (Output& target : targets) target.commit();
+                 });
   });
 }
 
@@ -107,23 +151,44 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_into_tensor_coalesced(Tensor
                      "those of its input for every rank");
     }
     const int64_t count = elements_of(inputs);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "allgather_into_tensor_coalesced",
-        .sequence = next_sequence(), .rank = rank_, .input_elements = count, .output_elements = count * size_,
-        .dtype = inputs[0].scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
-    const Call call{c10d::OpType::COALESCED, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
-                    inputs[0].scalar_type(), -1, {}, count, count * size_, &inputs, &outputs};
-    return issue(call, outputs, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
-                                    Communicator& group, Operation& op) mutable {
-      std::vector<void*> places(group.size());
-      for (size_t i = 0; i < sources.size(); ++i) {
-        const size_t bytes = inputs[i].nbytes();
-        for (int r = 0; r < group.size(); ++r) places[r] = static_cast<std::byte*>(targets[i].data()) + r * bytes;
-        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
-        op.descriptor.count = inputs[i].numel();
-        group.all_gather(op, sources[i].data(), places.data(), bytes);
-        targets[i].commit();
-      }
-    });
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "allgather_into_tensor_coalesced",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count,
+                           .output_elements = count * size_,
+                           .dtype = inputs[0].scalar_type(),
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    const Call call{c10d::OpType::COALESCED,
+                    Kind::all_gather,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    inputs[0].scalar_type(),
+                    -1,
+                    {},
+                    count,
+                    count * size_,
+                    &inputs,
+                    &outputs};
+    return issue(call, outputs,
+                 [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<void*> places(group.size());
+                   for (size_t i = 0; i < sources.size(); ++i) {
+                     const size_t bytes = inputs[i].nbytes();
+                     for (int r = 0; r < group.size(); ++r)
+                       places[r] = static_cast<std::byte*>(targets[i].data()) + r * bytes;
+                     op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+                     op.descriptor.count = inputs[i].numel();
+                     group.all_gather(op, sources[i].data(), places.data(), bytes);
+                     targets[i].commit();
+                   }
+                 });
   });
 }
 
@@ -142,24 +207,44 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
       reductions.push_back(reduction_of(options.reduceOp, inputs[i].scalar_type(), rank_, here.operation));
     }
     const int64_t count = elements_of(outputs);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "reduce_scatter_tensor_coalesced",
-        .sequence = next_sequence(), .rank = rank_, .input_elements = count * size_, .output_elements = count,
-        .dtype = inputs[0].scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
-    const Call call{c10d::OpType::COALESCED, Kind::reduce_scatter, here.operation,
-                    options.timeout, options.asyncOp, inputs[0].scalar_type(), -1, reductions[0], count * size_, count,
-                    &inputs, &outputs};
-    return issue(call, outputs, [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
-                                    Communicator& group, Operation& op) mutable {
-      std::vector<const void*> parts(group.size());
-      for (size_t i = 0; i < sources.size(); ++i) {
-        const size_t bytes = outputs[i].nbytes();
-        for (int r = 0; r < group.size(); ++r) parts[r] = static_cast<const std::byte*>(sources[i].data()) + r * bytes;
-        op.descriptor.dtype = dtype_of(outputs[i].scalar_type());
-        op.descriptor.count = outputs[i].numel();
-        group.reduce_scatter(op, parts.data(), targets[i].data(), outputs[i].numel());
-        targets[i].commit();
-      }
-    });
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "reduce_scatter_tensor_coalesced",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count * size_,
+                           .output_elements = count,
+                           .dtype = inputs[0].scalar_type(),
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    const Call call{c10d::OpType::COALESCED,
+                    Kind::reduce_scatter,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    inputs[0].scalar_type(),
+                    -1,
+                    reductions[0],
+                    count * size_,
+                    count,
+                    &inputs,
+                    &outputs};
+    return issue(call, outputs,
+                 [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<const void*> parts(group.size());
+                   for (size_t i = 0; i < sources.size(); ++i) {
+                     const size_t bytes = outputs[i].nbytes();
+                     for (int r = 0; r < group.size(); ++r)
+                       parts[r] = static_cast<const std::byte*>(sources[i].data()) + r * bytes;
+                     op.descriptor.dtype = dtype_of(outputs[i].scalar_type());
+                     op.descriptor.count = outputs[i].numel();
+                     group.reduce_scatter(op, parts.data(), targets[i].data(), outputs[i].numel());
+                     targets[i].commit();
+                   }
+                 });
   });
 }
 
@@ -170,7 +255,8 @@ void ProcessGroupArk::startCoalescing() {
     const CallSite here = site("_start_coalescing");
     std::lock_guard lock(mutex_);
     if (!coalescing_.try_emplace(std::this_thread::get_id()).second) {
-      refuse(here, ErrorKind::invalid_argument, "this thread is coalescing already", "Do not nest coalescing managers.");
+      refuse(here, ErrorKind::invalid_argument, "this thread is coalescing already",
+             "Do not nest coalescing managers.");
     }
     coalescing_threads_.fetch_add(1);
   });

@@ -78,20 +78,42 @@ std::vector<int64_t> split_sizes(const CallSite& site, const char* argument, con
 ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) {
   return with_torch_errors([&]() -> WorkPtr {
     const CallSite here = site("all_reduce");
-    if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, options);
+    if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse())
+      return allreduce_sparse(tensors, options);
     const at::Tensor& tensor = only(here, "tensor", tensors);
     const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);
     const int64_t count = tensor.numel();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "allreduce", .sequence = next_sequence(), .rank = rank_,
-        .input_elements = count, .output_elements = count, .dtype = tensor.scalar_type(), .async = options.asyncOp}; },
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "allreduce",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensor.scalar_type(),
+                           .async = options.asyncOp};
+        },
         tensors, tensors);
-    Call call{c10d::OpType::ALLREDUCE, Kind::all_reduce, here.operation, options.timeout, options.asyncOp,
-              tensor.scalar_type(), -1, reduction, count, count, &tensors, &tensors};
+    Call call{c10d::OpType::ALLREDUCE,
+              Kind::all_reduce,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              tensor.scalar_type(),
+              -1,
+              reduction,
+              count,
+              count,
+              &tensors,
+              &tensors};
     if (debug()) call.shape = shape_hash(1, tensor);
-    return issue(call, tensors, [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& operation) mutable {
-      group.all_reduce(operation, target.data(), target.data(), count);
-      target.commit();
-    });
+    return issue(
+        call, tensors,
+        [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& operation) mutable {
+          group.all_reduce(operation, target.data(), target.data(), count);
+          target.commit();
+        });
   });
 }
 
@@ -102,18 +124,29 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce(Tensors& tensors, const c10d::R
     check_rank(here, "dst", options.rootRank, size_);
     const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);
     const int64_t count = tensor.numel();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "reduce", .sequence = next_sequence(),
-        .rank = static_cast<int>(options.rootRank), .input_elements = count, .output_elements = count,
-        .dtype = tensor.scalar_type(), .async = options.asyncOp}; }, tensors, tensors);
-    Call call{c10d::OpType::REDUCE, Kind::reduce, here.operation, options.timeout, options.asyncOp,
-              tensor.scalar_type(), options.rootRank, reduction, count, count, &tensors, &tensors};
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "reduce",
+                           .sequence = next_sequence(),
+                           .rank = static_cast<int>(options.rootRank),
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensor.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        tensors, tensors);
+    Call call{
+        c10d::OpType::REDUCE, Kind::reduce, here.operation, options.timeout, options.asyncOp, tensor.scalar_type(),
+        options.rootRank,     reduction,    count,          count,           &tensors,        &tensors};
     if (debug()) call.shape = shape_hash(1, tensor);
     const bool root = options.rootRank == rank_;
     if (root) {
-      return issue(call, tensors, [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& op) mutable {
-        group.reduce(op, target.data(), target.data(), count);
-        target.commit();
-      });
+      return issue(call, tensors,
+                   [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& op) mutable {
+                     group.reduce(op, target.data(), target.data(), count);
+                     target.commit();
+                   });
     }
     return issue(call, tensors, [source = Input(tensor), count](Communicator& group, Operation& op) {
       group.reduce(op, source.data(), nullptr, count);
@@ -127,18 +160,38 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::broadcast(Tensors& tensors, const c10d
     const at::Tensor& tensor = only(here, "tensor", tensors);
     check_rank(here, "src", options.rootRank, size_);
     const int64_t count = tensor.numel();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "broadcast", .sequence = next_sequence(),
-        .rank = static_cast<int>(options.rootRank), .input_elements = count, .output_elements = count,
-        .dtype = tensor.scalar_type(), .async = options.asyncOp}; }, tensors, tensors);
-    Call call{c10d::OpType::BROADCAST, Kind::broadcast, here.operation, options.timeout, options.asyncOp,
-              tensor.scalar_type(), options.rootRank, {}, count, count, &tensors, &tensors};
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "broadcast",
+                           .sequence = next_sequence(),
+                           .rank = static_cast<int>(options.rootRank),
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensor.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        tensors, tensors);
+    Call call{c10d::OpType::BROADCAST,
+              Kind::broadcast,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              tensor.scalar_type(),
+              options.rootRank,
+              {},
+              count,
+              count,
+              &tensors,
+              &tensors};
     if (debug()) call.shape = shape_hash(1, tensor);
     const bool root = options.rootRank == rank_;
-    return issue(call, tensors, [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](Communicator& group,
-                                                                                         Operation& op) mutable {
-      group.broadcast(op, target.data(), bytes);
-      if (!root) target.commit();
-    });
+    return issue(call, tensors,
+                 [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](Communicator& group,
+                                                                                                Operation& op) mutable {
+                   group.broadcast(op, target.data(), bytes);
+                   if (!root) target.commit();
+                 });
   });
 }
 
@@ -149,19 +202,39 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
     const at::Tensor& input = only(here, "tensor", inputs);
     check_count(here, "tensor_list", outputs.size(), 1, "one list for the one input");
     check_list(here, "tensor_list", outputs[0], size_, "tensor", input);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "all_gather", .sequence = next_sequence(), .rank = rank_,
-        .input_elements = input.numel(), .output_elements = input.numel() * size_, .dtype = input.scalar_type(),
-        .async = options.asyncOp}; }, inputs, outputs);
-    Call call{c10d::OpType::ALLGATHER, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
-              input.scalar_type(), -1, {}, input.numel(), input.numel() * size_, &inputs, &outputs[0]};
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "all_gather",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = input.numel(),
+                           .output_elements = input.numel() * size_,
+                           .dtype = input.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    Call call{c10d::OpType::ALLGATHER,
+              Kind::all_gather,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              input.scalar_type(),
+              -1,
+              {},
+              input.numel(),
+              input.numel() * size_,
+              &inputs,
+              &outputs[0]};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outputs[0], [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]), bytes = input.nbytes()](
-                                       Communicator& group, Operation& op) mutable {
-      std::vector<void*> places;
-      for (Output& target : targets) places.push_back(target.data());
-      group.all_gather(op, source.data(), places.data(), bytes);
-      for (Output& target : targets) target.commit();
-    });
+    return issue(call, outputs[0],
+                 [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]), bytes = input.nbytes()](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<void*> places;
+                   for (Output& target : targets) places.push_back(target.data());
+                   group.all_gather(op, source.data(), places.data(), bytes);
+                   for (Output& target : targets) target.commit();
+                 });
   });
 }
 
@@ -172,19 +245,40 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_allgather_base(at::Tensor& output, at
     check_tensor(here, "input_tensor", input);
     check_tensor(here, "output_tensor", output);
     check_same_dtype(here, "output_tensor", output, "input_tensor", input);
-    check_elements(here, "output_tensor", output.numel(), input.numel() * size_, "those of input_tensor for every rank");
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "_allgather_base", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = input.numel(), .output_elements = output.numel(),
-        .dtype = input.scalar_type(), .async = options.asyncOp}; }, input, output);
+    check_elements(here, "output_tensor", output.numel(), input.numel() * size_,
+                   "those of input_tensor for every rank");
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "_allgather_base",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = input.numel(),
+                           .output_elements = output.numel(),
+                           .dtype = input.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        input, output);
     const Tensors ins{input}, outs{output};
-    Call call{c10d::OpType::_ALLGATHER_BASE, Kind::all_gather, here.operation, options.timeout, options.asyncOp,
-              input.scalar_type(), -1, {}, input.numel(), output.numel(), &ins, &outs};
+    Call call{c10d::OpType::_ALLGATHER_BASE,
+              Kind::all_gather,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              input.scalar_type(),
+              -1,
+              {},
+              input.numel(),
+              output.numel(),
+              &ins,
+              &outs};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outs, [source = Input(input), target = Output(here, "output_tensor", output), bytes = input.nbytes(), size = size_](
-                                 Communicator& group, Operation& op) mutable {
-      group.all_gather(op, source.data(), split_evenly(target.data(), size, bytes).data(), bytes);
-      target.commit();
-    });
+    return issue(call, outs,
+                 [source = Input(input), target = Output(here, "output_tensor", output), bytes = input.nbytes(),
+                  size = size_](Communicator& group, Operation& op) mutable {
+                   group.all_gather(op, source.data(), split_evenly(target.data(), size, bytes).data(), bytes);
+                   target.commit();
+                 });
   });
 }
 
@@ -201,24 +295,44 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, 
       check_list(here, "gather_list", outputs[0], size_, "tensor", input);
       targets = outputs[0];
     } else if (!outputs.empty() && !(outputs.size() == 1 && outputs[0].empty())) {
-      refuse(here, ErrorKind::invalid_argument, "gather_list is given on rank " + std::to_string(rank_) +
-                 ", which is not the destination (" + std::to_string(options.rootRank) + ")",
+      refuse(here, ErrorKind::invalid_argument,
+             "gather_list is given on rank " + std::to_string(rank_) + ", which is not the destination (" +
+                 std::to_string(options.rootRank) + ")",
              "Pass it on the destination only.");
     }
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "gather", .sequence = next_sequence(),
-        .rank = static_cast<int>(options.rootRank), .input_elements = input.numel(),
-        .output_elements = input.numel() * size_, .dtype = input.scalar_type(), .async = options.asyncOp}; },
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "gather",
+                           .sequence = next_sequence(),
+                           .rank = static_cast<int>(options.rootRank),
+                           .input_elements = input.numel(),
+                           .output_elements = input.numel() * size_,
+                           .dtype = input.scalar_type(),
+                           .async = options.asyncOp};
+        },
         inputs, outputs);
-    Call call{c10d::OpType::GATHER, Kind::gather, here.operation, options.timeout, options.asyncOp,
-              input.scalar_type(), options.rootRank, {}, input.numel(), root ? input.numel() * size_ : 0, &inputs, &targets};
+    Call call{c10d::OpType::GATHER,
+              Kind::gather,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              input.scalar_type(),
+              options.rootRank,
+              {},
+              input.numel(),
+              root ? input.numel() * size_ : 0,
+              &inputs,
+              &targets};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, targets, [source = Input(input), places = outputs_of(here, "gather_list", targets), bytes = input.nbytes()](
-                                    Communicator& group, Operation& op) mutable {
-      std::vector<void*> pointers;
-      for (Output& place : places) pointers.push_back(place.data());
-      group.gather(op, source.data(), pointers.data(), bytes);
-      for (Output& place : places) place.commit();
-    });
+    return issue(call, targets,
+                 [source = Input(input), places = outputs_of(here, "gather_list", targets), bytes = input.nbytes()](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<void*> pointers;
+                   for (Output& place : places) pointers.push_back(place.data());
+                   group.gather(op, source.data(), pointers.data(), bytes);
+                   for (Output& place : places) place.commit();
+                 });
   });
 }
 
@@ -235,24 +349,44 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::scatter(Tensors& outputs, std::vector<
       check_list(here, "scatter_list", inputs[0], size_, "tensor", output);
       sources = inputs[0];
     } else if (!inputs.empty() && !(inputs.size() == 1 && inputs[0].empty())) {
-      refuse(here, ErrorKind::invalid_argument, "scatter_list is given on rank " + std::to_string(rank_) +
-                 ", which is not the source (" + std::to_string(options.rootRank) + ")",
+      refuse(here, ErrorKind::invalid_argument,
+             "scatter_list is given on rank " + std::to_string(rank_) + ", which is not the source (" +
+                 std::to_string(options.rootRank) + ")",
              "Pass it on the source only.");
     }
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "scatter", .sequence = next_sequence(),
-        .rank = static_cast<int>(options.rootRank), .input_elements = output.numel() * size_,
-        .output_elements = output.numel(), .dtype = output.scalar_type(), .async = options.asyncOp}; },
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "scatter",
+                           .sequence = next_sequence(),
+                           .rank = static_cast<int>(options.rootRank),
+                           .input_elements = output.numel() * size_,
+                           .output_elements = output.numel(),
+                           .dtype = output.scalar_type(),
+                           .async = options.asyncOp};
+        },
         inputs, outputs);
-    Call call{c10d::OpType::SCATTER, Kind::scatter, here.operation, options.timeout, options.asyncOp,
-              output.scalar_type(), options.rootRank, {}, root ? output.numel() * size_ : 0, output.numel(), &sources, &outputs};
+    Call call{c10d::OpType::SCATTER,
+              Kind::scatter,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              output.scalar_type(),
+              options.rootRank,
+              {},
+              root ? output.numel() * size_ : 0,
+              output.numel(),
+              &sources,
+              &outputs};
     if (debug()) call.shape = shape_hash(1, output);
-    return issue(call, outputs, [places = inputs_of(sources), target = Output(here, "tensor", output), bytes = output.nbytes()](
-                                    Communicator& group, Operation& op) mutable {
-      std::vector<const void*> pointers;
-      for (const Input& place : places) pointers.push_back(place.data());
-      group.scatter(op, pointers.data(), target.data(), bytes);
-      target.commit();
-    });
+    return issue(call, outputs,
+                 [places = inputs_of(sources), target = Output(here, "tensor", output), bytes = output.nbytes()](
+                     Communicator& group, Operation& op) mutable {
+                   std::vector<const void*> pointers;
+                   for (const Input& place : places) pointers.push_back(place.data());
+                   group.scatter(op, pointers.data(), target.data(), bytes);
+                   target.commit();
+                 });
   });
 }
 
@@ -271,38 +405,60 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter(Tensors& outputs, std::
       check_same_dtype(here, entry.c_str(), inputs[0][r], "output", output);
       largest = std::max(largest, inputs[0][r].numel());
     }
-    check_elements(here, "output", output.numel(), inputs[0][rank_].numel(), "those of this rank's entry of input_list");
+    check_elements(here, "output", output.numel(), inputs[0][rank_].numel(),
+                   "those of this rank's entry of input_list");
     bool even = true;
     for (const at::Tensor& part : inputs[0]) even &= part.numel() == largest;
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "reduce_scatter", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = elements_of(inputs[0]), .output_elements = output.numel(),
-        .dtype = output.scalar_type(), .async = options.asyncOp}; }, inputs, outputs);
-    Call call{c10d::OpType::REDUCE_SCATTER, Kind::reduce_scatter, here.operation, options.timeout, options.asyncOp,
-              output.scalar_type(), -1, reduction, elements_of(inputs[0]), output.numel(), &inputs[0], &outputs};
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "reduce_scatter",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = elements_of(inputs[0]),
+                           .output_elements = output.numel(),
+                           .dtype = output.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    Call call{c10d::OpType::REDUCE_SCATTER,
+              Kind::reduce_scatter,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              output.scalar_type(),
+              -1,
+              reduction,
+              elements_of(inputs[0]),
+              output.numel(),
+              &inputs[0],
+              &outputs};
     if (even) {
       if (debug()) call.shape = shape_hash(1, output);
-      return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(here, "output", output), count = output.numel()](
-                                      Communicator& group, Operation& op) mutable {
-        std::vector<const void*> pointers;
-        for (const Input& source : sources) pointers.push_back(source.data());
-        group.reduce_scatter(op, pointers.data(), target.data(), count);
-        target.commit();
-      });
+      return issue(call, outputs,
+                   [sources = inputs_of(inputs[0]), target = Output(here, "output", output), count = output.numel()](
+                       Communicator& group, Operation& op) mutable {
+                     std::vector<const void*> pointers;
+                     for (const Input& source : sources) pointers.push_back(source.data());
+                     group.reduce_scatter(op, pointers.data(), target.data(), count);
+                     target.commit();
+                   });
     }
     // Parts of different sizes: one reduction to each rank in turn.
     std::vector<int64_t> counts;
     for (const at::Tensor& part : inputs[0]) counts.push_back(part.numel());
-    return issue(call, outputs, [sources = inputs_of(inputs[0]), target = Output(here, "output", output), counts](
-                                    Communicator& group, Operation& op) mutable {
-      op.descriptor.kind = Kind::reduce;
-      for (size_t r = 0; r < counts.size(); ++r) {
-        op.descriptor.root = static_cast<int32_t>(r);
-        op.descriptor.count = counts[r];
-        const bool mine = static_cast<int>(r) == group.rank();
-        group.reduce(op, sources[r].data(), mine ? target.data() : nullptr, counts[r]);
-      }
-      target.commit();
-    });
+    return issue(call, outputs,
+                 [sources = inputs_of(inputs[0]), target = Output(here, "output", output), counts](
+                     Communicator& group, Operation& op) mutable {
+                   op.descriptor.kind = Kind::reduce;
+                   for (size_t r = 0; r < counts.size(); ++r) {
+                     op.descriptor.root = static_cast<int32_t>(r);
+                     op.descriptor.count = counts[r];
+                     const bool mine = static_cast<int>(r) == group.rank();
+                     group.reduce(op, sources[r].data(), mine ? target.data() : nullptr, counts[r]);
+                   }
+                   target.commit();
+                 });
   });
 }
 
@@ -315,18 +471,38 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_reduce_scatter_base(at::Tensor& outpu
     check_same_dtype(here, "output", output, "input", input);
     check_elements(here, "input", input.numel(), output.numel() * size_, "those of output for every rank");
     const Reduction reduction = reduction_of(options.reduceOp, output.scalar_type(), rank_, here.operation);
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "_reduce_scatter_base", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = input.numel(), .output_elements = output.numel(),
-        .dtype = input.scalar_type(), .async = options.asyncOp}; }, input, output);
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "_reduce_scatter_base",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = input.numel(),
+                           .output_elements = output.numel(),
+                           .dtype = input.scalar_type(),
+                           .async = options.asyncOp};
+        },
+        input, output);
     const Tensors ins{input}, outs{output};
-    Call call{c10d::OpType::_REDUCE_SCATTER_BASE, Kind::reduce_scatter, here.operation, options.timeout,
-              options.asyncOp, output.scalar_type(), -1, reduction, input.numel(), output.numel(), &ins, &outs};
+    Call call{c10d::OpType::_REDUCE_SCATTER_BASE,
+              Kind::reduce_scatter,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              output.scalar_type(),
+              -1,
+              reduction,
+              input.numel(),
+              output.numel(),
+              &ins,
+              &outs};
     if (debug()) call.shape = shape_hash(1, input);
-    return issue(call, outs, [source = Input(input), target = Output(here, "output", output), count = output.numel(),
-                              bytes = output.nbytes(), size = size_](Communicator& group, Operation& op) mutable {
-      group.reduce_scatter(op, split_evenly(source.data(), size, bytes).data(), target.data(), count);
-      target.commit();
-    });
+    return issue(call, outs,
+                 [source = Input(input), target = Output(here, "output", output), count = output.numel(),
+                  bytes = output.nbytes(), size = size_](Communicator& group, Operation& op) mutable {
+                   group.reduce_scatter(op, split_evenly(source.data(), size, bytes).data(), target.data(), count);
+                   target.commit();
+                 });
   });
 }
 
@@ -343,30 +519,51 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
     const auto receives = split_sizes(here, "output_split_sizes", "output", output, output_splits, size_);
     check_elements(here, "output_split_sizes[rank]", receives[rank_], sends[rank_], "what this rank keeps for itself");
     const bool uneven = !input_splits.empty() || !output_splits.empty();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = uneven ? "all_to_allv" : "all_to_all",
-        .sequence = next_sequence(), .rank = rank_, .input_elements = input.numel(),
-        .output_elements = output.numel(), .dtype = input.scalar_type(), .input_splits = &input_splits,
-        .output_splits = &output_splits, .async = options.asyncOp}; }, input, output);
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = uneven ? "all_to_allv" : "all_to_all",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = input.numel(),
+                           .output_elements = output.numel(),
+                           .dtype = input.scalar_type(),
+                           .input_splits = &input_splits,
+                           .output_splits = &output_splits,
+                           .async = options.asyncOp};
+        },
+        input, output);
     const Tensors ins{input}, outs{output};
-    const Call call{c10d::OpType::ALLTOALL_BASE, Kind::all_to_all, here.operation, options.timeout, options.asyncOp,
-                    input.scalar_type(), -1, {}, input.numel(), output.numel(), &ins, &outs};
+    const Call call{c10d::OpType::ALLTOALL_BASE,
+                    Kind::all_to_all,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    input.scalar_type(),
+                    -1,
+                    {},
+                    input.numel(),
+                    output.numel(),
+                    &ins,
+                    &outs};
     // Staged when input and output overlap: pieces would be overwritten before they are sent.
     Input source(input.is_alias_of(output) ? input.clone() : input);
-    return issue(call, outs, [source = std::move(source), target = Output(here, "output", output), sends, receives,
-                              element = input.element_size()](Communicator& group, Operation& op) mutable {
-      std::vector<Bytes> from;
-      std::vector<MutableBytes> to;
-      const auto* read = static_cast<const std::byte*>(source.data());
-      auto* write = static_cast<std::byte*>(target.data());
-      for (size_t r = 0; r < sends.size(); ++r) {
-        from.push_back({read, static_cast<size_t>(sends[r] * element)});
-        to.push_back({write, static_cast<size_t>(receives[r] * element)});
-        read += sends[r] * element;
-        write += receives[r] * element;
-      }
-      group.all_to_all(op, from.data(), to.data());
-      target.commit();
-    });
+    return issue(call, outs,
+                 [source = std::move(source), target = Output(here, "output", output), sends, receives,
+                  element = input.element_size()](Communicator& group, Operation& op) mutable {
+                   std::vector<Bytes> from;
+                   std::vector<MutableBytes> to;
+                   const auto* read = static_cast<const std::byte*>(source.data());
+                   auto* write = static_cast<std::byte*>(target.data());
+                   for (size_t r = 0; r < sends.size(); ++r) {
+                     from.push_back({read, static_cast<size_t>(sends[r] * element)});
+                     to.push_back({write, static_cast<size_t>(receives[r] * element)});
+                     read += sends[r] * element;
+                     write += receives[r] * element;
+                   }
+                   group.all_to_all(op, from.data(), to.data());
+                   target.commit();
+                 });
   });
 }
 
@@ -391,12 +588,32 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
       sends.push_back(inputs[r].numel());
       receives.push_back(outputs[r].numel());
     }
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "all_to_all", .sequence = next_sequence(),
-        .rank = rank_, .input_elements = elements_of(inputs), .output_elements = elements_of(outputs),
-        .dtype = inputs[0].scalar_type(), .input_splits = &sends, .output_splits = &receives,
-        .async = options.asyncOp}; }, inputs, outputs);
-    const Call call{c10d::OpType::ALLTOALL, Kind::all_to_all, here.operation, options.timeout, options.asyncOp,
-                    inputs[0].scalar_type(), -1, {}, elements_of(inputs), elements_of(outputs), &inputs, &outputs};
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "all_to_all",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = elements_of(inputs),
+                           .output_elements = elements_of(outputs),
+                           .dtype = inputs[0].scalar_type(),
+                           .input_splits = &sends,
+                           .output_splits = &receives,
+                           .async = options.asyncOp};
+        },
+        inputs, outputs);
+    const Call call{c10d::OpType::ALLTOALL,
+                    Kind::all_to_all,
+                    here.operation,
+                    options.timeout,
+                    options.asyncOp,
+                    inputs[0].scalar_type(),
+                    -1,
+                    {},
+                    elements_of(inputs),
+                    elements_of(outputs),
+                    &inputs,
+                    &outputs};
     Tensors sources = inputs;
     for (at::Tensor& source : sources) {
       for (const at::Tensor& target : outputs) {
@@ -406,17 +623,18 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
         }
       }
     }
-    return issue(call, outputs, [sources = inputs_of(sources), targets = outputs_of(here, "output_tensor_list", outputs), sends, receives,
-                                 element = inputs[0].element_size()](Communicator& group, Operation& op) mutable {
-      std::vector<Bytes> from;
-      std::vector<MutableBytes> to;
-      for (size_t r = 0; r < sends.size(); ++r) {
-        from.push_back({sources[r].data(), static_cast<size_t>(sends[r] * element)});
-        to.push_back({targets[r].data(), static_cast<size_t>(receives[r] * element)});
-      }
-      group.all_to_all(op, from.data(), to.data());
-      for (Output& target : targets) target.commit();
-    });
+    return issue(call, outputs,
+                 [sources = inputs_of(sources), targets = outputs_of(here, "output_tensor_list", outputs), sends,
+                  receives, element = inputs[0].element_size()](Communicator& group, Operation& op) mutable {
+                   std::vector<Bytes> from;
+                   std::vector<MutableBytes> to;
+                   for (size_t r = 0; r < sends.size(); ++r) {
+                     from.push_back({sources[r].data(), static_cast<size_t>(sends[r] * element)});
+                     to.push_back({targets[r].data(), static_cast<size_t>(receives[r] * element)});
+                   }
+                   group.all_to_all(op, from.data(), to.data());
+                   for (Output& target : targets) target.commit();
+                 });
   });
 }
 
@@ -424,8 +642,18 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier(const c10d::BarrierOptions& op
   return with_torch_errors([&] {
     const CallSite here = site("barrier");
     const Tensors none;
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "barrier", .sequence = next_sequence(), .rank = rank_,
-        .input_elements = 0, .output_elements = 0, .dtype = at::kByte, .async = options.asyncOp}; }, none, none);
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "barrier",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = 0,
+                           .output_elements = 0,
+                           .dtype = at::kByte,
+                           .async = options.asyncOp};
+        },
+        none, none);
     const Call call{c10d::OpType::BARRIER, Kind::barrier, here.operation, options.timeout, options.asyncOp};
     return issue(call, {}, [](Communicator& group, Operation& op) { group.barrier(op); });
   });

@@ -56,7 +56,9 @@ GroupCore::~GroupCore() {
   if (flight_group != 0) FlightRecord::instance().retire_group(flight_group);
 }
 
-bool GroupCore::forked() const { return fork_generation.load(std::memory_order_relaxed) != fork_generation_; }
+bool GroupCore::forked() const {
+  return fork_generation.load(std::memory_order_relaxed) != fork_generation_;
+}
 
 void GroupCore::check_forked(const char* operation) const {
   if (forked()) {
@@ -69,8 +71,8 @@ void GroupCore::check_forked(const char* operation) const {
 void GroupCore::check_open(const char* operation) const {
   check_forked(operation);
   if (closed_.load(std::memory_order_relaxed)) {
-    throw Error(ErrorKind::closed, "the process group was shut down", ErrorContext{rank, -1, operation, 0,
-                "Create it again with init_process_group or new_group."});
+    throw Error(ErrorKind::closed, "the process group was shut down",
+                ErrorContext{rank, -1, operation, 0, "Create it again with init_process_group or new_group."});
   }
 }
 
@@ -88,8 +90,10 @@ void GroupCore::submit(const c10::intrusive_ptr<WorkArk>& work, bool async, Flig
     entry.group = flight_group;
     entry.sequence = numbered.sequence;
     const uint64_t flight = FlightRecord::instance().scheduled(entry);
-    numbered.on_done = [core = shared_from_this(), type = numbered.retrieveOpType(), flight](
-                           const WorkArk& done, std::exception_ptr error) { core->finished(done, type, flight, error); };
+    numbered.on_done = [core = shared_from_this(), type = numbered.retrieveOpType(), flight](const WorkArk& done,
+                                                                                             std::exception_ptr error) {
+      core->finished(done, type, flight, error);
+    };
     if (flight != 0) {
       numbered.body = [flight, body = std::move(numbered.body)](WorkArk& running) {
         FlightRecord::instance().started(flight);
@@ -171,7 +175,8 @@ void GroupCore::report_failure(const Error& failure) {
 void GroupCore::abort(const std::string& why) {
   if (forked()) return;
   if (shm) {
-    shm->health().fail(Error(ErrorKind::aborted, why, ErrorContext{rank, rank, "abort", 0, "Destroy the process group."}));
+    shm->health().fail(
+        Error(ErrorKind::aborted, why, ErrorContext{rank, rank, "abort", 0, "Destroy the process group."}));
     shm->point_to_point().fail_all();
   }
   if (carrier) carrier->abort();

@@ -45,14 +45,14 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   int global_rank = 0;
   std::atomic<int64_t> timeout_ms{30 * 60 * 1000};
   std::unique_ptr<Communicator> communicator;
-  ShmCommunicator* shm = nullptr;                // communicator, when it is that
-  c10::intrusive_ptr<c10d::Backend> carrier;     // what carries the group otherwise
+  ShmCommunicator* shm = nullptr;             // communicator, when it is that
+  c10::intrusive_ptr<c10d::Backend> carrier;  // what carries the group otherwise
   std::shared_ptr<Executor> executor = std::make_shared<Executor>();
-  std::atomic<uint64_t> sequence{0};             // collectives issued
+  std::atomic<uint64_t> sequence{0};  // collectives issued
   std::atomic<uint64_t> p2p_sequence{0};
   std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
   uint32_t flight_group = 0;
-  std::string flight_dump;                       // file prefix, empty: no dump
+  std::string flight_dump;  // file prefix, empty: no dump
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> completion_hook;
 
  private:

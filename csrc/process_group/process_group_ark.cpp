@@ -58,20 +58,22 @@ void ProcessGroupArk::join() {
       return;
     }
     if (options_->shared_memory == Options::SharedMemory::on) {
-      throw Error(ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
-                  ErrorContext{rank_, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
+      throw Error(
+          ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
+          ErrorContext{rank_, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
     }
     if (!options_->make_carrier) {
-      throw Error(ErrorKind::system, "the ranks of this group share no memory (" + result.reason +
-                      ") and nothing is configured to carry it",
-                  ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
+      throw Error(
+          ErrorKind::system,
+          "the ranks of this group share no memory (" + result.reason + ") and nothing is configured to carry it",
+          ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
     }
     if (rank_ == 0 && options_->log) {
       options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                     " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
     }
-    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_), rank_, size_,
-                                            options_->timeout);
+    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
+                                            rank_, size_, options_->timeout);
     core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier);
   } catch (const Error& error) {
     throw error.at(rank_, "init");
@@ -104,8 +106,12 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors output
   operation.descriptor.dtype = dtype_of(call.dtype);
   operation.descriptor.op = call.reduction.op;
   operation.descriptor.root = static_cast<int32_t>(call.root);
-  operation.descriptor.count = call.kind == Kind::all_to_all ? 0 : static_cast<uint64_t>(
-      call.kind == Kind::reduce_scatter || call.kind == Kind::scatter ? call.output_elements : call.input_elements);
+  operation.descriptor.count =
+      call.kind == Kind::all_to_all
+          ? 0
+          : static_cast<uint64_t>(call.kind == Kind::reduce_scatter || call.kind == Kind::scatter
+                                      ? call.output_elements
+                                      : call.input_elements);
   operation.descriptor.shape = call.shape;
   work->body = [core = core_.get(), operation, name = call.name, timeout = call.timeout,
                 body = std::move(body)](WorkArk& running) mutable {
@@ -184,8 +190,8 @@ void ProcessGroupArk::monitoredBarrier(const c10d::BarrierOptions& options, bool
 void ProcessGroupArk::registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) {
   with_torch_errors([&] {
     if (core_->completion_hook) {
-      refuse(site("register_on_completion_hook"), ErrorKind::invalid_argument, "a completion hook is registered already",
-             "Register one hook a group.");
+      refuse(site("register_on_completion_hook"), ErrorKind::invalid_argument,
+             "a completion hook is registered already", "Register one hook a group.");
     }
   });
   onCompletionHook_ = hook;
@@ -197,9 +203,13 @@ void ProcessGroupArk::waitForPendingWorks() {
   core_->wait_for_hooks();
 }
 
-void ProcessGroupArk::abort() { core_->abort("abort() was called on rank " + std::to_string(rank_)); }
+void ProcessGroupArk::abort() {
+  core_->abort("abort() was called on rank " + std::to_string(rank_));
+}
 
-void ProcessGroupArk::shutdown() { core_->shutdown(kPatience); }
+void ProcessGroupArk::shutdown() {
+  core_->shutdown(kPatience);
+}
 
 c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
     const c10::intrusive_ptr<c10d::Backend::Options>& given) const {

@@ -30,12 +30,12 @@ class ProcessGroupArk : public c10d::Backend {
     enum class SharedMemory : int { automatic = 0, on = 1, off = 2 };
     Options() : c10d::Backend::Options("ark") {}
     SharedMemory shared_memory = SharedMemory::automatic;
-    bool debug = false;              // compare every rank's arguments before every collective
-    int64_t spin_us = -1;            // how long a waiting thread polls before it sleeps; negative: chosen
-    int64_t flight_record = 2048;    // operations kept by the process's flight record
-    std::string flight_dump;         // where a failure writes it (file prefix); empty: nowhere
-    std::vector<Rule> dispatch;      // empty: the measured defaults; rank 0's count
-    int64_t global_rank = -1;        // for names of dumps; -1: the rank in the group
+    bool debug = false;            // compare every rank's arguments before every collective
+    int64_t spin_us = -1;          // how long a waiting thread polls before it sleeps; negative: chosen
+    int64_t flight_record = 2048;  // operations kept by the process's flight record
+    std::string flight_dump;       // where a failure writes it (file prefix); empty: nowhere
+    std::vector<Rule> dispatch;    // empty: the measured defaults; rank 0's count
+    int64_t global_rank = -1;      // for names of dumps; -1: the rank in the group
     // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
     // every rank. Kept by split(), merge() and shrink().
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
@@ -124,13 +124,13 @@ class ProcessGroupArk : public c10d::Backend {
     Reduction reduction = {};
     int64_t input_elements = 0;
     int64_t output_elements = 0;
-    const Tensors* inputs = nullptr;    // for shapes in the flight record
+    const Tensors* inputs = nullptr;  // for shapes in the flight record
     const Tensors* outputs = nullptr;
-    uint64_t shape = 0;                 // debug mode
+    uint64_t shape = 0;  // debug mode
   };
   using Body = std::function<void(Communicator&, Operation&)>;
 
-  void join();  // meets the other ranks
+  void join();                                 // meets the other ranks
   CallSite site(const char* operation) const;  // also checks that the group is open
   WorkPtr issue(const Call& call, Tensors outputs, Body body);
   c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, const char* name, Tensors outputs);
@@ -139,7 +139,7 @@ class ProcessGroupArk : public c10d::Backend {
   int64_t next_sequence() const { return static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1; }
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
   uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
-  WorkPtr collect(WorkPtr work);  // remembers it while coalescing
+  WorkPtr collect(WorkPtr work);                           // remembers it while coalescing
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
 
   c10::intrusive_ptr<c10d::Store> store_;

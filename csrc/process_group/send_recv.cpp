@@ -6,8 +6,7 @@
 
 namespace ark {
 
-ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, int tag, bool is_send,
-                                                   bool any_source) {
+ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source) {
   return with_torch_errors([&] {
     const CallSite here = site(is_send ? "send" : "recv");
     const at::Tensor& tensor = only(here, "tensor", tensors);
@@ -25,9 +24,18 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     const auto type = is_send ? c10d::OpType::SEND : any_source ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
     const uint64_t number = core_->p2p_sequence.fetch_add(1) + 1;
     const int64_t count = tensor.numel();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = is_send ? "send" : "recv",
-        .sequence = static_cast<int64_t>(number), .is_p2p = true, .rank = any_source ? -1 : peer,
-        .input_elements = count, .output_elements = count, .dtype = tensor.scalar_type(), .async = true}; },
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = is_send ? "send" : "recv",
+                           .sequence = static_cast<int64_t>(number),
+                           .is_p2p = true,
+                           .rank = any_source ? -1 : peer,
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensor.scalar_type(),
+                           .async = true};
+        },
         tensors, tensors);
     FlightEntry entry;
     entry.group = core_->flight_group;
@@ -60,10 +68,13 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
       WorkPtr carried = is_send      ? core_->carrier->send(memory, peer, tag)
                         : any_source ? core_->carrier->recvAnysource(memory, tag)
                                      : core_->carrier->recv(memory, peer, tag);
-      follow(work, {carried}, [raw = work.get(), carried, target, source, any_source, is_send] {
-        if (any_source) raw->source_rank = carried->sourceRank();
-        if (!is_send) target->commit();
-      }, core_->executor);
+      follow(
+          work, {carried},
+          [raw = work.get(), carried, target, source, any_source, is_send] {
+            if (any_source) raw->source_rank = carried->sourceRank();
+            if (!is_send) target->commit();
+          },
+          core_->executor);
       return collect(work);
     }
     auto moving = std::make_shared<Transfer>();

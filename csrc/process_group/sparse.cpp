@@ -58,18 +58,37 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
     const auto op = options.reduceOp.op_;
     if (op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG) {
       refuse(here, ErrorKind::type_error,
-             std::string("op is ReduceOp.") + name_of(reduction_of(options.reduceOp, tensor.scalar_type(), rank_,
-                                                                   here.operation).op) +
+             std::string("op is ReduceOp.") +
+                 name_of(reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation).op) +
                  ", and sparse tensors take ReduceOp.SUM and ReduceOp.AVG only",
              "Use one of these, or a dense tensor: an index that a rank lacks has no value for other operations.");
     }
     const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);
     const int64_t count = tensor.numel();
-    CommsRecord record(comms(), [&] { return CommsCall{.name = "allreduce", .sequence = next_sequence(), .rank = rank_,
-        .input_elements = count, .output_elements = count, .dtype = tensor.scalar_type(), .async = options.asyncOp}; },
+    CommsRecord record(
+        comms(),
+        [&] {
+          return CommsCall{.name = "allreduce",
+                           .sequence = next_sequence(),
+                           .rank = rank_,
+                           .input_elements = count,
+                           .output_elements = count,
+                           .dtype = tensor.scalar_type(),
+                           .async = options.asyncOp};
+        },
         tensors, tensors);
-    Call call{c10d::OpType::_ALLREDUCE_SPARSE, Kind::all_reduce, here.operation, options.timeout, options.asyncOp,
-              tensor.scalar_type(), -1, reduction, count, count, &tensors, &tensors};
+    Call call{c10d::OpType::_ALLREDUCE_SPARSE,
+              Kind::all_reduce,
+              here.operation,
+              options.timeout,
+              options.asyncOp,
+              tensor.scalar_type(),
+              -1,
+              reduction,
+              count,
+              count,
+              &tensors,
+              &tensors};
     call.shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor);  // must agree, always
     return issue(call, tensors, [target = tensor, op](Communicator& group, Operation& operation) {
       c10::NoGradGuard no_grad;
@@ -88,7 +107,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
       at::Tensor sums = sum_rows(values, inverse, unique.size(0));
       if (op == c10d::ReduceOp::AVG) sums = sums.div(group.size());
       target.copy_(at::_sparse_coo_tensor_unsafe(unique.t().contiguous(), sums.to(values.scalar_type()), target.sizes(),
-                                                 target.options())._coalesced_(true));
+                                                 target.options())
+                       ._coalesced_(true));
     });
   });
 }

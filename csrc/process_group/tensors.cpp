@@ -1,9 +1,9 @@
 // Checks name the argument, the value, the rank and the remedy.
 #include "process_group/tensors.hpp"
 
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <sstream>
 
@@ -19,7 +19,9 @@ std::string describe(const at::Tensor& tensor) {
   return text.str();
 }
 
-bool plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
+bool plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
+}
 
 }  // namespace
 
@@ -34,13 +36,14 @@ void check_tensor(const CallSite& site, const char* argument, const at::Tensor& 
   if (tensor.layout() != at::kStrided) {
     std::ostringstream layout;
     layout << tensor.layout();
-    refuse(site, ErrorKind::type_error, std::string(argument) + " has layout torch." + layout.str() + " (" +
-               describe(tensor) + ")",
+    refuse(site, ErrorKind::type_error,
+           std::string(argument) + " has layout torch." + layout.str() + " (" + describe(tensor) + ")",
            "Pass a strided tensor (to_dense()); only all_reduce takes sparse COO tensors.");
   }
   if (!tensor.device().is_cpu()) {
-    refuse(site, ErrorKind::invalid_argument, std::string(argument) + " is on " + tensor.device().str() + " (" +
-               describe(tensor) + "), and this version of ark moves CPU tensors",
+    refuse(site, ErrorKind::invalid_argument,
+           std::string(argument) + " is on " + tensor.device().str() + " (" + describe(tensor) +
+               "), and this version of ark moves CPU tensors",
            "Pass a CPU tensor, or create the group with backend=\"cpu:ark,cuda:nccl\".");
   }
 }
@@ -141,7 +144,10 @@ std::vector<Output> outputs_of(const CallSite& site, const char* argument, const
 }
 
 uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor) {
-  auto mix = [&](uint64_t value) { seed = (seed ^ value) * 0x9e3779b97f4a7c15ull; seed ^= seed >> 29; };
+  auto mix = [&](uint64_t value) {
+    seed = (seed ^ value) * 0x9e3779b97f4a7c15ull;
+    seed ^= seed >> 29;
+  };
   mix(static_cast<uint64_t>(tensor.dim()) + 1);
   for (int64_t size : tensor.sizes()) mix(static_cast<uint64_t>(size));
   return seed;

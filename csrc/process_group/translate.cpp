@@ -58,8 +58,9 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
       reduction.op = ReduceOp::premul_sum;
       const auto* supplement = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (supplement == nullptr) {
-        throw Error(ErrorKind::invalid_argument, "PREMUL_SUM came without its factor",
-                    ErrorContext{rank, -1, operation, 0, "Make it with torch.distributed._make_nccl_premul_sum(factor)."});
+        throw Error(
+            ErrorKind::invalid_argument, "PREMUL_SUM came without its factor",
+            ErrorContext{rank, -1, operation, 0, "Make it with torch.distributed._make_nccl_premul_sum(factor)."});
       }
       reduction.factor =
           supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
@@ -73,7 +74,8 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
   if (find_reduce(dtype, reduction.op) == nullptr) {
     const char* why = why_unsupported(dtype, reduction.op);
     throw Error(ErrorKind::type_error,
-                std::string("ReduceOp.") + name_of(reduction.op) + " is not defined for " + dtype_name(type) + (why ? std::string(": ") + why : ""),
+                std::string("ReduceOp.") + name_of(reduction.op) + " is not defined for " + dtype_name(type) +
+                    (why ? std::string(": ") + why : ""),
                 ErrorContext{rank, -1, operation, 0, "Convert the tensor, or use another ReduceOp."});
   }
   return reduction;
@@ -104,8 +106,9 @@ std::exception_ptr to_torch(std::exception_ptr error) {
 namespace {
 
 [[noreturn]] void store_failed(const std::exception& error) {
-  throw Error(ErrorKind::system, std::string("the rendezvous store failed: ") + error.what(),
-              ErrorContext{-1, -1, "init", 0, "See whether the process that hosts the store (rank 0 or torchrun) lives."});
+  throw Error(
+      ErrorKind::system, std::string("the rendezvous store failed: ") + error.what(),
+      ErrorContext{-1, -1, "init", 0, "See whether the process that hosts the store (rank 0 or torchrun) lives."});
 }
 
 }  // namespace
@@ -133,9 +136,10 @@ std::vector<uint8_t> StoreAdapter::get(const std::string& key, std::chrono::mill
   for (auto pause = std::chrono::milliseconds(1);; pause = std::min(pause * 2, std::chrono::milliseconds(50))) {
     if (auto value = find(key)) return *value;
     if (Clock::now() >= until) {
-      throw Error(ErrorKind::timeout,
-                  "key " + key + " did not appear in the rendezvous store within " + std::to_string(timeout.count()) + " ms",
-                  ErrorContext{-1, -1, "init", 0, "See whether every rank started."});
+      throw Error(
+          ErrorKind::timeout,
+          "key " + key + " did not appear in the rendezvous store within " + std::to_string(timeout.count()) + " ms",
+          ErrorContext{-1, -1, "init", 0, "See whether every rank started."});
     }
     std::this_thread::sleep_for(pause);
   }

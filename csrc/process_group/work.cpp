@@ -17,12 +17,16 @@ constexpr size_t kMostThreads = 16;  // callbacks that block, one inside the oth
 WorkArk::WorkArk(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Executor> executor)
     : Work(rank, type), outputs_(std::move(outputs)), executor_(std::move(executor)) {}
 
-bool WorkArk::isSuccess() const { return done() && !error_; }
-std::exception_ptr WorkArk::exception() const { return done() ? error_ : nullptr; }
+bool WorkArk::isSuccess() const {
+  return done() && !error_;
+}
+std::exception_ptr WorkArk::exception() const {
+  return done() ? error_ : nullptr;
+}
 
 int WorkArk::sourceRank() const {
-  TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV,
-              "ark: [rank ", rank_, "] sourceRank() is for the work of a recv");
+  TORCH_CHECK(opType_ == c10d::OpType::RECVANYSOURCE || opType_ == c10d::OpType::RECV, "ark: [rank ", rank_,
+              "] sourceRank() is for the work of a recv");
   return source_rank;
 }
 
@@ -34,14 +38,13 @@ bool WorkArk::wait(std::chrono::milliseconds timeout) {
   if (!done()) {
     // Without a timeout of its own the wait ends with the operation, whose deadline bounds it.
     const bool own_timeout = timeout.count() > 0;
-    const auto until = own_timeout && timeout < std::chrono::hours(24 * 365) ? Clock::now() + timeout
-                                                                             : Clock::time_point::max();
+    const auto until =
+        own_timeout && timeout < std::chrono::hours(24 * 365) ? Clock::now() + timeout : Clock::time_point::max();
     const bool finished = wait_elsewhere ? wait_elsewhere(until) : executor_->await(*this, until, !own_timeout);
     if (!finished || !done()) {
       throw_torch(Error(ErrorKind::timeout,
                         "wait() gave up after " + std::to_string(timeout.count()) + " ms; the operation goes on",
-                        ErrorContext{rank_, -1, name, sequence,
-                                     "Wait again, wait longer, or abort the group."}));
+                        ErrorContext{rank_, -1, name, sequence, "Wait again, wait longer, or abort the group."}));
     }
   }
   if (error_) std::rethrow_exception(error_);
@@ -274,7 +277,8 @@ void Executor::notify() {
 // With the lock held: makes sure that one thread is, or will be, free to take the front of the queue.
 void Executor::ensure_thread() {
   if (idle_ > 0 || stopping_ || threads_.size() >= kMostThreads) return;
-  threads_.push_back(start_thread("a progress thread of the process group", [self = shared_from_this()] { self->thread_main(); }));
+  threads_.push_back(
+      start_thread("a progress thread of the process group", [self = shared_from_this()] { self->thread_main(); }));
   ++idle_;  // counted here, so that a burst of calls starts one thread only
 }
 

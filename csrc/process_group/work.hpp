@@ -53,12 +53,12 @@ class WorkArk : public c10d::Work {
   // Set before the work is handed out.
   const char* name = "";
   uint64_t sequence = 0;
-  std::function<void(WorkArk&)> body;                              // collectives
-  std::function<bool(Clock::time_point)> wait_elsewhere;           // send/recv: who makes progress for it
+  std::function<void(WorkArk&)> body;                               // collectives
+  std::function<bool(Clock::time_point)> wait_elsewhere;            // send/recv: who makes progress for it
   std::function<void(const WorkArk&, std::exception_ptr)> on_done;  // flight record, completion hook
   std::function<void()> on_abort;
-  std::function<void()> poll;            // carried send/recv: looks whether it is done
-  std::function<void()> need_progress;   // ... and makes it progress without a waiter
+  std::function<void()> poll;           // carried send/recv: looks whether it is done
+  std::function<void()> need_progress;  // ... and makes it progress without a waiter
   int source_rank = -1;
 
  private:

@@ -23,9 +23,13 @@ struct alignas(kCacheLine) Counter {
 };
 static_assert(sizeof(Counter) == kCacheLine);
 
-ARK_HOST_DEVICE inline uint64 current(const Counter& counter) { return load_acquire(counter.value); }
+ARK_HOST_DEVICE inline uint64 current(const Counter& counter) {
+  return load_acquire(counter.value);
+}
 
-ARK_HOST_DEVICE inline bool reached(const Counter& counter, uint64 target) { return current(counter) >= target; }
+ARK_HOST_DEVICE inline bool reached(const Counter& counter, uint64 target) {
+  return current(counter) >= target;
+}
 
 // Advances to `value`; true when a host sleeper must be woken (dma/wait.hpp does it).
 ARK_HOST_DEVICE inline bool advance(Counter& counter, uint64 value) {
@@ -45,6 +49,8 @@ ARK_HOST_DEVICE inline uint64 needed_to_write(uint64 message, uint64 slots) {
   return message + 1 > slots ? message + 1 - slots : 0;
 }
 
-ARK_HOST_DEVICE inline uint64 slot_of(uint64 message, uint64 slots) { return message % slots; }
+ARK_HOST_DEVICE inline uint64 slot_of(uint64 message, uint64 slots) {
+  return message % slots;
+}
 
 }  // namespace ark::protocol

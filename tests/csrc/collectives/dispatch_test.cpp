@@ -43,7 +43,8 @@ TEST(Dispatch, BadRulesAreRefusedByNumber) {
     try {
       DispatchTable({good, bad});
     } catch (const Error& error) {
-      return error.kind() == ErrorKind::invalid_argument && std::string(error.what()).find("rule 1") != std::string::npos;
+      return error.kind() == ErrorKind::invalid_argument &&
+             std::string(error.what()).find("rule 1") != std::string::npos;
     }
     return false;
   };

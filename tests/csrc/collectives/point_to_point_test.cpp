@@ -37,8 +37,12 @@ Request post(ShmCommunicator& group, bool is_send, int peer, int tag, std::vecto
   group.point_to_point().post(request.transfer);
   return request;
 }
-Request send(ShmCommunicator& group, int peer, int tag, std::vector<float>& data) { return post(group, true, peer, tag, data); }
-Request recv(ShmCommunicator& group, int peer, int tag, std::vector<float>& data) { return post(group, false, peer, tag, data); }
+Request send(ShmCommunicator& group, int peer, int tag, std::vector<float>& data) {
+  return post(group, true, peer, tag, data);
+}
+Request recv(ShmCommunicator& group, int peer, int tag, std::vector<float>& data) {
+  return post(group, false, peer, tag, data);
+}
 
 constexpr size_t kLarge = 1 << 19;  // floats: four times what a channel holds
 
@@ -78,7 +82,8 @@ TEST(PointToPoint, TagsOutOfOrderAndEqualTagsInOrder) {
       }
     }
     for (Request& request : requests) EXPECT_TRUE(request.finish(group));
-    for (int i = 0; i < kMessages; ++i) EXPECT_EQ(data[i], std::vector<float>(size_of_message(i), static_cast<float>(i)));
+    for (int i = 0; i < kMessages; ++i)
+      EXPECT_EQ(data[i], std::vector<float>(size_of_message(i), static_cast<float>(i)));
   }));
 }
 
@@ -137,8 +142,10 @@ TEST(PointToPoint, WrongSizeFailsTheRecvOnly) {
 TEST(PointToPoint, TimeoutNamesThePeer) {
   const auto errors = run_ranks(2, [&](ShmCommunicator& group, int rank) {
     std::vector<float> data(4);
-    if (rank == 0) post(group, false, 1, 0, data, milliseconds(100)).finish(group);
-    else std::this_thread::sleep_for(milliseconds(400));
+    if (rank == 0)
+      post(group, false, 1, 0, data, milliseconds(100)).finish(group);
+    else
+      std::this_thread::sleep_for(milliseconds(400));
   });
   ASSERT_TRUE(errors[0]);
   EXPECT_EQ(errors[0]->kind(), ErrorKind::timeout);
