@@ -68,16 +68,15 @@ def test_a_plain_script_starts_and_exits() -> None:
     assert [p.wait(60) for p in ranks] == [0, 0]
 
 
-@pytest.mark.quick
+IMPORTS = ("import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n")
+
+
+# Without autoload somebody has to import it.
 @pytest.mark.parametrize(
-    "first",
-    ["import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n"],
+    "autoload, first", [(auto, first) for auto in "10" for first in IMPORTS if auto == "1" or "ark_torch" in first]
 )
-@pytest.mark.parametrize("autoload", ["1", "0"])
 @ark_only
-def test_import_orders(first: str, autoload: str) -> None:
-    if autoload == "0" and "ark_torch" not in first:
-        pytest.skip("without autoload somebody has to import it")
+def test_import_orders(autoload: str, first: str) -> None:
     code = first + (
         "import torch, torch.distributed as dist, tempfile\n"
         "store = dist.HashStore()\n"
