@@ -112,7 +112,7 @@ VARIABLES = (
         "ARK_SPIN_US",
         "int_or_auto",
         "auto",
-        "How many microseconds a waiting thread polls before it sleeps; auto: 20, or none when there are more ranks "
+        "How many microseconds a waiting thread polls before it sleeps; auto: 50, or none when there are more ranks "
         "than cores.",
         minimum=0,
         maximum=1_000_000,

@@ -2,8 +2,7 @@
 // published and released the same number of them. `chunk` is the payload of a round in bytes.
 #pragma once
 
-#include <cstring>
-
+#include "collectives/copy.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/rounds.hpp"
 
@@ -15,11 +14,6 @@ inline size_t align_up(size_t bytes) {
 }
 inline size_t align_down(size_t bytes) {
   return bytes / kAlign * kAlign;
-}
-
-// memcpy that may be given null pointers when there is nothing to copy.
-inline void copy_bytes(void* target, const void* source, size_t bytes) {
-  if (bytes > 0) std::memcpy(target, source, bytes);
 }
 
 // root -1: everybody receives the result (all_reduce); else root alone does (reduce), and out is null elsewhere.

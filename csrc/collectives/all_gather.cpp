@@ -14,6 +14,7 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
   const size_t chunks = std::max<size_t>(1, (bytes + chunk - 1) / chunk);
   rounds.begin(operation, std::min(bytes, chunk));
   const uint64_t first = rounds.next();
+  const bool stream = bytes * size >= kStreamBytes;
   auto length = [&](size_t k) { return std::min(chunk, bytes - k * chunk); };
   auto publish = [&](size_t k) {
     // Root's own contribution to a gather needs no slot.
@@ -29,7 +30,7 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
       std::byte* target = static_cast<std::byte*>(outs[peer]) + k * chunk;
       const std::byte* source =
           peer == rank ? static_cast<const std::byte*>(in) + k * chunk : rounds.read(first + k, peer);
-      if (source != target) copy_bytes(target, source, length(k));
+      if (source != target) copy_out(target, source, length(k), stream);
     }
     if (!receives && k == 0) rounds.check_all(first);
     rounds.release(first + k);

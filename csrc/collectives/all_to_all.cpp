@@ -70,6 +70,7 @@ void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, co
   if (ins[rank].size > 0 && ins[rank].data != outs[rank].data) {
     copy_bytes(outs[rank].data, ins[rank].data, std::min(ins[rank].size, outs[rank].size));
   }
+  const bool stream = most * size >= kStreamBytes;
   for (size_t k = 0; k < pieces; ++k) {
     if (k + 1 < pieces) publish(k + 1);
     for (int step = 1; step < size; ++step) {
@@ -77,7 +78,7 @@ void all_to_all(Rounds& rounds, const Operation& operation, const Bytes* ins, co
       const std::byte* cursor = rounds.read(first + k, peer) + row;
       for (int before = 0; before < rank; ++before) cursor += align_up(length(matrix[peer * size + before], k));
       const size_t bytes = length(matrix[peer * size + rank], k);
-      if (bytes > 0) copy_bytes(static_cast<std::byte*>(outs[peer].data) + k * piece, cursor, bytes);
+      copy_out(static_cast<std::byte*>(outs[peer].data) + k * piece, cursor, bytes, stream);
     }
     rounds.release(first + k);
   }

@@ -19,7 +19,7 @@ void broadcast(Rounds& rounds, const Operation& operation, void* data, size_t by
       rounds.publish(first + k);
     } else {
       rounds.pass(first + k);
-      copy_bytes(part, rounds.read(first + k, root), length);
+      copy_out(part, rounds.read(first + k, root), length, bytes >= kStreamBytes);
     }
     if (k == 0) rounds.check_all(first);
     rounds.release(first + k);
@@ -46,7 +46,7 @@ void scatter(Rounds& rounds, const Operation& operation, const void* const* ins,
       if (own != target) copy_bytes(target, own, length);
     } else {
       rounds.pass(first + k);
-      copy_bytes(target, rounds.read(first + k, root) + rank * piece, length);
+      copy_out(target, rounds.read(first + k, root) + rank * piece, length, bytes >= kStreamBytes);
     }
     if (k == 0) rounds.check_all(first);
     rounds.release(first + k);

@@ -25,17 +25,19 @@ std::vector<Rule> DispatchTable::defaults() {
   auto add = [&](Kind kind, Algorithm algorithm, uint8_t when, uint32_t ranks, uint64_t bytes, uint32_t chunk) {
     rules.push_back(Rule{kind, algorithm, when, 0, ranks, bytes, chunk, 0});
   };
+  // Chunks larger than a core's own cache: what a peer reads then comes from the cache that the cores share, which is
+  // quicker than fetching modified lines out of another core's.
   for (Kind kind : {Kind::all_reduce, Kind::reduce}) {
-    add(kind, Algorithm::one_shot, kCorePerRank, 2, 32 * kKiB, 32 * kKiB);
-    add(kind, Algorithm::one_shot, kCorePerRank, kAnyRanks, 8 * kKiB, 8 * kKiB);
-    add(kind, Algorithm::two_shot, kCorePerRank, kAnyRanks, kAny, 256 * kKiB);
-    add(kind, Algorithm::one_shot, kOversubscribed, kAnyRanks, 32 * kKiB, 32 * kKiB);
+    add(kind, Algorithm::one_shot, kCorePerRank, kAnyRanks, 4 * kKiB, 4 * kKiB);
+    add(kind, Algorithm::two_shot, kCorePerRank, kAnyRanks, kAny, 512 * kKiB);
+    add(kind, Algorithm::one_shot, kOversubscribed, kAnyRanks, 8 * kKiB, 8 * kKiB);
     add(kind, Algorithm::two_shot, kOversubscribed, kAnyRanks, kAny, 512 * kKiB);
   }
   for (int kind = 0; kind < kKinds; ++kind) {
     const Kind k = static_cast<Kind>(kind);
     if (k == Kind::all_reduce || k == Kind::reduce) continue;
-    add(k, Algorithm::one_shot, kBoth, kAnyRanks, kAny, 256 * kKiB);
+    add(k, Algorithm::one_shot, kCorePerRank, kAnyRanks, kAny, (k == Kind::broadcast ? 512 : 256) * kKiB);
+    add(k, Algorithm::one_shot, kOversubscribed, kAnyRanks, kAny, 512 * kKiB);
   }
   return rules;
 }

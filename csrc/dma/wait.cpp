@@ -38,7 +38,7 @@ inline void pause_cpu() {
 
 SpinPolicy SpinPolicy::choose(int ranks, int cores, std::chrono::nanoseconds asked) {
   if (asked.count() >= 0) return {asked, 0};
-  if (ranks <= cores) return {std::chrono::microseconds(20), 0};
+  if (ranks <= cores) return {std::chrono::microseconds(50), 0};
   return {std::chrono::nanoseconds(0), 8};
 }
 

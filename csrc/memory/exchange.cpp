@@ -194,12 +194,9 @@ class Exchange {
                 "(ulimit -n)");
       return false;
     }
-    try {
-      result_.neighbourhood.segments[peer] = SharedMemory::attach(std::move(fd), options_.records[peer].segment_bytes);
-    } catch (const Error& error) {
-      set_apart(peer, error.what());
-      return false;
-    }
+    // What goes wrong here is a shortage of this process or a segment that is not what it claims to be: an error that
+    // the others hear of, and no reason to go on without sharing as if the ranks were on two machines.
+    result_.neighbourhood.segments[peer] = SharedMemory::attach(std::move(fd), options_.records[peer].segment_bytes);
     pairs_[peer] = Pair::done;
     return true;
   }

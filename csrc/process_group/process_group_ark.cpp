@@ -72,8 +72,16 @@ void ProcessGroupArk::join() {
       options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                     " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
     }
-    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
-                                            rank_, size_, options_->timeout);
+    try {
+      core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
+                                              rank_, size_, options_->timeout);
+    } catch (const std::exception& error) {
+      throw Error(ErrorKind::system,
+                  "PyTorch's Gloo, which is to carry this group (" + result.reason + "), failed: " + error.what(),
+                  ErrorContext{rank_, -1, "init", 0,
+                               "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
+                               "this process's limits (ulimit -a)."});
+    }
     core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier);
   } catch (const Error& error) {
     throw error.at(rank_, "init");
