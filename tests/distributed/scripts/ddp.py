@@ -74,7 +74,9 @@ def main() -> None:
         train(model, rank, world)
         common.assert_same_weights(model.module.state_dict(), alone, tolerance=2e-3)
     for attempt in range(6):  # its callbacks run collectives and wait for them
-        model = DDP(common.make_model(128), bucket_cap_mb=0.01)
+        # One bucket: with several, the callbacks of one and the main thread's next race for the group, so that the
+        # ranks issue in different orders. That is so over any CPU backend (ark says "ranks disagree").
+        model = DDP(common.make_model(128))
         state = powersgd.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=4 if attempt % 2 else 1,
