@@ -1,8 +1,8 @@
 """PyTorch's own DistributedTest, from the wheel, over groups of the backend under test.
 
-Four bodies (six from 3 ranks on) name the backends they accept and so fail for any third party; everything
-else that runs must pass. What does not run is listed with its reason in distributed_suite_skips.json (committed): a body that
-skips itself and is not in that list is a failure, because a skipped body is an untested one.
+Four bodies (six from 3 ranks on) name the backends they accept and so fail for any third party; everything else
+that runs must pass. What does not run is listed with its reason in distributed_suite_skips.json (committed): a body
+that skips itself and is not in that list is a failure, because a skipped body is an untested one.
 ARK_UPDATE_SKIPS=1 rewrites the list; ARK_SUITE_ONLY=REGEX runs a part.
 """
 
