@@ -122,6 +122,7 @@ bool PointToPoint::wait(const Transfer& transfer, Clock::time_point until) {
       spin_until = now + policy_.spin;
     } else if (now >= spin_until) {
       sleep_on(doorbell, seen, std::min<std::chrono::nanoseconds>(kSlice, until - now));
+      protocol::store_relaxed(health_.own().beat, protocol::load_relaxed(health_.own().beat) + 1);
     }
   }
   return true;

@@ -89,6 +89,7 @@ void Waiter::wait_slowly(protocol::Counter& counter, uint64_t target, int peer) 
       health_.raise(*alarm, operation_, peer);
     }
     sleep_on(counter, seen, kSlice);
+    protocol::store_relaxed(health_.own().beat, protocol::load_relaxed(health_.own().beat) + 1);
   }
 }
 

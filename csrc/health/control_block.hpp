@@ -35,6 +35,7 @@ struct ControlBlock {
   uint64_t started;                                 // ... begun
   uint64_t completed;                               // ... finished
   int64_t waiting_on;                               // 1 + rank whose counter it sleeps on, 0 none
+  uint64_t beat;                                    // grows every slice while it sleeps: a stopped rank's does not
   char operation[32];                               // what it is in (torn reads are harmless: text only)
   alignas(protocol::kCacheLine) uint32_t abort_state;
   AbortRecord abort;

@@ -3,12 +3,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace ark {
 
 namespace {
 
 constexpr const char* kRestart = "Destroy the process group on every rank (or restart the job) before going on.";
+
+// Some ten slices of a sleeping waiter (dma/wait.cpp): long enough for a live one on a busy machine.
+constexpr auto kBeats = std::chrono::milliseconds(200);
 
 void copy_text(char* target, size_t room, const std::string& text) {
   const size_t bytes = std::min(room - 1, text.size());
@@ -127,10 +131,15 @@ void GroupHealth::fail(const Error& error) {
   failed_.store(true, std::memory_order_release);
 }
 
+// A rank that was stopped in its sleep still says whom it waited for, so its word counts only while its beat goes on.
 int GroupHealth::find_culprit(int peer) const {
+  std::vector<uint64_t> beats;
+  for (const ControlBlock* block : control_) beats.push_back(protocol::load_relaxed(block->beat));
+  std::this_thread::sleep_for(kBeats);
   for (int hops = 0; hops < size(); ++hops) {
     const int64_t next = protocol::load_relaxed(control_[peer]->waiting_on) - 1;
     if (next < 0 || next >= size() || next == rank_) break;
+    if (protocol::load_relaxed(control_[peer]->beat) == beats[peer]) break;
     peer = static_cast<int>(next);
   }
   return peer;
