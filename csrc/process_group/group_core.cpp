@@ -129,13 +129,26 @@ void GroupCore::run_hook(const WorkArk& work, c10d::OpType type) {
   {
     std::lock_guard lock(hooks_mutex_);
     ++hooks_pending_;
+    hooks_.push_back(std::move(info));
+    if (hooks_running_) return;
+    hooks_running_ = true;
   }
-  executor->defer([self = shared_from_this(), info] {
-    self->completion_hook(info);
-    std::lock_guard lock(self->hooks_mutex_);
-    --self->hooks_pending_;
-    self->hooks_changed_.notify_all();
-  });
+  executor->defer([self = shared_from_this()] { self->drain_hooks(); });
+}
+
+// One thread at a time, so that the hook hears of works in the order in which they finished.
+void GroupCore::drain_hooks() {
+  std::unique_lock lock(hooks_mutex_);
+  while (!hooks_.empty()) {
+    const auto info = std::move(hooks_.front());
+    hooks_.pop_front();
+    lock.unlock();
+    completion_hook(info);
+    lock.lock();
+    --hooks_pending_;
+    hooks_changed_.notify_all();
+  }
+  hooks_running_ = false;
 }
 
 void GroupCore::wait_for_hooks() {

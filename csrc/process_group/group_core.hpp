@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
+#include <deque>
 #include <memory>
 #include <string>
 
@@ -58,10 +59,13 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
  private:
   void report_failure(const Error& error);
   void run_hook(const WorkArk& work, c10d::OpType type);
+  void drain_hooks();
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;
+  std::deque<std::shared_ptr<c10d::WorkInfo>> hooks_;
   int hooks_pending_ = 0;
+  bool hooks_running_ = false;
   const uint64_t fork_generation_;
   std::atomic<bool> closed_{false};
 };
