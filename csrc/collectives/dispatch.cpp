@@ -1,4 +1,5 @@
-// The default table and the look-up. Sizes come from sweeps on two cores (benchmarks/results/).
+// The default table and the look-up. The sizes come from short sweeps on one two-core machine that was not idle; they
+// are to be confirmed by a committed benchmark (tools.tune measures them for another machine).
 #include "collectives/dispatch.hpp"
 
 #include <limits>
@@ -25,8 +26,8 @@ std::vector<Rule> DispatchTable::defaults() {
   auto add = [&](Kind kind, Algorithm algorithm, uint8_t when, uint32_t ranks, uint64_t bytes, uint32_t chunk) {
     rules.push_back(Rule{kind, algorithm, when, 0, ranks, bytes, chunk, 0});
   };
-  // Chunks larger than a core's own cache: what a peer reads then comes from the cache that the cores share, which is
-  // quicker than fetching modified lines out of another core's.
+  // Chunks larger than a core's own cache: these looked faster in every undisturbed sweep, presumably because a
+  // peer then reads from the cache that the cores share and not modified lines out of another core's (not proven).
   for (Kind kind : {Kind::all_reduce, Kind::reduce}) {
     add(kind, Algorithm::one_shot, kCorePerRank, kAnyRanks, 4 * kKiB, 4 * kKiB);
     add(kind, Algorithm::two_shot, kCorePerRank, kAnyRanks, kAny, 512 * kKiB);

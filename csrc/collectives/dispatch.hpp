@@ -1,6 +1,6 @@
 // Which algorithm carries a collective, by measurement: (kind, bytes, ranks, cores) -> algorithm and chunk.
 //
-// A table is a list of rules; the first that matches decides. The defaults were measured (benchmarks/); a tuned
+// A table is a list of rules; the first that matches decides. The defaults are provisional (dispatch.cpp); a tuned
 // table replaces them (environment variable ARK_DISPATCH, tools.tune writes one). All ranks of a group use rank 0's
 // table and the number of cores that the ranks of the group may use together, so they decide alike.
 #pragma once
