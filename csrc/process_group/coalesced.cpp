@@ -10,12 +10,6 @@ namespace {
 
 using Tensors = ProcessGroupArk::Tensors;
 
-int64_t elements_of(const Tensors& tensors) {
-  int64_t elements = 0;
-  for (const at::Tensor& tensor : tensors) elements += tensor.numel();
-  return elements;
-}
-
 // Checks every entry; at least one.
 void check_all(const CallSite& site, const char* argument, const Tensors& tensors) {
   if (tensors.empty()) {

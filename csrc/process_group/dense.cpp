@@ -9,12 +9,6 @@ namespace {
 
 using Tensors = ProcessGroupArk::Tensors;
 
-int64_t elements_of(const Tensors& tensors) {
-  int64_t elements = 0;
-  for (const at::Tensor& tensor : tensors) elements += tensor.numel();
-  return elements;
-}
-
 // Pieces of one contiguous buffer, one a rank.
 std::vector<const void*> split_evenly(const void* data, int size, size_t bytes) {
   std::vector<const void*> parts(size);

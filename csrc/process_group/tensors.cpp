@@ -143,6 +143,12 @@ std::vector<Output> outputs_of(const CallSite& site, const char* argument, const
   return outputs;
 }
 
+int64_t elements_of(const std::vector<at::Tensor>& tensors) {
+  int64_t elements = 0;
+  for (const at::Tensor& tensor : tensors) elements += tensor.numel();
+  return elements;
+}
+
 uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor) {
   auto mix = [&](uint64_t value) {
     seed = (seed ^ value) * 0x9e3779b97f4a7c15ull;

@@ -60,6 +60,8 @@ std::vector<Input> inputs_of(const std::vector<at::Tensor>& tensors);
 std::vector<Output> outputs_of(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors,
                                bool also_input = false);
 
+int64_t elements_of(const std::vector<at::Tensor>& tensors);  // of all together
+
 uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor);
 
 }  // namespace ark
