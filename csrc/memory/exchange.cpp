@@ -165,17 +165,18 @@ class Exchange {
       case MessageReceiver::Status::oversized: set_apart(peer, "its answer is too long"); return;
       case MessageReceiver::Status::complete: break;
     }
+    std::optional<HelloMessage> hello;
     try {
-      const HelloMessage hello = HelloMessage::decode(call.answer.message());
-      if (!is_genuine(hello) || hello.kind == Kind::call || static_cast<int>(hello.from) != peer)
-        set_apart(peer, "its answer is not from this group");
-      else if (hello.kind == Kind::refuse)
-        set_apart(peer, "");
-      else
-        take_segment(peer, call.answer);
+      hello = HelloMessage::decode(call.answer.message());
     } catch (const Error& error) {
       set_apart(peer, error.what());
     }
+    if (hello && (!is_genuine(*hello) || hello->kind == Kind::call || static_cast<int>(hello->from) != peer))
+      set_apart(peer, "its answer is not from this group");
+    else if (hello && hello->kind == Kind::refuse)
+      set_apart(peer, "");
+    else if (hello)
+      take_segment(peer, call.answer);
     result_.neighbourhood.connections[peer] = std::move(call.fd);  // of a failed pair too: shows whether it lives
   }
 
@@ -185,7 +186,7 @@ class Exchange {
            (hello.kind == Kind::refuse || hello.segment_bytes == options_.records[hello.from].segment_bytes);
   }
 
-  // Marks the pair done or apart.
+  // Marks the pair done or apart; throws when the segment cannot be attached.
   bool take_segment(int peer, MessageReceiver& message) {
     UniqueFd fd = message.take_fd();
     if (!fd || message.has_surplus_fds() || message.has_cut_control_data()) {
