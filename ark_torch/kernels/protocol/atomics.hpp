@@ -1,77 +1,128 @@
 // Atomics for protocol code that is written once and compiled for host and device.
 //
 // Counters in shared (symmetric) memory are plain 64- and 32-bit words; these functions are the only way to touch
-// them. On the host they are std::atomic_ref, which ThreadSanitizer sees; under NVRTC/nvcc they are
-// cuda::atomic_ref at system scope, because the other side may be a peer GPU or a CPU. No stand-alone fences: the
-// order comes from the acquire and release operations alone.
+// them. On the host they are std::atomic_ref, which ThreadSanitizer sees. In device code they are PTX at system scope,
+// because the other side may be a peer GPU or a CPU, and PTX rather than cuda::atomic_ref because PyTorch's wheels
+// hold no libcu++.
+//
+// Why the PTX is enough (PTX ISA, chapter "Memory Consistency Model"). Two operations on a word are morally strong to
+// each other when both are strong, of the word's size, and of scopes that include each other's thread; .sys includes
+// the host's threads. ld.acquire and st.release are an acquire and a release pattern: the one synchronizes with the
+// other when it observes it. A sequentially consistent operation is one behind a fence.sc.sys, the mapping that the
+// model's authors prove (Lustig, Sahasrabuddhe and Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency
+// Model", ASPLOS 2019): all morally strong fence.sc are in one order, which what is observed behind them cannot
+// contradict; Dekker's handshake in counter.hpp rests on that. A fence.sc followed by a strong write is itself a
+// release pattern, so behind it a relaxed store releases and an acquiring add acquires and releases, without a second
+// barrier. volatile and "memory" keep the compiler from moving or merging accesses; no other fence is needed.
 #pragma once
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-#include <cuda/atomic>
-#define ARK_HOST_DEVICE __host__ __device__
-#else
+#include "protocol/base.hpp"
+
+#if !ARK_DEVICE_CODE
 #include <atomic>
-#include <cstdint>
-#define ARK_HOST_DEVICE
 #endif
 
 namespace ark::protocol {
 
-#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-using uint64 = unsigned long long;
-using uint32 = unsigned int;
-template <class T>
-using Ref = cuda::atomic_ref<T, cuda::thread_scope_system>;
-namespace order = cuda::std;
+using ark::uint32;
+using ark::uint64;
+
+// The ordered forms are sequentially consistent: only for the sleep/wake handshake of counter.hpp (a store that must
+// not be reordered after the load of another word).
+#if ARK_DEVICE_CODE
+
+#define ARK_PTX_ATOMICS(Word, width, reg)                                                                       \
+  ARK_HOST_DEVICE inline Word load_acquire(const Word& word) {                                                  \
+    Word value;                                                                                                 \
+    asm volatile("ld.acquire.sys.u" width " %0, [%1];" : "=" reg(value) : "l"(&word) : "memory");               \
+    return value;                                                                                               \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline Word load_relaxed(const Word& word) {                                                  \
+    Word value;                                                                                                 \
+    asm volatile("ld.relaxed.sys.u" width " %0, [%1];" : "=" reg(value) : "l"(&word) : "memory");               \
+    return value;                                                                                               \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline void store_release(Word& word, Word value) {                                           \
+    asm volatile("st.release.sys.u" width " [%0], %1;" ::"l"(&word), reg(value) : "memory");                    \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline void store_relaxed(Word& word, Word value) {                                           \
+    asm volatile("st.relaxed.sys.u" width " [%0], %1;" ::"l"(&word), reg(value) : "memory");                    \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline Word load_ordered(const Word& word) {                                                  \
+    Word value;                                                                                                 \
+    asm volatile("fence.sc.sys; ld.acquire.sys.u" width " %0, [%1];" : "=" reg(value) : "l"(&word) : "memory"); \
+    return value;                                                                                               \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline void store_ordered(Word& word, Word value) {                                           \
+    asm volatile("fence.sc.sys; st.relaxed.sys.u" width " [%0], %1;" ::"l"(&word), reg(value) : "memory");      \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline Word add_ordered(Word& word, Word amount) {                                            \
+    Word before;                                                                                                \
+    asm volatile("fence.sc.sys; atom.add.acquire.sys.u" width " %0, [%1], %2;"                                  \
+                 : "=" reg(before)                                                                              \
+                 : "l"(&word), reg(amount)                                                                      \
+                 : "memory");                                                                                   \
+    return before;                                                                                              \
+  }                                                                                                             \
+  ARK_HOST_DEVICE inline bool compare_exchange(Word& word, Word& expected, Word desired) {                      \
+    Word before;                                                                                                \
+    asm volatile("atom.cas.acq_rel.sys.b" width " %0, [%1], %2, %3;"                                            \
+                 : "=" reg(before)                                                                              \
+                 : "l"(&word), reg(expected), reg(desired)                                                      \
+                 : "memory");                                                                                   \
+    const bool exchanged = before == expected;                                                                  \
+    expected = before;                                                                                          \
+    return exchanged;                                                                                           \
+  }
+ARK_PTX_ATOMICS(uint64, "64", "l")
+ARK_PTX_ATOMICS(uint32, "32", "r")
+#undef ARK_PTX_ATOMICS
+
 #else
-using uint64 = uint64_t;
-using uint32 = uint32_t;
+
 template <class T>
 using Ref = std::atomic_ref<T>;
-namespace order = std;
-#endif
 
 template <class T>
 ARK_HOST_DEVICE inline T load_acquire(const T& word) {
-  return Ref<T>(const_cast<T&>(word)).load(order::memory_order_acquire);
+  return Ref<T>(const_cast<T&>(word)).load(std::memory_order_acquire);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline T load_relaxed(const T& word) {
-  return Ref<T>(const_cast<T&>(word)).load(order::memory_order_relaxed);
+  return Ref<T>(const_cast<T&>(word)).load(std::memory_order_relaxed);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline void store_release(T& word, T value) {
-  Ref<T>(word).store(value, order::memory_order_release);
+  Ref<T>(word).store(value, std::memory_order_release);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline void store_relaxed(T& word, T value) {
-  Ref<T>(word).store(value, order::memory_order_relaxed);
+  Ref<T>(word).store(value, std::memory_order_relaxed);
 }
 
-// Sequentially consistent forms: only for the sleep/wake handshake of counter.hpp (a store that must not be
-// reordered after the load of another word).
 template <class T>
 ARK_HOST_DEVICE inline T load_ordered(const T& word) {
-  return Ref<T>(const_cast<T&>(word)).load(order::memory_order_seq_cst);
+  return Ref<T>(const_cast<T&>(word)).load(std::memory_order_seq_cst);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline void store_ordered(T& word, T value) {
-  Ref<T>(word).store(value, order::memory_order_seq_cst);
+  Ref<T>(word).store(value, std::memory_order_seq_cst);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline T add_ordered(T& word, T amount) {
-  return Ref<T>(word).fetch_add(amount, order::memory_order_seq_cst);
+  return Ref<T>(word).fetch_add(amount, std::memory_order_seq_cst);
 }
 
 template <class T>
 ARK_HOST_DEVICE inline bool compare_exchange(T& word, T& expected, T desired) {
-  return Ref<T>(word).compare_exchange_strong(expected, desired, order::memory_order_acq_rel,
-                                              order::memory_order_acquire);
+  return Ref<T>(word).compare_exchange_strong(expected, desired, std::memory_order_acq_rel, std::memory_order_acquire);
 }
+
+#endif
 
 }  // namespace ark::protocol
