@@ -43,7 +43,7 @@ struct Target {
   std::string arch;  // "sm_90a"
 };
 
-// 9.0 -> sm_90a, 10.0 -> sm_100a, 10.3 -> sm_103a, 12.0 -> sm_120, ...; below 8.0: Error naming the device.
+// 9.0 -> sm_90a, 10.0 -> sm_100a, 12.0 -> sm_120, else sm_XY; below 8.0: Error naming the device.
 Target target_of(int major, int minor, const std::string& device_name);
 
 class KernelLibrary {

@@ -1,0 +1,93 @@
+// Compiler, and the process's settings.
+#include "jit/compiler.hpp"
+
+#include <utility>
+
+namespace ark::jit {
+
+namespace {
+std::mutex g_settings_mutex;
+Settings g_settings;
+}  // namespace
+
+void configure(Settings settings) {
+  const std::lock_guard lock(g_settings_mutex);
+  g_settings = std::move(settings);
+}
+
+Settings settings() {
+  const std::lock_guard lock(g_settings_mutex);
+  return g_settings;
+}
+
+// Headers of other folders are not in the key, so what includes them is not kept.
+Compiler::Compiler(Settings settings, int driver_version, LibraryOpener opener)
+    : settings_(std::move(settings)),
+      driver_version_(driver_version),
+      opener_(std::move(opener)),
+      cache_(settings_.include_dirs.empty() ? settings_.cache_dir : std::string(), settings_.log) {}
+
+const Nvrtc& Compiler::nvrtc() {
+  const std::lock_guard lock(mutex_);
+  if (!nvrtc_) nvrtc_ = Nvrtc::find(settings_, driver_version_, opener_);
+  return *nvrtc_;
+}
+
+const std::vector<Header>& Compiler::headers() {
+  const std::lock_guard lock(mutex_);
+  if (!headers_) headers_ = read_headers(settings_.kernels_dir);
+  return *headers_;
+}
+
+std::string Compiler::nvrtc_version() {
+  return nvrtc().version();
+}
+
+std::string Compiler::nvrtc_path() {
+  return nvrtc().path();
+}
+
+// "13.0" of .../libnvrtc-builtins.so.13.0 beside the first candidate; empty: it must be opened to know.
+std::string Compiler::version_by_name() const {
+  const std::vector<NvrtcCandidate> candidates = nvrtc_candidates(settings_, driver_version_);
+  if (candidates.empty() || candidates.front().builtins.empty()) return {};
+  const std::string& builtins = candidates.front().builtins;
+  const std::string version = builtins.substr(builtins.rfind(".so.") + 4);
+  const size_t dot = version.find('.');
+  return version.substr(0, version.find('.', dot + 1));
+}
+
+Source Compiler::complete(const Source& source) const {
+  Source whole = source;
+  whole.options.insert(whole.options.begin(), settings_.options.begin(), settings_.options.end());
+  return whole;
+}
+
+std::vector<uint8_t> Compiler::cubin(const Source& source) {
+  const Source whole = complete(source);
+  struct OtherVersion {};
+  auto get = [&](const std::string& version) {
+    const std::string compiler = "nvrtc " + version;
+    const std::string key = cache_key(settings_.version, compiler, whole, headers());
+    return cache_
+        .get(key, settings_.version, compiler, whole,
+             [&] {
+               if (nvrtc().version() != version) throw OtherVersion{};
+               return nvrtc().compile(whole, headers(), settings_.include_dirs, key.substr(0, 16) + ".cu");
+             })
+        .cubin;
+  };
+  if (const std::string version = version_by_name(); !version.empty()) {
+    try {
+      return get(version);
+    } catch (const OtherVersion&) {  // the library with that name could not be opened, or is another
+    }
+  }
+  return get(nvrtc().version());
+}
+
+Compiled Compiler::compile(const Source& source) {
+  return nvrtc().compile(complete(source), headers(), settings_.include_dirs, "stub.cu");
+}
+
+}  // namespace ark::jit

@@ -1,0 +1,168 @@
+// Compiling, loading and launching behind kernel.hpp.
+#include "jit/kernel.hpp"
+
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "error.hpp"
+#include "health/start_thread.hpp"
+#include "jit/compiler.hpp"
+#include "jit/driver.hpp"
+
+namespace ark::jit {
+
+Target target_of(int major, int minor, const std::string& device_name) {
+  if (major < 8) {
+    ErrorContext context;
+    context.remedy = "Use NCCL there (backend=\"nccl\", or ARK_DISABLE=1).";
+    throw Error(ErrorKind::invalid_argument,
+                device_name + " has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+                    ", and ark's kernels need 8.0 (Ampere) or newer",
+                context);
+  }
+  Target target{major, minor, "sm_" + std::to_string(major * 10 + minor)};
+  // The architecture's own instructions (wgmma, tcgen05), which the plain name leaves out.
+  if (target.arch == "sm_90" || target.arch == "sm_100") target.arch += 'a';
+  return target;
+}
+
+struct KernelLibrary::Impl {
+  struct Module {
+    std::mutex mutex;  // held while the stub is compiled and loaded; other stubs go on
+    CUmodule module = nullptr;
+    std::map<std::string, Kernel> kernels;  // by entry; nodes do not move
+  };
+
+  Impl(int device, Settings settings) : device(device), compiler(std::move(settings), driver().version) {
+    target = target_of(device_attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+                       device_attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+                       "device " + std::to_string(device) + " (" + device_name(device) + ")");
+    multiprocessors = device_attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    shared_optin = device_attribute(device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+  }
+
+  Module& module_of(const std::string& stub) {
+    const std::lock_guard lock(mutex);
+    return modules[stub];
+  }
+
+  // On the loading thread.
+  void load(Module& module, const std::string& stub, const std::string& entry) {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(device);
+    if (module.module == nullptr) {
+      const std::vector<uint8_t> cubin = compiler.cubin({stub, target.arch, {}});
+      check(driver().module_load_data(&module.module, cubin.data()), "loading the kernel " + entry);
+    }
+    Kernel kernel;
+    kernel.entry = entry;
+    kernel.device = device;
+    check(driver().module_get_function(&kernel.function, module.module, entry.c_str()),
+          "looking for the kernel " + entry + " in its stub");
+    check(driver().func_load(kernel.function), "loading the kernel " + entry);
+    auto attribute = [&](CUfunction_attribute which) {
+      int value = 0;
+      check(driver().func_get_attribute(&value, which, kernel.function), "cuFuncGetAttribute of " + entry);
+      return value;
+    };
+    kernel.registers = attribute(CU_FUNC_ATTRIBUTE_NUM_REGS);
+    kernel.static_shared = attribute(CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES);
+    kernel.local = attribute(CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES);
+    kernel.max_threads = attribute(CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK);
+    kernel.max_dynamic_shared = shared_optin - kernel.static_shared;
+    check(driver().func_set_attribute(kernel.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                      kernel.max_dynamic_shared),
+          "cuFuncSetAttribute of " + entry);
+    size_t offset = 0;
+    check(driver().func_get_param_info(kernel.function, 0, &offset, &kernel.param_bytes),
+          "cuFuncGetParamInfo of " + entry + ", which must take one struct");
+    module.kernels.emplace(entry, std::move(kernel));
+  }
+
+  const int device;
+  Compiler compiler;
+  Target target;
+  int multiprocessors = 0;
+  int shared_optin = 0;
+  std::mutex mutex;  // guards the map alone
+  std::map<std::string, Module> modules;
+};
+
+KernelLibrary::KernelLibrary(int device, Settings settings)
+    : impl_(std::make_unique<Impl>(device, std::move(settings))) {}
+KernelLibrary::~KernelLibrary() = default;
+
+KernelLibrary& KernelLibrary::of(int device) {
+  static std::mutex mutex;
+  static auto* libraries = new std::map<int, std::unique_ptr<KernelLibrary>>;  // kernels may run while we exit
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<KernelLibrary>& library = (*libraries)[device];
+  if (!library) library = std::make_unique<KernelLibrary>(device, jit::settings());
+  return *library;
+}
+
+const Target& KernelLibrary::target() const {
+  return impl_->target;
+}
+
+int KernelLibrary::device() const {
+  return impl_->device;
+}
+
+int KernelLibrary::multiprocessors() const {
+  return impl_->multiprocessors;
+}
+
+const Kernel& KernelLibrary::get(const std::string& stub, const char* entry) {
+  Impl::Module& module = impl_->module_of(stub);
+  const std::lock_guard lock(module.mutex);
+  if (const auto known = module.kernels.find(entry); known != module.kernels.end()) return known->second;
+  std::exception_ptr failure;
+  start_thread("the thread that loads a kernel", [&] {
+    try {
+      impl_->load(module, stub, entry);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }).join();
+  if (failure) std::rethrow_exception(failure);
+  return module.kernels.at(entry);
+}
+
+int resident_blocks(const Kernel& kernel, int threads, size_t dynamic_shared_bytes) {
+  const CurrentContext context(kernel.device);
+  int blocks = 0;
+  check(driver().occupancy_max_active_blocks(&blocks, kernel.function, threads, dynamic_shared_bytes),
+        "asking how many blocks of " + kernel.entry + " are resident");
+  return blocks * KernelLibrary::of(kernel.device).multiprocessors();
+}
+
+void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
+            const void* params, size_t bytes, bool cooperative) {
+  if (bytes != kernel.param_bytes)
+    throw Error(ErrorKind::invalid_argument, "kernel " + kernel.entry + " takes a struct of " +
+                                                 std::to_string(kernel.param_bytes) + " bytes, and was given " +
+                                                 std::to_string(bytes));
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+  attribute.value.cooperative = 1;
+  CUlaunchConfig config{};
+  config.gridDimX = grid.x, config.gridDimY = grid.y, config.gridDimZ = grid.z;
+  config.blockDimX = block.x, config.blockDimY = block.y, config.blockDimZ = block.z;
+  config.sharedMemBytes = static_cast<unsigned>(dynamic_shared_bytes);
+  config.hStream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cooperative ? 1 : 0;
+  void* arguments[] = {const_cast<void*>(params)};
+  const CUresult result = driver().launch_kernel_ex(&config, kernel.function, arguments, nullptr);
+  if (result == CUDA_SUCCESS) return;
+  auto shape = [](Dim3 d) { return std::to_string(d.x) + "x" + std::to_string(d.y) + "x" + std::to_string(d.z); };
+  check(result, "launching " + kernel.entry + " (grid " + shape(grid) + ", block " + shape(block) + ", " +
+                    std::to_string(dynamic_shared_bytes) + " bytes of shared memory" +
+                    (cooperative ? ", cooperative)" : ")"));
+}
+
+}  // namespace ark::jit

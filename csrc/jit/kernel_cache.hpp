@@ -1,0 +1,66 @@
+// Compiled kernels on disk, shared by all processes of a user.
+//
+// For each key three files lie side by side, so that what ran can be read: <key>.cu (the stub), <key>.meta.json
+// (versions, options, registers, SHA-256 of the binary) and <key>.cubin. They are written under other names, created
+// anew (O_EXCL, O_NOFOLLOW), and renamed, the cubin last, by the one process that holds <key>.lock (flock: a dead
+// holder lets go of it). A cubin is used only when its hash is the one in the meta file: anything cut short or altered
+// is compiled again. The key holds everything that the result depends on, so nothing is ever invalidated.
+//
+// The folder must be ours alone to write: 0700 when made here; a link, a foreign owner or a mode that lets others write
+// is not used. Then, and with a read-only or full disk, or when the holder of the lock does not finish, kernels are
+// compiled in memory and one line says so: a cache is no reason to fail.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "jit/source.hpp"
+#include "memory/unique_fd.hpp"
+
+namespace ark::jit {
+
+// SHA-256 over everything that a cubin depends on. `compiler`: "nvrtc 13.0".
+std::string cache_key(const std::string& version, const std::string& compiler, const Source& source,
+                      const std::vector<Header>& headers);
+
+struct CachedKernel {
+  enum class Origin : uint8_t {
+    cache,     // found, hash verified
+    compiled,  // compiled and stored
+    memory,    // compiled, not stored
+  };
+  std::vector<uint8_t> cubin;
+  Origin origin = Origin::memory;
+};
+
+class KernelCache {
+ public:
+  using Log = std::function<void(const std::string&)>;
+  using Compile = std::function<Compiled()>;
+
+  // An empty folder name: nothing is stored. Never throws for what is wrong with the folder.
+  KernelCache(std::string folder, Log log, std::chrono::milliseconds lock_wait = std::chrono::seconds(60));
+
+  // From the folder, or compiled. Throws only what `compile` throws. Any number of threads and processes may call.
+  CachedKernel get(const std::string& key, const std::string& version, const std::string& compiler,
+                   const Source& source, const Compile& compile);
+
+  bool stores() const { return static_cast<bool>(folder_fd_); }
+
+ private:
+  bool load(const std::string& key, std::vector<uint8_t>& cubin);
+  UniqueFd lock(const std::string& key);
+  void complain(const std::string& why);  // one line in the life of this object
+
+  const std::string folder_;
+  const Log log_;
+  const std::chrono::milliseconds lock_wait_;
+  UniqueFd folder_fd_;
+  std::atomic<bool> complained_{false};
+};
+
+}  // namespace ark::jit

@@ -1,0 +1,47 @@
+// What is compiled: a stub, the kernel headers that it may include, and how.
+//
+// The headers are read once into memory, hashed from there and handed to the compiler from there: what was hashed is
+// what is compiled, also while somebody edits them. They include one another relative to the kernels' folder
+// ("cuda/probe.cuh", never "../x").
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace ark::jit {
+
+struct Header {
+  std::string name;  // "cuda/probe.cuh"
+  std::string text;
+};
+
+// Every .hpp, .h and .cuh under the folder, in the order of their names. Throws Error(system) when there is none.
+std::vector<Header> read_headers(const std::string& folder);
+
+struct Source {
+  std::string stub;
+  std::string arch;  // "sm_90a"
+  std::vector<std::string> options;
+};
+
+// What ptxas says about one kernel.
+struct Resources {
+  std::string kernel;
+  int registers = 0;
+  int stack_bytes = 0;
+  int spill_store_bytes = 0;
+  int spill_load_bytes = 0;
+  int shared_bytes = 0;
+};
+
+struct Compiled {
+  std::vector<uint8_t> cubin;
+  std::string log;
+  std::vector<Resources> resources;  // empty when the log does not tell
+};
+
+// Reads the lines that --ptxas-options=-v makes; unknown lines are skipped.
+std::vector<Resources> parse_resources(const std::string& log);
+
+}  // namespace ark::jit
