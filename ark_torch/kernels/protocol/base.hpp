@@ -13,12 +13,10 @@
 #define ARK_HOST_DEVICE __host__ __device__
 #define ARK_DEVICE_INLINE __host__ __device__ __forceinline__
 #define ARK_UNROLL _Pragma("unroll")
-#define ARK_ROLLED _Pragma("unroll 1")
 #else
 #define ARK_HOST_DEVICE
 #define ARK_DEVICE_INLINE inline __attribute__((always_inline))
 #define ARK_UNROLL _Pragma("GCC unroll 16")
-#define ARK_ROLLED
 #endif
 
 #if defined(__CUDA_ARCH__)
