@@ -31,11 +31,11 @@ Options with_timeout(const Operation& operation) {
   return options;
 }
 
-}  // namespace
-
-void CarriedCommunicator::wait(const Operation&, const c10::intrusive_ptr<c10d::Work>& work) {
+void wait(const c10::intrusive_ptr<c10d::Work>& work) {
   if (work) work->wait();
 }
+
+}  // namespace
 
 // Whatever the carrier throws becomes an error of this group, with the operation and a remedy.
 template <class Body>
@@ -59,7 +59,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
 void CarriedCommunicator::check_agreement(const Operation& operation) {
   at::Tensor all = fresh(sizeof(Descriptor) * size_);
   at::Tensor mine = bytes_at(&operation.descriptor, sizeof(Descriptor));
-  wait(operation, carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
+  wait(carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
   for (int peer = 0; peer < size_; ++peer) {
     Descriptor theirs;
     std::memcpy(&theirs, pointer(all) + peer * sizeof theirs, sizeof theirs);
@@ -70,8 +70,7 @@ void CarriedCommunicator::check_agreement(const Operation& operation) {
 at::Tensor CarriedCommunicator::exchange(const Operation& operation, const at::Tensor& padded) {
   at::Tensor received = at::empty_like(padded), sent = padded;
   std::vector<int64_t> equal;
-  wait(operation,
-       carrier_->alltoall_base(received, sent, equal, equal, with_timeout<c10d::AllToAllOptions>(operation)));
+  wait(carrier_->alltoall_base(received, sent, equal, equal, with_timeout<c10d::AllToAllOptions>(operation)));
   return received;
 }
 
@@ -83,7 +82,7 @@ void CarriedCommunicator::reduce_parts(const Operation& operation, const void* p
   if (operation.descriptor.op == ReduceOp::premul_sum) {
     at::Tensor all = bytes_at(factors.data(), sizeof(double) * size_);
     at::Tensor mine = bytes_at(&operation.factor, sizeof(double));
-    wait(operation, carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
+    wait(carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
   }
   find_reduce(operation.descriptor.dtype, operation.descriptor.op)(
       out, nullptr, sources.data(), size_, count,
@@ -100,7 +99,7 @@ void CarriedCommunicator::all_reduce(const Operation& operation, const void* in,
     at::Tensor received = exchange(operation, padded);
     at::Tensor part = fresh(each * element);
     reduce_parts(operation, pointer(received), each * element, pointer(part), each);
-    wait(operation, carrier_->_allgather_base(padded, part, with_timeout<c10d::AllgatherOptions>(operation)));
+    wait(carrier_->_allgather_base(padded, part, with_timeout<c10d::AllgatherOptions>(operation)));
     std::memcpy(out, pointer(padded), count * element);
   });
 }
@@ -110,7 +109,7 @@ void CarriedCommunicator::reduce(const Operation& operation, const void* in, voi
     if (count == 0) return;
     const size_t bytes = count * size_of(operation.descriptor.dtype);
     at::Tensor all = fresh(bytes * size_), mine = bytes_at(in, bytes);
-    wait(operation, carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
+    wait(carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
     at::Tensor scratch = out ? at::Tensor() : fresh(bytes);
     reduce_parts(operation, pointer(all), bytes, out ? out : pointer(scratch), count);
   });
@@ -131,7 +130,7 @@ void CarriedCommunicator::all_gather(const Operation& operation, const void* in,
   guarded(operation, [&] {
     if (bytes == 0) return;
     at::Tensor all = fresh(bytes * size_), mine = bytes_at(in, bytes);
-    wait(operation, carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
+    wait(carrier_->_allgather_base(all, mine, with_timeout<c10d::AllgatherOptions>(operation)));
     for (int r = 0; r < size_; ++r) std::memcpy(outs[r], pointer(all) + r * bytes, bytes);
   });
 }
@@ -142,7 +141,7 @@ void CarriedCommunicator::broadcast(const Operation& operation, void* data, size
     auto options = with_timeout<c10d::BroadcastOptions>(operation);
     options.rootRank = operation.descriptor.root;
     std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
-    wait(operation, carrier_->broadcast(tensors, options));
+    wait(carrier_->broadcast(tensors, options));
   });
 }
 
@@ -157,7 +156,7 @@ void CarriedCommunicator::gather(const Operation& operation, const void* in, voi
       outputs.emplace_back();
       for (int r = 0; r < size_; ++r) outputs[0].push_back(bytes_at(outs[r], bytes));
     }
-    wait(operation, carrier_->gather(outputs, inputs, options));
+    wait(carrier_->gather(outputs, inputs, options));
   });
 }
 
@@ -172,7 +171,7 @@ void CarriedCommunicator::scatter(const Operation& operation, const void* const*
       inputs.emplace_back();
       for (int r = 0; r < size_; ++r) inputs[0].push_back(bytes_at(ins[r], bytes));
     }
-    wait(operation, carrier_->scatter(outputs, inputs, options));
+    wait(carrier_->scatter(outputs, inputs, options));
   });
 }
 
@@ -191,7 +190,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
                column = at::from_blob(promised.data(), {size_}, at::kLong);
     std::vector<int64_t> equal;
     const auto options = with_timeout<c10d::AllToAllOptions>(operation);
-    wait(operation, carrier_->alltoall_base(column, row, equal, equal, options));
+    wait(carrier_->alltoall_base(column, row, equal, equal, options));
     for (int r = 0; r < size_; ++r) {
       if (const auto error = broken_promise(operation, rank_, r, rank_, promised[r], receives[r])) throw *error;
     }
@@ -200,7 +199,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
     for (int r = 0; r < size_; cursor += ins[r++].size) {
       if (ins[r].size > 0) std::memcpy(cursor, ins[r].data, ins[r].size);
     }
-    wait(operation, carrier_->alltoall_base(received, packed, receives, sends, options));
+    wait(carrier_->alltoall_base(received, packed, receives, sends, options));
     const std::byte* source = pointer(received);
     for (int r = 0; r < size_; source += outs[r++].size) {
       if (outs[r].size > 0) std::memcpy(outs[r].data, source, outs[r].size);
@@ -209,7 +208,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
 }
 
 void CarriedCommunicator::barrier(const Operation& operation) {
-  guarded(operation, [&] { wait(operation, carrier_->barrier(with_timeout<c10d::BarrierOptions>(operation))); });
+  guarded(operation, [&] { wait(carrier_->barrier(with_timeout<c10d::BarrierOptions>(operation))); });
 }
 
 }  // namespace ark

@@ -27,7 +27,6 @@ class CarriedCommunicator : public Communicator {
   void barrier(const Operation&) override;
 
  private:
-  void wait(const Operation& operation, const c10::intrusive_ptr<c10d::Work>& work);
   template <class Body>
   void guarded(const Operation& operation, Body&& body);
   void check_agreement(const Operation& operation);
