@@ -13,7 +13,7 @@
 
 #include "collectives/shm_communicator.hpp"
 #include "health/flight_record.hpp"
-#include "process_group/work.hpp"
+#include "process_group/executor.hpp"
 
 namespace ark {
 

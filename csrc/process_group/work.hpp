@@ -1,21 +1,17 @@
-// The Work of a collective or of a send/recv, and the Executor that runs a group's collectives in order.
+// The Work of a collective or of a send/recv: what c10d's users hold, wait on and take futures from.
 //
-// A collective is a blocking body. A synchronous call runs it at once on the calling thread; an asynchronous one is
-// queued for a progress thread, and whoever waits may run the queue itself. One body of a group runs at a time, in the
-// order of issue. Progress threads are leader and followers: the one that has finished a body lets another take the
-// next before it runs the first one's callbacks, so a callback may itself issue a collective of the group and wait.
-// Threads start with the first asynchronous call and sleep on a condition variable when there is nothing to do.
+// A collective's body is run once, by the group's Executor (executor.hpp) on a progress thread or on a thread that
+// waits; a send or recv is finished by whoever made its last progress. finish() publishes the outcome with a release
+// store of done_, after which readers that acquire it may read error_ and the times (futures: under the lock that
+// guards settled_). Callbacks run after that, in settle(), never with a lock held: they may issue collectives and wait.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
-#include <condition_variable>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <utility>
 #include <vector>
 
 #include "health/group_health.hpp"
@@ -75,37 +71,5 @@ class WorkArk : public c10d::Work {
 // `on_success` runs once before it finishes.
 void follow(const c10::intrusive_ptr<WorkArk>& work, std::vector<c10::intrusive_ptr<c10d::Work>> parts,
             std::function<void()> on_success, const std::shared_ptr<Executor>& executor);
-
-class Executor : public std::enable_shared_from_this<Executor> {
- public:
-  using Ptr = c10::intrusive_ptr<WorkArk>;
-  // Numbers the work (`number` runs under the lock, in the order of issue), then runs or queues it.
-  void submit(const Ptr& work, bool async, const std::function<void(WorkArk&)>& number);
-  // Waits for the work, running the queue on this thread when `may_run`; false when `until` came first.
-  bool await(WorkArk& work, Clock::time_point until, bool may_run);
-  // Runs `task` on a progress thread: for callbacks of works that finish on a thread that must not run them.
-  void defer(std::function<void()> task);
-  // Waits until the queue is empty or `until`; true when empty.
-  bool drain(Clock::time_point until);
-  void notify();  // some work finished elsewhere
-  void stop();    // no more threads; queued works stay for their waiters
-
- private:
-  void run_front(std::unique_lock<std::mutex>& lock);
-  void ensure_thread();
-  void thread_main();
-  void released();
-
-  std::mutex mutex_;
-  std::condition_variable ready_;    // progress threads
-  std::condition_variable changed_;  // waiters
-  std::deque<Ptr> queue_;
-  std::deque<std::function<void()>> deferred_;
-  bool running_ = false;
-  bool stopping_ = false;
-  int idle_ = 0;
-  int waiting_ = 0;
-  std::vector<std::thread> threads_;
-};
 
 }  // namespace ark
