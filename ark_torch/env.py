@@ -17,7 +17,7 @@ PREFIX = "ARK_"
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable. `kind` is bool, choice, int, int_or_auto, path or prefix."""
+    """One variable. `kind` is bool, choice, folder, int, int_or_auto, path or prefix."""
 
     name: str
     kind: str
@@ -43,6 +43,8 @@ class Variable:
             return f"auto, or a whole number from {self.minimum} to {self.maximum}"
         if self.kind == "prefix":
             return "a path; its folder must exist"
+        if self.kind == "folder":
+            return "the path of a folder, made when missing"
         return "the path of a readable file"
 
     def parse(self, text: str) -> Any:
@@ -60,6 +62,8 @@ class Variable:
                 return value
         if self.kind == "prefix" and os.path.isdir(os.path.dirname(text) or "."):
             return text
+        if self.kind == "folder" and _may_be_folder(os.path.abspath(os.path.expanduser(text))):
+            return os.path.abspath(os.path.expanduser(text))
         if self.kind == "path" and os.path.isfile(text) and os.access(text, os.R_OK):
             return text
         raise ValueError(
@@ -70,6 +74,13 @@ class Variable:
         if self.kind == "bool":
             return str(int(self.default))
         return "none" if self.default == "" else str(self.default)
+
+
+def _may_be_folder(path: str) -> bool:
+    """True for a folder, and for a path that can become one because nothing else is in the way."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return os.path.isdir(path)
 
 
 VARIABLES = (
@@ -123,6 +134,20 @@ VARIABLES = (
         "",
         "A dispatch table (JSON, written by the autotune) in place of the built-in one.",
     ),
+    Variable(
+        "ARK_CACHE",
+        "folder",
+        "",
+        "Where compiled CUDA kernels are kept. It must be yours and not writable by others, or nothing is kept. "
+        "Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
+    ),
+    Variable(
+        "ARK_NVRTC",
+        "path",
+        "",
+        "The NVRTC library (libnvrtc.so.12 or .13) that compiles CUDA kernels. Unset: the one of PyTorch's wheels, "
+        "then CUDA_HOME's, then the system's.",
+    ),
 )
 
 
@@ -137,6 +162,8 @@ class Settings:
     flight_dump: str
     spin_us: int | str
     dispatch: str
+    cache: str
+    nvrtc: str
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -9,7 +9,9 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include "collectives/cuda/stubs.hpp"
 #include "collectives/reduce.hpp"
+#include "jit/compiler.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace py = pybind11;
@@ -58,6 +60,57 @@ std::vector<RuleTuple> from_rules(const std::vector<ark::Rule>& rules) {
 
 Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
+}
+
+// The compiler of CUDA kernels; ark_torch/_jit.py calls these.
+void bind_jit(py::module_& m) {
+  using ark::jit::Settings;
+  py::class_<Settings>(m, "_JitSettings")
+      .def(py::init<>())
+      .def_readwrite("version", &Settings::version)
+      .def_readwrite("kernels_dir", &Settings::kernels_dir)
+      .def_readwrite("cache_dir", &Settings::cache_dir)
+      .def_readwrite("nvrtc", &Settings::nvrtc)
+      .def_readwrite("library_roots", &Settings::library_roots)
+      .def_readwrite("toolkit_dirs", &Settings::toolkit_dirs)
+      .def_readwrite("options", &Settings::options)
+      .def_readwrite("log", &Settings::log);
+  m.def("_configure_jit", &ark::jit::configure);
+  m.def("_kernel_stubs", [] {
+    std::vector<std::tuple<std::string, std::string, int>> stubs;
+    for (const ark::Stub& stub : ark::representative_stubs()) stubs.emplace_back(stub.name, stub.text, stub.min_arch);
+    return stubs;
+  });
+  m.def("_nvrtc", [] {
+    return ark::with_torch_errors([] {
+      ark::jit::Compiler compiler(ark::jit::settings(), 0);
+      return std::pair(compiler.nvrtc_version(), compiler.nvrtc_path());
+    });
+  });
+  m.def(
+      "_compile_kernel",
+      [](const std::string& stub, const std::string& arch, bool cached) {
+        std::vector<uint8_t> cubin;
+        std::vector<ark::jit::Resources> resources;
+        {
+          py::gil_scoped_release no_gil;
+          ark::with_torch_errors([&] {
+            ark::jit::Compiler compiler(ark::jit::settings(), 0);
+            if (cached) {
+              cubin = compiler.cubin({stub, arch, {}});
+            } else {
+              ark::jit::Compiled compiled = compiler.compile({stub, arch, {}});
+              cubin = std::move(compiled.cubin);
+              resources = std::move(compiled.resources);
+            }
+          });
+        }
+        std::vector<std::tuple<std::string, int, int, int>> used;
+        for (const ark::jit::Resources& one : resources)
+          used.emplace_back(one.kernel, one.registers, one.spill_store_bytes + one.spill_load_bytes, one.stack_bytes);
+        return std::pair(py::bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size()), used);
+      },
+      py::arg("stub"), py::arg("arch"), py::arg("cached") = false);
 }
 
 }  // namespace
@@ -116,4 +169,5 @@ PYBIND11_MODULE(_C, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
+  bind_jit(m);
 }

@@ -6,18 +6,25 @@
 namespace ark::jit {
 
 namespace {
+
 std::mutex g_settings_mutex;
-Settings g_settings;
+
+// Never destroyed: its log may be a Python function, and Python is gone by then.
+Settings& process_settings() {
+  static auto* settings = new Settings;
+  return *settings;
+}
+
 }  // namespace
 
 void configure(Settings settings) {
   const std::lock_guard lock(g_settings_mutex);
-  g_settings = std::move(settings);
+  std::swap(process_settings(), settings);
 }
 
 Settings settings() {
   const std::lock_guard lock(g_settings_mutex);
-  return g_settings;
+  return process_settings();
 }
 
 // Headers of other folders are not in the key, so what includes them is not kept.

@@ -33,11 +33,16 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_FLIGHT_DUMP": str(tmp_path / "flight-"),
         "ARK_SPIN_US": "auto",
         "ARK_DISPATCH": str(table),
+        "ARK_CACHE": str(tmp_path / "new" / "kernels"),
+        "ARK_NVRTC": str(table),
     }
     assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
-    expected = env.Settings(True, False, "off", 0, str(tmp_path / "flight-"), "auto", str(table))
+    expected = env.Settings(
+        True, False, "off", 0, str(tmp_path / "flight-"), "auto", str(table), values["ARK_CACHE"], str(table)
+    )
     assert env.read(values) == expected
     assert env.read({"ARK_SPIN_US": "7"}).spin_us == 7
+    assert env.read({"ARK_CACHE": "~/kernels"}).cache == str(Path.home() / "kernels"), "the shell leaves it in quotes"
 
 
 BAD = [
@@ -54,6 +59,9 @@ BAD = [
     ("ARK_SPIN_US", "0.5", "auto, or a whole number from 0 to 1000000"),
     ("ARK_SPIN_US", "1000001", "auto, or a whole number from 0 to 1000000"),
     ("ARK_DISPATCH", "/no/such/table.json", "the path of a readable file"),
+    ("ARK_CACHE", "/dev/null", "the path of a folder"),
+    ("ARK_CACHE", "/dev/null/kernels", "the path of a folder"),
+    ("ARK_NVRTC", "/no/such/libnvrtc.so.13", "the path of a readable file"),
 ]
 
 

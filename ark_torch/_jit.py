@@ -1,0 +1,49 @@
+"""Tells the C++ compiler of CUDA kernels where things are: kernels, cache, NVRTC. C++ reads no environment.
+
+Call `configure()` before the first CUDA collective of a process; what is in force then counts for the process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+from pathlib import Path
+
+from ark_torch import env
+from ark_torch._version import __version__
+
+
+def configure(settings: env.Settings | None = None) -> None:
+    """Hands the environment's settings to C++. ValueError for a variable that holds something not allowed."""
+    from ark_torch import _C
+
+    settings = settings or env.read()
+    jit = _C._JitSettings()
+    jit.version = __version__
+    jit.kernels_dir = str(Path(__file__).resolve().parent / "kernels")
+    jit.cache_dir = settings.cache or default_cache()
+    jit.nvrtc = settings.nvrtc
+    jit.library_roots = library_roots()
+    jit.toolkit_dirs = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]
+    jit.log = logging.getLogger("ark_torch").info
+    _C._configure_jit(jit)
+
+
+def default_cache() -> str:
+    """ark_torch/kernels in the user's cache folder; empty (compile in memory) for a user without a home."""
+    home = os.path.expanduser("~")
+    # The XDG specification: a relative path is to be ignored.
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):
+        base = os.path.join(home, ".cache")
+    return os.path.join(base, "ark_torch", "kernels") if os.path.isabs(base) else ""
+
+
+def library_roots() -> list[str]:
+    """The folders in which PyTorch's wheels put NVRTC, PyTorch's own first."""
+    spec = importlib.util.find_spec("torch")
+    roots = [str(Path(spec.origin).parent.parent)] if spec is not None and spec.origin else []
+    roots += [path for path in sys.path if os.path.isdir(os.path.join(path, "nvidia"))]
+    return list(dict.fromkeys(os.path.abspath(path) for path in roots))
