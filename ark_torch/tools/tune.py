@@ -1,9 +1,9 @@
 """Measures which algorithm and chunk suit this machine and writes a dispatch table: `python -m ark_torch.tools.tune`.
 
-For all_reduce it finds the largest size up to which one shot beats two shots and the best chunk of the latter; for the
-other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and compared
-by their medians, so that noise hits all alike. The table is used through ARK_DISPATCH=FILE; every rank of a group uses
-rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have.
+For all_reduce it finds the best chunk of one shot and of two shots and, size by size, which of the two is faster; for
+the other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and
+compared by their medians, so that noise hits all alike. The table is used through ARK_DISPATCH=FILE; every rank of a
+group uses rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ import torch.multiprocessing as mp
 ANY_BYTES = 2**64 - 1
 ANY_RANKS = 2**32 - 1
 CHUNKS = [64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
-ONE_SHOT_SIZES = [1 << power for power in range(10, 19)]
+SIZES = [1 << power for power in range(10, 27, 2)]
+Key = TypeVar("Key", int, str)
 MOVING = ("all_gather", "broadcast", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
@@ -70,10 +71,10 @@ def _call(collective: str, group: Any, floats: int) -> Any:
     return lambda: dist.scatter(x, parts if rank == 0 else None, 0, group=group)
 
 
-def _best(collective: str, groups: dict[int, Any], floats: int, rounds: int) -> tuple[int, float]:
+def _best(collective: str, groups: dict[Key, Any], floats: int, rounds: int) -> tuple[Key, float]:
     """The key of the group whose median time is the lowest, the same on all ranks, and that time in microseconds."""
     calls = {key: _call(collective, group, floats) for key, group in groups.items()}
-    times: dict[int, list[float]] = {key: [] for key in groups}
+    times: dict[Key, list[float]] = {key: [] for key in groups}
     repeats = max(3, min(200, (4 << 20) // (floats * 4)))
     for _ in range(rounds):
         for key, call in calls.items():
@@ -96,21 +97,23 @@ def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> No
     say = print if rank == 0 else lambda *_: None
     rules: list[dict[str, Any]] = []
 
-    two_shot = {chunk: _group([rule("all_reduce", "two_shot", when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
-    chunk, _ = _best("all_reduce", two_shot, (16 << 20) // 4, rounds)
-    say(f"all_reduce: two shots in chunks of {chunk >> 10} KiB")
-    one_shot = _group([rule("all_reduce", "one_shot", when, ONE_SHOT_SIZES[-1], ONE_SHOT_SIZES[-1])])
-    limit = 0
-    for bytes_ in ONE_SHOT_SIZES:
-        winner, microseconds = _best("all_reduce", {0: one_shot, 1: two_shot[chunk]}, bytes_ // 4, rounds)
-        say(f"  {bytes_:>8} bytes: {'one shot' if winner == 0 else 'two shots'} ({microseconds:.1f} us)")
-        if winner == 1:
-            break
-        limit = bytes_
+    best: dict[str, Any] = {}
+    chunks: dict[str, int] = {}
+    for algorithm in ("one_shot", "two_shot"):
+        groups = {chunk: _group([rule("all_reduce", algorithm, when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
+        chunks[algorithm], _ = _best("all_reduce", groups, (16 << 20) // 4, rounds)
+        best[algorithm] = groups[chunks[algorithm]]
+        say(f"all_reduce, {algorithm}: chunks of {chunks[algorithm] >> 10} KiB")
+    winners: list[tuple[str, int]] = []  # algorithm, up to that size
+    for bytes_ in SIZES:
+        algorithm, microseconds = _best("all_reduce", best, bytes_ // 4, rounds)
+        say(f"  {bytes_:>8} bytes: {algorithm} ({microseconds:.1f} us)")
+        if winners and winners[-1][0] == algorithm:
+            winners.pop()
+        winners.append((algorithm, bytes_))
+    winners[-1] = (winners[-1][0], ANY_BYTES)
     for collective in ("all_reduce", "reduce"):
-        if limit:
-            rules.append(rule(collective, "one_shot", when, limit, limit))
-        rules.append(rule(collective, "two_shot", when, ANY_BYTES, chunk))
+        rules += [rule(collective, algorithm, when, limit, chunks[algorithm]) for algorithm, limit in winners]
 
     for collective in MOVING:
         groups = {chunk: _group([rule(collective, "one_shot", when, ANY_BYTES, chunk)]) for chunk in CHUNKS}

@@ -17,7 +17,7 @@ inline size_t align_down(size_t bytes) {
 }
 
 // root -1: everybody receives the result (all_reduce); else root alone does (reduce), and out is null elsewhere.
-void one_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root);
+void one_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root, size_t chunk);
 void two_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root, size_t chunk);
 void reduce_scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t count, size_t chunk);
 void all_gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);

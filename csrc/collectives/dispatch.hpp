@@ -1,6 +1,6 @@
 // Which algorithm carries a collective, by measurement: (kind, bytes, ranks, cores) -> algorithm and chunk.
 //
-// A table is a list of rules; the first that matches decides. The defaults are provisional (dispatch.cpp); a tuned
+// A table is a list of rules; the first that matches decides. The defaults were measured (dispatch.cpp); a tuned
 // table replaces them (environment variable ARK_DISPATCH, tools.tune writes one). All ranks of a group use rank 0's
 // table and the number of cores that the ranks of the group may use together, so they decide alike.
 #pragma once
@@ -14,7 +14,7 @@
 namespace ark {
 
 enum class Algorithm : uint8_t {
-  one_shot = 0,  // every rank reads everything it needs from its peers in one round
+  one_shot = 0,  // every rank reads everything it needs from its peers, a round a chunk
   two_shot = 1,  // reduce-scatter, then all-gather, in pipelined chunks
 };
 inline constexpr int kAlgorithms = 2;

@@ -1,5 +1,9 @@
-// One-shot all_reduce and reduce, for small tensors: everyone publishes its whole input in one round and whoever
-// wants the result adds all of them in rank order. One hand-over; every reader reads every input.
+// One-shot all_reduce and reduce: everyone publishes its whole input, chunk by chunk, and whoever wants the result adds
+// all of them in rank order. One hand-over a chunk; every reader reads every input, so this is for small tensors, and
+// for two ranks at any size. Chunk k+1 is published before chunk k is added, which also lets the result replace the
+// input: a chunk is overwritten only after it was published.
+#include <algorithm>
+
 #include "collectives/algorithms.hpp"
 
 namespace ark {
@@ -14,26 +18,40 @@ const double* gather_factors(const Rounds& rounds, const Operation& operation, u
   return storage.data();
 }
 
-void one_shot_reduce(Rounds& rounds, const Operation& operation, const void* in, void* out, size_t count, int root) {
-  const size_t bytes = count * size_of(operation.descriptor.dtype);
-  rounds.begin(operation, bytes);
-  const uint64_t round = rounds.next();
-  copy_bytes(rounds.open(round), in, bytes);
-  rounds.publish(round);
-  if (root >= 0 && root != rounds.rank()) {
-    rounds.check_all(round);
-    rounds.release(round);
-    return;
-  }
+void one_shot_reduce(Rounds& rounds, const Operation& operation, const void* in, void* out, size_t count, int root,
+                     size_t chunk) {
+  const size_t element = size_of(operation.descriptor.dtype);
+  const size_t step = chunk / element;
+  const size_t chunks = std::max<size_t>(1, (count + step - 1) / step);
   const int size = rounds.size();
-  std::vector<const void*> sources(size);
-  for (int peer = 0; peer < size; ++peer) {
-    sources[peer] = peer == rounds.rank() ? in : static_cast<const void*>(rounds.read(round, peer));
-  }
+  const bool wants_result = root < 0 || root == rounds.rank();
+  rounds.begin(operation, std::min(count, step) * element);
+  const uint64_t first = rounds.next();
+  auto elements = [&](size_t k) { return std::min(step, count - k * step); };
+  auto publish = [&](size_t k) {
+    copy_bytes(rounds.open(first + k), static_cast<const std::byte*>(in) + k * step * element, elements(k) * element);
+    rounds.publish(first + k);
+  };
+  publish(0);
+  const ReduceFn reduce = find_reduce(operation.descriptor.dtype, operation.descriptor.op);
   std::vector<double> storage;
-  const double* factors = gather_factors(rounds, operation, round, storage);
-  find_reduce(operation.descriptor.dtype, operation.descriptor.op)(out, nullptr, sources.data(), size, count, factors);
-  rounds.release(round);
+  std::vector<const void*> sources(size);
+  const double* factors = nullptr;
+  for (size_t k = 0; k < chunks; ++k) {
+    if (k + 1 < chunks) publish(k + 1);
+    if (wants_result) {
+      const size_t offset = k * step * element;
+      for (int peer = 0; peer < size; ++peer) {
+        sources[peer] =
+            peer == rounds.rank() ? static_cast<const std::byte*>(in) + offset : rounds.read(first + k, peer);
+      }
+      if (k == 0) factors = gather_factors(rounds, operation, first, storage);
+      reduce(static_cast<std::byte*>(out) + offset, nullptr, sources.data(), size, elements(k), factors);
+    } else if (k == 0) {
+      rounds.check_all(first);
+    }
+    rounds.release(first + k);
+  }
 }
 
 }  // namespace ark

@@ -184,7 +184,7 @@ void ShmCommunicator::all_reduce(const Operation& operation, const void* in, voi
   const Choice choice = table_.choose(Kind::all_reduce, bytes, size_, cores_);
   const Operation chosen = with_algorithm(operation, choice);
   if (choice.algorithm == Algorithm::one_shot) {
-    one_shot_reduce(*rounds_, chosen, in, out, count, -1);
+    one_shot_reduce(*rounds_, chosen, in, out, count, -1, choice.chunk_bytes);
   } else {
     two_shot_reduce(*rounds_, chosen, in, out, count, -1, choice.chunk_bytes);
   }
@@ -196,7 +196,7 @@ void ShmCommunicator::reduce(const Operation& operation, const void* in, void* o
   const Operation chosen = with_algorithm(operation, choice);
   const int root = operation.descriptor.root;
   if (choice.algorithm == Algorithm::one_shot) {
-    one_shot_reduce(*rounds_, chosen, in, out, count, root);
+    one_shot_reduce(*rounds_, chosen, in, out, count, root, choice.chunk_bytes);
   } else {
     two_shot_reduce(*rounds_, chosen, in, out, count, root, choice.chunk_bytes);
   }

@@ -17,7 +17,7 @@ namespace ark {
 // How long to burn the processor before sleeping. With more ranks than cores spinning only keeps the awaited rank
 // from running, so there the waiter yields a few times and sleeps.
 struct SpinPolicy {
-  std::chrono::nanoseconds spin{20'000};
+  std::chrono::nanoseconds spin{50'000};
   int yields = 0;
   // `asked` negative: chosen by the ranks and the cores that they have together.
   static SpinPolicy choose(int ranks, int cores, std::chrono::nanoseconds asked);

@@ -34,7 +34,11 @@ std::vector<float> rank_order_sum(const std::vector<std::vector<float>>& inputs)
 class Collectives : public testing::TestWithParam<std::tuple<int, uint32_t>> {
  protected:
   int size() const { return std::get<0>(GetParam()); }
-  ShmOptions options() const { return options_with(Algorithm::one_shot, std::get<1>(GetParam()), 2048); }
+  // Small chunks: one shot for small tensors, two shots beyond. Large ones: one shot always, in several chunks.
+  ShmOptions options() const {
+    const uint32_t chunk = std::get<1>(GetParam());
+    return options_with(Algorithm::one_shot, chunk, chunk > 2048 ? ~uint64_t{0} : 2048);
+  }
 };
 
 TEST_P(Collectives, AllReduceAndReduce) {
@@ -149,8 +153,8 @@ TEST(CollectivesBits, NeitherAlgorithmNorChunkChangesThem) {
   constexpr size_t kCount = 5003;
   std::vector<std::vector<float>> results;
   for (const ShmOptions& options :
-       {options_with(Algorithm::one_shot, 65536, 65536), options_with(Algorithm::two_shot, 64, ~uint64_t{0}),
-        options_with(Algorithm::two_shot, 4096, ~uint64_t{0}),
+       {options_with(Algorithm::one_shot, 65536, 65536), options_with(Algorithm::one_shot, 64, ~uint64_t{0}),
+        options_with(Algorithm::two_shot, 64, ~uint64_t{0}), options_with(Algorithm::two_shot, 4096, ~uint64_t{0}),
         options_with(Algorithm::two_shot, 1 << 20, ~uint64_t{0})}) {
     std::vector<std::vector<float>> outs(kRanks, std::vector<float>(kCount));
     expect_no_errors(run_ranks(

@@ -8,7 +8,7 @@
 namespace ark {
 namespace {
 
-TEST(Dispatch, DefaultsCoverEverythingAndFitTheirChunk) {
+TEST(Dispatch, DefaultsCoverEverything) {
   const DispatchTable table;
   for (int kind = 0; kind < kKinds; ++kind) {
     for (int ranks : {1, 2, 3, 8, 64, 1000}) {
@@ -18,8 +18,9 @@ TEST(Dispatch, DefaultsCoverEverythingAndFitTheirChunk) {
           EXPECT_GE(choice.chunk_bytes, 64u);
           EXPECT_LE(choice.chunk_bytes, kMaxChunkBytes);
           const bool reduces = static_cast<Kind>(kind) == Kind::all_reduce || static_cast<Kind>(kind) == Kind::reduce;
-          if (reduces && choice.algorithm == Algorithm::one_shot) {
-            EXPECT_LE(bytes, choice.chunk_bytes);
+          // Every reader reads every input: with more than two ranks that is for small tensors alone.
+          if (reduces && ranks > 2 && bytes > 64 * 1024) {
+            EXPECT_EQ(choice.algorithm, Algorithm::two_shot);
           }
         }
       }
@@ -50,7 +51,6 @@ TEST(Dispatch, BadRulesAreRefusedByNumber) {
   };
   EXPECT_TRUE(refused({Kind::all_reduce, Algorithm::two_shot, 2, 0, 8, 4096, 100, 0}));
   EXPECT_TRUE(refused({Kind::all_reduce, Algorithm::two_shot, 2, 0, 8, 4096, 1u << 21, 0}));
-  EXPECT_TRUE(refused({Kind::all_reduce, Algorithm::one_shot, 2, 0, 8, 4096, 2048, 0}));
   EXPECT_TRUE(refused({Kind::broadcast, Algorithm::two_shot, 2, 0, 8, 4096, 2048, 0}));
   EXPECT_TRUE(refused({static_cast<Kind>(77), Algorithm::two_shot, 2, 0, 8, 4096, 2048, 0}));
   EXPECT_TRUE(refused({Kind::reduce, static_cast<Algorithm>(9), 2, 0, 8, 4096, 2048, 0}));
