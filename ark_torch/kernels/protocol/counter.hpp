@@ -10,7 +10,7 @@
 // all sequentially consistent, so one of the two sees the other and no wake-up is lost.
 #pragma once
 
-#include "atomics.hpp"
+#include "protocol/atomics.hpp"
 
 namespace ark::protocol {
 
