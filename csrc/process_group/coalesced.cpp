@@ -8,20 +8,14 @@ namespace ark {
 
 namespace {
 
-using Tensors = ProcessGroupArk::Tensors;
-
 // Checks every entry; at least one.
 void check_all(const CallSite& site, const char* argument, const Tensors& tensors) {
   if (tensors.empty()) {
     refuse(site, ErrorKind::invalid_argument, std::string(argument) + " is empty", "Pass at least one tensor.");
   }
   for (size_t i = 0; i < tensors.size(); ++i) {
-    check_tensor(site, (std::string(argument) + "[" + std::to_string(i) + "]").c_str(), tensors[i]);
+    check_tensor(site, entry_of(argument, i).c_str(), tensors[i]);
   }
-}
-
-std::string entry(const char* argument, size_t i) {
-  return std::string(argument) + "[" + std::to_string(i) + "]";
 }
 
 }  // namespace
@@ -35,41 +29,24 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
     for (const at::Tensor& tensor : tensors) {
       reductions.push_back(reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation));
     }
-    const int64_t count = elements_of(tensors);
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = "allreduce_coalesced",
-                           .sequence = next_sequence(),
-                           .rank = rank_,
-                           .input_elements = count,
-                           .output_elements = count,
-                           .dtype = tensors[0].scalar_type(),
-                           .async = options.asyncOp};
-        },
-        tensors, tensors);
-    const Call call{c10d::OpType::ALLREDUCE_COALESCED,
-                    Kind::all_reduce,
-                    here.operation,
-                    options.timeout,
-                    options.asyncOp,
-                    tensors[0].scalar_type(),
-                    -1,
-                    reductions[0],
-                    count,
-                    count,
-                    &tensors,
-                    &tensors};
-    return issue(
-        call, tensors,
-        [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group, Operation& op) mutable {
-          for (size_t i = 0; i < targets.size(); ++i) {
-            op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
-            op.descriptor.count = tensors[i].numel();
-            group.all_reduce(op, targets[i].data(), targets[i].data(), tensors[i].numel());
-            targets[i].commit();
-          }
-        });
+    const Call call{.type = c10d::OpType::ALLREDUCE_COALESCED,
+                    .kind = Kind::all_reduce,
+                    .name = here.operation,
+                    .event = "allreduce_coalesced",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .reduction = reductions[0],
+                    .inputs = tensors,
+                    .outputs = tensors};
+    return issue(call, [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group,
+                                                                                       Operation& op) mutable {
+      for (size_t i = 0; i < targets.size(); ++i) {
+        op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
+        op.descriptor.count = tensors[i].numel();
+        group.all_reduce(op, targets[i].data(), targets[i].data(), tensors[i].numel());
+        targets[i].commit();
+      }
+    });
   });
 }
 
@@ -82,53 +59,35 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
     check_count(here, "output_tensor_lists", outputs.size(), size_, "one list a rank");
     Tensors flat;
     for (int r = 0; r < size_; ++r) {
-      check_count(here, entry("output_tensor_lists", r).c_str(), outputs[r].size(), inputs.size(),
+      check_count(here, entry_of("output_tensor_lists", r).c_str(), outputs[r].size(), inputs.size(),
                   "one entry an input");
       for (size_t i = 0; i < inputs.size(); ++i) {
-        const std::string name = entry("output_tensor_lists", r) + "[" + std::to_string(i) + "]";
+        const std::string name = entry_of(entry_of("output_tensor_lists", r).c_str(), i);
         check_tensor(here, name.c_str(), outputs[r][i]);
         check_same_dtype(here, name.c_str(), outputs[r][i], "its input", inputs[i]);
         check_elements(here, name.c_str(), outputs[r][i].numel(), inputs[i].numel(), "those of its input");
         flat.push_back(outputs[r][i]);
       }
     }
-    const int64_t count = elements_of(inputs);
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = "allgather_coalesced",
-                           .sequence = next_sequence(),
-                           .rank = rank_,
-                           .input_elements = count,
-                           .output_elements = count * size_,
-                           .dtype = inputs[0].scalar_type(),
-                           .async = options.asyncOp};
-        },
-        inputs, outputs);
-    const Call call{c10d::OpType::ALLGATHER_COALESCED,
-                    Kind::all_gather,
-                    here.operation,
-                    options.timeout,
-                    options.asyncOp,
-                    inputs[0].scalar_type(),
-                    -1,
-                    {},
-                    count,
-                    count * size_,
-                    &inputs,
-                    &flat};
-    return issue(call, flat,
-                 [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](
-                     Communicator& group, Operation& op) mutable {
-                   std::vector<void*> places(group.size());
-                   for (size_t i = 0; i < sources.size(); ++i) {
-                     for (int r = 0; r < group.size(); ++r) places[r] = targets[r * sources.size() + i].data();
-                     op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
-                     op.descriptor.count = inputs[i].numel();
-                     group.all_gather(op, sources[i].data(), places.data(), inputs[i].nbytes());
-                   }
-                   for (Output& target : targets) target.commit();
-                 });
+    const Call call{.type = c10d::OpType::ALLGATHER_COALESCED,
+                    .kind = Kind::all_gather,
+                    .name = here.operation,
+                    .event = "allgather_coalesced",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .inputs = inputs,
+                    .outputs = outputs};
+    return issue(call, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](
+                           Communicator& group, Operation& op) mutable {
+      std::vector<void*> places(group.size());
+      for (size_t i = 0; i < sources.size(); ++i) {
+        for (int r = 0; r < group.size(); ++r) places[r] = targets[r * sources.size() + i].data();
+        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+        op.descriptor.count = inputs[i].numel();
+        group.all_gather(op, sources[i].data(), places.data(), inputs[i].nbytes());
+      }
+      for (Output& target : targets) target.commit();
+    });
   });
 }
 
@@ -139,50 +98,29 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_into_tensor_coalesced(Tensor
     check_all(here, "inputs", inputs);
     check_count(here, "outputs", outputs.size(), inputs.size(), "one an input");
     for (size_t i = 0; i < inputs.size(); ++i) {
-      check_tensor(here, entry("outputs", i).c_str(), outputs[i]);
-      check_same_dtype(here, entry("outputs", i).c_str(), outputs[i], entry("inputs", i).c_str(), inputs[i]);
-      check_elements(here, entry("outputs", i).c_str(), outputs[i].numel(), inputs[i].numel() * size_,
+      check_tensor(here, entry_of("outputs", i).c_str(), outputs[i]);
+      check_same_dtype(here, entry_of("outputs", i).c_str(), outputs[i], entry_of("inputs", i).c_str(), inputs[i]);
+      check_elements(here, entry_of("outputs", i).c_str(), outputs[i].numel(), inputs[i].numel() * size_,
                      "those of its input for every rank");
     }
-    const int64_t count = elements_of(inputs);
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = "allgather_into_tensor_coalesced",
-                           .sequence = next_sequence(),
-                           .rank = rank_,
-                           .input_elements = count,
-                           .output_elements = count * size_,
-                           .dtype = inputs[0].scalar_type(),
-                           .async = options.asyncOp};
-        },
-        inputs, outputs);
-    const Call call{c10d::OpType::COALESCED,
-                    Kind::all_gather,
-                    here.operation,
-                    options.timeout,
-                    options.asyncOp,
-                    inputs[0].scalar_type(),
-                    -1,
-                    {},
-                    count,
-                    count * size_,
-                    &inputs,
-                    &outputs};
-    return issue(call, outputs,
-                 [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
-                     Communicator& group, Operation& op) mutable {
-                   std::vector<void*> places(group.size());
-                   for (size_t i = 0; i < sources.size(); ++i) {
-                     const size_t bytes = inputs[i].nbytes();
-                     for (int r = 0; r < group.size(); ++r)
-                       places[r] = static_cast<std::byte*>(targets[i].data()) + r * bytes;
-                     op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
-                     op.descriptor.count = inputs[i].numel();
-                     group.all_gather(op, sources[i].data(), places.data(), bytes);
-                     targets[i].commit();
-                   }
-                 });
+    const Call call{.type = c10d::OpType::COALESCED,
+                    .kind = Kind::all_gather,
+                    .name = here.operation,
+                    .event = "allgather_into_tensor_coalesced",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .inputs = inputs,
+                    .outputs = outputs};
+    return issue(call, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
+                           Communicator& group, Operation& op) mutable {
+      for (size_t i = 0; i < sources.size(); ++i) {
+        const size_t bytes = inputs[i].nbytes();
+        op.descriptor.dtype = dtype_of(inputs[i].scalar_type());
+        op.descriptor.count = inputs[i].numel();
+        group.all_gather(op, sources[i].data(), split_evenly(targets[i].data(), group.size(), bytes).data(), bytes);
+        targets[i].commit();
+      }
+    });
   });
 }
 
@@ -194,51 +132,31 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
     check_count(here, "outputs", outputs.size(), inputs.size(), "one an input");
     std::vector<Reduction> reductions;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      check_tensor(here, entry("outputs", i).c_str(), outputs[i]);
-      check_same_dtype(here, entry("outputs", i).c_str(), outputs[i], entry("inputs", i).c_str(), inputs[i]);
-      check_elements(here, entry("inputs", i).c_str(), inputs[i].numel(), outputs[i].numel() * size_,
+      check_tensor(here, entry_of("outputs", i).c_str(), outputs[i]);
+      check_same_dtype(here, entry_of("outputs", i).c_str(), outputs[i], entry_of("inputs", i).c_str(), inputs[i]);
+      check_elements(here, entry_of("inputs", i).c_str(), inputs[i].numel(), outputs[i].numel() * size_,
                      "those of its output for every rank");
       reductions.push_back(reduction_of(options.reduceOp, inputs[i].scalar_type(), rank_, here.operation));
     }
-    const int64_t count = elements_of(outputs);
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = "reduce_scatter_tensor_coalesced",
-                           .sequence = next_sequence(),
-                           .rank = rank_,
-                           .input_elements = count * size_,
-                           .output_elements = count,
-                           .dtype = inputs[0].scalar_type(),
-                           .async = options.asyncOp};
-        },
-        inputs, outputs);
-    const Call call{c10d::OpType::COALESCED,
-                    Kind::reduce_scatter,
-                    here.operation,
-                    options.timeout,
-                    options.asyncOp,
-                    inputs[0].scalar_type(),
-                    -1,
-                    reductions[0],
-                    count * size_,
-                    count,
-                    &inputs,
-                    &outputs};
-    return issue(call, outputs,
-                 [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
-                     Communicator& group, Operation& op) mutable {
-                   std::vector<const void*> parts(group.size());
-                   for (size_t i = 0; i < sources.size(); ++i) {
-                     const size_t bytes = outputs[i].nbytes();
-                     for (int r = 0; r < group.size(); ++r)
-                       parts[r] = static_cast<const std::byte*>(sources[i].data()) + r * bytes;
-                     op.descriptor.dtype = dtype_of(outputs[i].scalar_type());
-                     op.descriptor.count = outputs[i].numel();
-                     group.reduce_scatter(op, parts.data(), targets[i].data(), outputs[i].numel());
-                     targets[i].commit();
-                   }
-                 });
+    const Call call{.type = c10d::OpType::COALESCED,
+                    .kind = Kind::reduce_scatter,
+                    .name = here.operation,
+                    .event = "reduce_scatter_tensor_coalesced",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .reduction = reductions[0],
+                    .inputs = inputs,
+                    .outputs = outputs};
+    return issue(call, [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
+                           Communicator& group, Operation& op) mutable {
+      for (size_t i = 0; i < sources.size(); ++i) {
+        const auto parts = split_evenly(sources[i].data(), group.size(), outputs[i].nbytes());
+        op.descriptor.dtype = dtype_of(outputs[i].scalar_type());
+        op.descriptor.count = outputs[i].numel();
+        group.reduce_scatter(op, parts.data(), targets[i].data(), outputs[i].numel());
+        targets[i].commit();
+      }
+    });
   });
 }
 

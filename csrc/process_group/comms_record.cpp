@@ -33,8 +33,7 @@ std::shared_ptr<Info> make_info(const CommsGroup& group, const CommsCall& call, 
 
 }  // namespace
 
-void CommsRecord::start(const CommsGroup& group, const CommsCall& call, c10::IValue inputs, c10::IValue outputs,
-                        at::StepCallbacks&& callbacks) {
+void CommsRecord::start(const CommsGroup& group, CommsCall call, at::StepCallbacks&& callbacks) {
   static const std::vector<int64_t> none;
   const auto& in_splits = call.input_splits ? *call.input_splits : none;
   const auto& out_splits = call.output_splits ? *call.output_splits : none;
@@ -43,7 +42,7 @@ void CommsRecord::start(const CommsGroup& group, const CommsCall& call, c10::IVa
   event_.emplace(std::move(callbacks));
   if (event_->needsInputs()) {
     // The list that ExecutionTraceObserver's readers expect from ProcessGroupNCCL, in its order.
-    std::vector<c10::IValue> list{std::move(inputs),
+    std::vector<c10::IValue> list{std::move(call.inputs),
                                   std::make_tuple(call.sequence, call.is_p2p),
                                   group.name,
                                   call.rank,
@@ -58,7 +57,7 @@ void CommsRecord::start(const CommsGroup& group, const CommsCall& call, c10::IVa
   } else {
     event_->before(at::kParamCommsCallName);
   }
-  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{std::move(outputs)});
+  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{std::move(call.outputs)});
 }
 
 }  // namespace ark

@@ -1,8 +1,8 @@
 // Eager collectives in torch.profiler: one "record_param_comms" event a call, as ProcessGroupNCCL emits.
 //
-// A CommsRecord lives on the stack of the collective's method, so that the event spans the call (for a synchronous
-// one the whole operation, for an asynchronous one its enqueueing, as with NCCL). Nothing is built unless some
-// RecordFunction callback wants this call: the test is one thread-local read, so an unprofiled call pays a few
+// A CommsRecord lives on the stack of whoever issues the operation, so that the event spans the issue (for a
+// synchronous one the whole operation, for an asynchronous one its enqueueing, as with NCCL). Nothing is built unless
+// some RecordFunction callback wants this call: the test is one thread-local read, so an unprofiled call pays a few
 // nanoseconds. NCCL builds the strings and vectors always.
 //
 // The constructor of ParamCommsDebugInfo gained isAsynchronizedOp and sequence numbers between the supported PyTorch
@@ -16,7 +16,6 @@
 #include <optional>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,6 +37,8 @@ struct CommsCall {
   int64_t sequence;
   bool is_p2p = false;
   int rank;
+  c10::IValue inputs;  // a tensor, a list of tensors or a list of lists: what the method was given
+  c10::IValue outputs;
   int64_t input_elements;
   int64_t output_elements;
   at::ScalarType dtype;
@@ -48,26 +49,19 @@ struct CommsCall {
 
 class CommsRecord {
  public:
-  // `describe()` returns the CommsCall; it runs only when someone listens, and so does `group` when it is a function
-  // (one that takes a lock, say). Inputs and outputs: a tensor, a vector of tensors, or a vector of vectors, whatever
-  // the method was given.
-  template <typename Group, typename Describe, typename Inputs, typename Outputs>
-  CommsRecord(const Group& group, Describe&& describe, const Inputs& inputs, const Outputs& outputs) {
+  // `describe()` returns the CommsCall; it runs only when someone listens.
+  template <typename Describe>
+  CommsRecord(const CommsGroup& group, Describe&& describe) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value())
         [[unlikely]] {
-      if constexpr (std::is_invocable_v<const Group&>) {
-        start(group(), describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
-      } else {
-        start(group, describe(), c10::IValue(inputs), c10::IValue(outputs), std::move(*callbacks));
-      }
+      start(group, describe(), std::move(*callbacks));
     }
   }
   CommsRecord(const CommsRecord&) = delete;
   CommsRecord& operator=(const CommsRecord&) = delete;
 
  private:
-  void start(const CommsGroup& group, const CommsCall& call, c10::IValue inputs, c10::IValue outputs,
-             at::StepCallbacks&& callbacks);
+  void start(const CommsGroup& group, CommsCall call, at::StepCallbacks&& callbacks);
 
   // Order matters: the event ends (and reads the debug info) before the info is taken away.
   std::optional<c10::DebugInfoGuard> info_;

@@ -1,8 +1,7 @@
-// Life and administration of the process group: creation, splitting, timeouts, abort, shutdown, issuing of work.
+// Life and administration of the process group: creation, splitting, timeouts, abort, shutdown.
 #include "process_group/process_group_ark.hpp"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/Utils.hpp>
 
 #include <algorithm>
 
@@ -97,74 +96,6 @@ ProcessGroupArk::~ProcessGroupArk() {
 CallSite ProcessGroupArk::site(const char* operation) const {
   core_->check_open(operation);
   return {rank_, operation};
-}
-
-c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const char* name, Tensors outputs) {
-  auto work = c10::make_intrusive<WorkArk>(rank_, type, std::move(outputs), core_->executor);
-  work->name = name;
-  work->on_abort = [core = core_] { core->abort("the work was aborted"); };
-  return work;
-}
-
-ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Tensors outputs, Body body) {
-  auto work = make_work(call.type, call.name, std::move(outputs));
-  Operation operation;
-  operation.factor = call.reduction.factor;
-  operation.descriptor.kind = call.kind;
-  operation.descriptor.dtype = dtype_of(call.dtype);
-  operation.descriptor.op = call.reduction.op;
-  operation.descriptor.root = static_cast<int32_t>(call.root);
-  operation.descriptor.count =
-      call.kind == Kind::all_to_all
-          ? 0
-          : static_cast<uint64_t>(call.kind == Kind::reduce_scatter || call.kind == Kind::scatter
-                                      ? call.output_elements
-                                      : call.input_elements);
-  operation.descriptor.shape = call.shape;
-  work->body = [core = core_.get(), operation, name = call.name, timeout = call.timeout,
-                body = std::move(body)](WorkArk& running) mutable {
-    operation.context = core->context(name, running.sequence, timeout);
-    operation.descriptor.sequence = running.sequence;
-    try {
-      body(*core->communicator, operation);
-    } catch (const Error& error) {
-      throw error.at(core->rank, name, running.sequence);
-    }
-  };
-  FlightEntry entry;
-  entry.operation = call.name;
-  entry.root = static_cast<int32_t>(call.root);
-  entry.dtype = static_cast<int8_t>(operation.descriptor.dtype);
-  const bool reduces = call.kind == Kind::all_reduce || call.kind == Kind::reduce || call.kind == Kind::reduce_scatter;
-  entry.reduce_op = reduces ? static_cast<int8_t>(call.reduction.op) : -1;
-  entry.input_elements = call.input_elements;
-  entry.output_elements = call.output_elements;
-  entry.input_bytes = call.input_elements * c10::elementSize(call.dtype);
-  const auto timeout = call.timeout.count() > 0 ? call.timeout.count() : core_->timeout_ms.load();
-  entry.timeout_ms = timeout;
-  const auto note_sizes = [](const Tensors* list, FlightSizes& sizes) {
-    if (list == nullptr) return;
-    for (const at::Tensor& tensor : *list) sizes.add(tensor.sizes().data(), tensor.dim());
-  };
-  note_sizes(call.inputs, entry.inputs);
-  note_sizes(call.outputs, entry.outputs);
-  core_->submit(work, call.async, entry);
-  return collect(work);
-}
-
-const CommsGroup& ProcessGroupArk::comms() {
-  std::lock_guard lock(mutex_);
-  if (!comms_ready_) {
-    comms_.name = {pg_uid_, pg_desc_};
-    comms_.rank = rank_;
-    comms_.size = size_;
-    c10d::getGlobalRankStartAndStride(options_->global_ranks_in_group, comms_.global_rank_start,
-                                      comms_.global_rank_stride);
-    // PyTorch tells the description only after the group was made, through a function that is not virtual.
-    FlightRecord::instance().describe_group(core_->flight_group, pg_uid_.empty() ? core_->name : pg_uid_, pg_desc_);
-    comms_ready_ = true;
-  }
-  return comms_;
 }
 
 void ProcessGroupArk::setGroupUid(const std::string& uid) {

@@ -1,9 +1,10 @@
 // The c10d::Backend "ark": PyTorch's collectives over the library below.
 //
-// Every virtual checks its arguments completely, turns them into one blocking body over the group's Communicator and
-// issues that (group_core.hpp). Results have the same bits whatever carries the group. Methods may be called from any
-// thread; the order of issue must be the same on all ranks. Split over process_group_ark.cpp (life and administration),
-// dense.cpp, coalesced.cpp, sparse.cpp and send_recv.cpp.
+// Every virtual checks its arguments completely, describes the operation once (Call), turns it into one blocking body
+// over the group's Communicator and issues that; issue() alone knows how a body is run (group_core.hpp). Results have
+// the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the same
+// on all ranks. Split over process_group_ark.cpp (life and administration), issue.cpp, the collectives in
+// dense_reduce.cpp, dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, and send_recv.cpp.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -51,10 +52,9 @@ class ProcessGroupArk : public c10d::Backend {
                   const c10::intrusive_ptr<Options>& options);
   ~ProcessGroupArk() override;
 
-  using Tensors = std::vector<at::Tensor>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // Dense collectives (dense.cpp).
+  // Dense collectives (dense_reduce.cpp, dense_gather.cpp, dense_all_to_all.cpp).
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions& = {}) override;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions& = {}) override;
   WorkPtr reduce(Tensors&, const c10d::ReduceOptions& = {}) override;
@@ -112,31 +112,35 @@ class ProcessGroupArk : public c10d::Backend {
   bool shares_memory() const { return core_->shm != nullptr; }
 
  private:
-  // One collective on its way: what the flight record, the profiler and the descriptor need to know.
+  // One operation on its way: all that the flight record, the profiler and the communicator's descriptor are told.
+  // Element counts and the dtype are those of the tensors.
   struct Call {
     c10d::OpType type;
-    Kind kind;
+    Kind kind = Kind::barrier;          // collectives only
     const char* name;                   // "all_reduce": messages and flight record
+    const char* event;                  // "allreduce": the profiler, in NCCL's words
     std::chrono::milliseconds timeout;  // as asked, or unset
     bool async;
-    at::ScalarType dtype = at::kByte;
     int64_t root = -1;
     Reduction reduction = {};
-    int64_t input_elements = 0;
-    int64_t output_elements = 0;
-    const Tensors* inputs = nullptr;  // for shapes in the flight record
-    const Tensors* outputs = nullptr;
-    uint64_t shape = 0;  // debug mode
+    TensorArgument inputs = {};
+    TensorArgument outputs = {};
+    const std::vector<int64_t>* input_splits = nullptr;  // all_to_all, for the profiler
+    const std::vector<int64_t>* output_splits = nullptr;
+    uint64_t shape = 0;  // debug_shape()
   };
   using Body = std::function<void(Communicator&, Operation&)>;
 
   void join();                                 // meets the other ranks
   CallSite site(const char* operation) const;  // also checks that the group is open
-  WorkPtr issue(const Call& call, Tensors outputs, Body body);
+  // Runs the body or queues it; its outputs are the work's result.
+  WorkPtr issue(const Call& call, Body body);
   c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, const char* name, Tensors outputs);
+  FlightEntry flight_entry(const Call& call) const;
+  CommsCall comms_call(const Call& call) const;  // `sequence`, `rank` and `is_p2p` as for a collective
   const CommsGroup& comms();
-  bool debug() const { return options_->debug; }
-  int64_t next_sequence() const { return static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1; }
+  // What the ranks compare in debug mode; 0 in any other.
+  uint64_t debug_shape(const at::Tensor& tensor) const { return options_->debug ? shape_hash(1, tensor) : 0; }
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
   uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
   WorkPtr collect(WorkPtr work);                           // remembers it while coalescing

@@ -23,39 +23,35 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     }
     const auto type = is_send ? c10d::OpType::SEND : any_source ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
     const uint64_t number = core_->p2p_sequence.fetch_add(1) + 1;
-    const int64_t count = tensor.numel();
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = is_send ? "send" : "recv",
-                           .sequence = static_cast<int64_t>(number),
-                           .is_p2p = true,
-                           .rank = any_source ? -1 : peer,
-                           .input_elements = count,
-                           .output_elements = count,
-                           .dtype = tensor.scalar_type(),
-                           .async = true};
-        },
-        tensors, tensors);
-    FlightEntry entry;
+    const int named_peer = any_source ? -1 : peer;
+    const Call call{.type = type,
+                    .name = here.operation,
+                    .event = here.operation,
+                    .timeout = c10d::kUnsetTimeout,
+                    .async = true,
+                    .inputs = tensors,
+                    .outputs = tensors};
+    const CommsRecord event(comms(), [&] {
+      CommsCall described = comms_call(call);
+      described.sequence = static_cast<int64_t>(number);
+      described.is_p2p = true;
+      described.rank = named_peer;
+      return described;
+    });
+    FlightEntry entry = flight_entry(call);
     entry.group = core_->flight_group;
-    entry.peer = any_source ? -1 : peer;
+    entry.peer = named_peer;
     entry.tag = tag;
     entry.is_p2p = true;
-    entry.dtype = static_cast<int8_t>(dtype_of(tensor.scalar_type()));
     entry.state = FlightState::started;
     entry.sequence = core_->sequence.load();
-    entry.p2p_sequence = next_message(is_send, any_source ? -1 : peer, tag);
-    entry.operation = here.operation;
-    entry.input_elements = entry.output_elements = count;
-    entry.input_bytes = tensor.nbytes();
-    entry.timeout_ms = core_->timeout_ms.load();
-    (is_send ? entry.inputs : entry.outputs).add(tensor.sizes().data(), tensor.dim());
+    entry.p2p_sequence = next_message(is_send, named_peer, tag);
+    (is_send ? entry.outputs : entry.inputs) = FlightSizes();  // one side of a message has one tensor
     const uint64_t flight = FlightRecord::instance().scheduled(entry);
 
     auto work = make_work(type, here.operation, tensors);
     work->sequence = number;
-    work->source_rank = any_source ? -1 : peer;
+    work->source_rank = named_peer;
     work->on_done = [core = core_, type, flight](const WorkArk& done, std::exception_ptr error) {
       core->finished(done, type, flight, error);
     };

@@ -22,14 +22,11 @@ at::Tensor gather_rows(Communicator& group, const Operation& operation, const at
   at::Tensor padded = at::zeros(shape, mine.options());
   padded.narrow(0, 0, mine.size(0)).copy_(mine);
   at::Tensor all = at::empty({group.size(), padded.numel()}, mine.options());
-  std::vector<void*> places;
-  for (int r = 0; r < group.size(); ++r) {
-    places.push_back(static_cast<std::byte*>(all.mutable_data_ptr()) + r * padded.nbytes());
-  }
   Operation gather = operation;
   gather.descriptor.kind = Kind::all_gather;
   gather.descriptor.dtype = DType::raw8;
   gather.descriptor.count = padded.nbytes();
+  const auto places = split_evenly(all.mutable_data_ptr(), group.size(), padded.nbytes());
   group.all_gather(gather, padded.const_data_ptr(), places.data(), padded.nbytes());
   std::vector<at::Tensor> parts;
   for (int r = 0; r < group.size(); ++r) parts.push_back(all[r].view(shape).narrow(0, 0, rows[r]));
@@ -63,34 +60,17 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
                  ", and sparse tensors take ReduceOp.SUM and ReduceOp.AVG only",
              "Use one of these, or a dense tensor: an index that a rank lacks has no value for other operations.");
     }
-    const Reduction reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation);
-    const int64_t count = tensor.numel();
-    CommsRecord record(
-        comms(),
-        [&] {
-          return CommsCall{.name = "allreduce",
-                           .sequence = next_sequence(),
-                           .rank = rank_,
-                           .input_elements = count,
-                           .output_elements = count,
-                           .dtype = tensor.scalar_type(),
-                           .async = options.asyncOp};
-        },
-        tensors, tensors);
-    Call call{c10d::OpType::_ALLREDUCE_SPARSE,
-              Kind::all_reduce,
-              here.operation,
-              options.timeout,
-              options.asyncOp,
-              tensor.scalar_type(),
-              -1,
-              reduction,
-              count,
-              count,
-              &tensors,
-              &tensors};
-    call.shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor);  // must agree, always
-    return issue(call, tensors, [target = tensor, op](Communicator& group, Operation& operation) {
+    const Call call{.type = c10d::OpType::_ALLREDUCE_SPARSE,
+                    .kind = Kind::all_reduce,
+                    .name = here.operation,
+                    .event = "allreduce",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation),
+                    .inputs = tensors,
+                    .outputs = tensors,
+                    .shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor)};  // must agree, always
+    return issue(call, [target = tensor, op](Communicator& group, Operation& operation) {
       c10::NoGradGuard no_grad;
       const at::Tensor mine = target.coalesce();
       const int64_t own = mine._nnz();

@@ -48,7 +48,7 @@ void check_tensor(const CallSite& site, const char* argument, const at::Tensor& 
   }
 }
 
-const at::Tensor& only(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors) {
+const at::Tensor& only(const CallSite& site, const char* argument, const Tensors& tensors) {
   if (tensors.size() != 1) {
     refuse(site, ErrorKind::invalid_argument,
            std::string(argument) + " holds " + std::to_string(tensors.size()) + " tensors instead of one",
@@ -92,6 +92,35 @@ void check_rank(const CallSite& site, const char* argument, int64_t value, int s
          "Use a rank from 0 to " + std::to_string(size - 1) + ".");
 }
 
+std::string entry_of(const char* argument, size_t index) {
+  return std::string(argument) + "[" + std::to_string(index) + "]";
+}
+
+const at::Tensor* TensorArgument::first() const {
+  const at::Tensor* first = nullptr;
+  for_each([&](const at::Tensor& tensor) { first = first == nullptr ? &tensor : first; });
+  return first;
+}
+
+int64_t TensorArgument::elements() const {
+  int64_t elements = 0;
+  for_each([&](const at::Tensor& tensor) { elements += tensor.numel(); });
+  return elements;
+}
+
+Tensors TensorArgument::flat() const {
+  if (const auto* list = std::get_if<const Tensors*>(&given_)) return **list;
+  Tensors all;
+  for_each([&](const at::Tensor& tensor) { all.push_back(tensor); });
+  return all;
+}
+
+c10::IValue TensorArgument::value() const {
+  if (const auto* tensor = std::get_if<const at::Tensor*>(&given_)) return c10::IValue(**tensor);
+  if (const auto* lists = std::get_if<const std::vector<Tensors>*>(&given_)) return c10::IValue(**lists);
+  return c10::IValue(flat());
+}
+
 Input::Input(const at::Tensor& tensor) {
   if (plain(tensor)) {
     tensor_ = tensor;
@@ -128,25 +157,42 @@ void Output::commit() {
   tensor_.copy_(staged_);
 }
 
-std::vector<Input> inputs_of(const std::vector<at::Tensor>& tensors) {
+std::vector<Input> inputs_of(const Tensors& tensors) {
   std::vector<Input> inputs;
   inputs.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) inputs.emplace_back(tensor);
   return inputs;
 }
 
-std::vector<Output> outputs_of(const CallSite& site, const char* argument, const std::vector<at::Tensor>& tensors,
-                               bool also_input) {
+std::vector<Output> outputs_of(const CallSite& site, const char* argument, const Tensors& tensors, bool also_input) {
   std::vector<Output> outputs;
   outputs.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) outputs.emplace_back(site, argument, tensor, also_input);
   return outputs;
 }
 
-int64_t elements_of(const std::vector<at::Tensor>& tensors) {
-  int64_t elements = 0;
-  for (const at::Tensor& tensor : tensors) elements += tensor.numel();
-  return elements;
+std::vector<const void*> places_of(const std::vector<Input>& inputs) {
+  std::vector<const void*> places;
+  for (const Input& input : inputs) places.push_back(input.data());
+  return places;
+}
+
+std::vector<void*> places_of(const std::vector<Output>& outputs) {
+  std::vector<void*> places;
+  for (const Output& output : outputs) places.push_back(output.data());
+  return places;
+}
+
+std::vector<const void*> split_evenly(const void* data, int size, size_t bytes) {
+  std::vector<const void*> parts(size);
+  for (int r = 0; r < size; ++r) parts[r] = static_cast<const std::byte*>(data) + r * bytes;
+  return parts;
+}
+
+std::vector<void*> split_evenly(void* data, int size, size_t bytes) {
+  std::vector<void*> parts(size);
+  for (int r = 0; r < size; ++r) parts[r] = static_cast<std::byte*>(data) + r * bytes;
+  return parts;
 }
 
 uint64_t shape_hash(uint64_t seed, const at::Tensor& tensor) {

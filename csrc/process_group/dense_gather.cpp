@@ -1,0 +1,167 @@
+// broadcast, all_gather, gather and scatter: what moves unchanged between one rank and all, or from all to all.
+//
+// Check, describe, hand to the communicator; no byte moves before all checks have passed.
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+namespace {
+
+// One tensor a rank, each like the one given.
+void check_list(const CallSite& site, const char* argument, const Tensors& list, int size, const char* like_argument,
+                const at::Tensor& like) {
+  check_count(site, argument, list.size(), size, "one a rank");
+  for (size_t r = 0; r < list.size(); ++r) {
+    const std::string entry = entry_of(argument, r);
+    check_tensor(site, entry.c_str(), list[r]);
+    check_same_dtype(site, entry.c_str(), list[r], like_argument, like);
+    check_elements(site, entry.c_str(), list[r].numel(), like.numel(), std::string("as many as ") + like_argument);
+  }
+}
+
+// The list of tensors that gather's destination and scatter's source give, and nobody else.
+Tensors list_of_root(const CallSite& site, const char* argument, const std::vector<Tensors>& lists, int size,
+                     int64_t root, const char* root_is, const char* why_one, const at::Tensor& like) {
+  if (root == site.rank) {
+    check_count(site, argument, lists.size(), 1, why_one);
+    check_list(site, argument, lists[0], size, "tensor", like);
+    return lists[0];
+  }
+  if (!lists.empty() && !(lists.size() == 1 && lists[0].empty())) {
+    refuse(site, ErrorKind::invalid_argument,
+           std::string(argument) + " is given on rank " + std::to_string(site.rank) + ", which is not the " + root_is +
+               " (" + std::to_string(root) + ")",
+           std::string("Pass it on the ") + root_is + " only.");
+  }
+  return {};
+}
+
+}  // namespace
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("broadcast");
+    const at::Tensor& tensor = only(here, "tensor", tensors);
+    check_rank(here, "src", options.rootRank, size_);
+    const Call call{.type = c10d::OpType::BROADCAST,
+                    .kind = Kind::broadcast,
+                    .name = here.operation,
+                    .event = "broadcast",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .root = options.rootRank,
+                    .inputs = tensors,
+                    .outputs = tensors,
+                    .shape = debug_shape(tensor)};
+    const bool root = options.rootRank == rank_;
+    return issue(call, [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](
+                           Communicator& group, Operation& op) mutable {
+      group.broadcast(op, target.data(), bytes);
+      if (!root) target.commit();
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                    const c10d::AllgatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_gather");
+    const at::Tensor& input = only(here, "tensor", inputs);
+    check_count(here, "tensor_list", outputs.size(), 1, "one list for the one input");
+    check_list(here, "tensor_list", outputs[0], size_, "tensor", input);
+    const Call call{.type = c10d::OpType::ALLGATHER,
+                    .kind = Kind::all_gather,
+                    .name = here.operation,
+                    .event = "all_gather",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .inputs = inputs,
+                    .outputs = outputs,
+                    .shape = debug_shape(input)};
+    return issue(call, [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]),
+                        bytes = input.nbytes()](Communicator& group, Operation& op) mutable {
+      group.all_gather(op, source.data(), places_of(targets).data(), bytes);
+      for (Output& target : targets) target.commit();
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                          const c10d::AllgatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("all_gather_into_tensor");
+    check_tensor(here, "input_tensor", input);
+    check_tensor(here, "output_tensor", output);
+    check_same_dtype(here, "output_tensor", output, "input_tensor", input);
+    check_elements(here, "output_tensor", output.numel(), input.numel() * size_,
+                   "those of input_tensor for every rank");
+    const Call call{.type = c10d::OpType::_ALLGATHER_BASE,
+                    .kind = Kind::all_gather,
+                    .name = here.operation,
+                    .event = "_allgather_base",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .inputs = input,
+                    .outputs = output,
+                    .shape = debug_shape(input)};
+    return issue(call, [source = Input(input), target = Output(here, "output_tensor", output), bytes = input.nbytes()](
+                           Communicator& group, Operation& op) mutable {
+      group.all_gather(op, source.data(), split_evenly(target.data(), group.size(), bytes).data(), bytes);
+      target.commit();
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                 const c10d::GatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("gather");
+    const at::Tensor& input = only(here, "tensor", inputs);
+    check_rank(here, "dst", options.rootRank, size_);
+    const Tensors list = list_of_root(here, "gather_list", outputs, size_, options.rootRank, "destination",
+                                      "one list for the one input", input);
+    const Call call{.type = c10d::OpType::GATHER,
+                    .kind = Kind::gather,
+                    .name = here.operation,
+                    .event = "gather",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .root = options.rootRank,
+                    .inputs = inputs,
+                    .outputs = outputs,
+                    .shape = debug_shape(input)};
+    return issue(call, [source = Input(input), targets = outputs_of(here, "gather_list", list), bytes = input.nbytes()](
+                           Communicator& group, Operation& op) mutable {
+      group.gather(op, source.data(), places_of(targets).data(), bytes);
+      for (Output& target : targets) target.commit();
+    });
+  });
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                  const c10d::ScatterOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("scatter");
+    const at::Tensor& output = only(here, "tensor", outputs);
+    check_rank(here, "src", options.rootRank, size_);
+    const Tensors list = list_of_root(here, "scatter_list", inputs, size_, options.rootRank, "source",
+                                      "one list for the one output", output);
+    const Call call{.type = c10d::OpType::SCATTER,
+                    .kind = Kind::scatter,
+                    .name = here.operation,
+                    .event = "scatter",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .root = options.rootRank,
+                    .inputs = inputs,
+                    .outputs = outputs,
+                    .shape = debug_shape(output)};
+    return issue(call, [sources = inputs_of(list), target = Output(here, "tensor", output), bytes = output.nbytes()](
+                           Communicator& group, Operation& op) mutable {
+      group.scatter(op, places_of(sources).data(), target.data(), bytes);
+      target.commit();
+    });
+  });
+}
+
+}  // namespace ark
