@@ -88,7 +88,7 @@ bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
 	$(PY) benchmarks/ddp_step.py
 	$(PY) -m ark_torch.tools.bench --readme
 
-CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp')
+CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'ark_torch/kernels/*.cuh' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp')
 
 lint: $(STAMP) ## ruff, clang-format, mypy
 	$(VENV)/bin/ruff check .

@@ -1,0 +1,120 @@
+// Packets: 16 bytes of which half are data and half the epoch that tells when the data is there.
+//
+// Who writes: one thread of one peer, by one 16-byte store at system scope into memory that this GPU owns. Who reads:
+// the owner, polling its own memory. Ordering: the PTX memory model treats a vector access as several scalar ones in no
+// order; the hardware carries an aligned 16-byte access whole, over NVLink and PCIe too (NCCL's LL128 and MSCCL++'s
+// LL16 packets rest on the same), so data and epoch arrive together and no fence is needed. Epochs only grow and a slot
+// never holds the epoch that is awaited before its data: slots are zero at first, epochs start at 1.
+//
+// Every poll is bounded: Patience looks at the group's abort word and at the clock every 1,024 turns. A thread that
+// gives up says whom it waited for (first one wins) and leaves; the host raises, and the group is not used again.
+#pragma once
+
+#include "cuda/reduce.cuh"
+
+namespace ark::device {
+
+inline constexpr int kMaxBlocks = 256;  // of one launch
+
+// Of one rank, in its own device memory. Zero at first.
+struct alignas(16) GroupControl {
+  uint64 launches[kMaxBlocks];  // collectives done, a word a block so that no block waits for another
+};
+
+// In host memory that the device can write.
+struct alignas(64) GroupStatus {
+  uint32 abort;  // the host's: leave
+  uint32 gave_up;
+  int peer;  // whom the device waited for
+  int reserved;
+  uint64 epoch;  // which it did not see
+};
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ void store_packet(void* to, uint64 data, uint64 epoch) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(data), "l"(epoch) : "memory");
+}
+
+__device__ __forceinline__ void load_packet(const void* from, uint64& data, uint64& epoch) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(data), "=l"(epoch) : "l"(from) : "memory");
+}
+
+__device__ __forceinline__ uint64 nanoseconds() {
+  uint64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+inline constexpr uint64 kOver = ~uint64{0};
+
+// The slow part of a poll. Returns when the wait began, or kOver when it is time to leave. By value, so that what the
+// poll keeps stays in registers.
+__device__ __noinline__ uint64 look_up(GroupStatus* status, uint64 limit_ns, uint64 began, int peer, uint64 epoch) {
+  const uint64 now = nanoseconds();
+  if (*const_cast<const volatile uint32*>(&status->abort) != 0) return kOver;
+  if (began == 0) return now;
+  if (now - began < limit_ns) return began;
+  if (atomicExch_system(&status->gave_up, 1u) == 0) {
+    status->peer = peer;
+    status->epoch = epoch;
+  }
+  *const_cast<volatile uint32*>(&status->abort) = 1;
+  return kOver;
+}
+
+struct Patience {
+  GroupStatus* status;
+  uint64 limit_ns;
+  uint64 began = 0;
+  uint32 turns = 0;
+
+  // True when it is time to leave. `peer`: whom the caller waits for.
+  __device__ __forceinline__ bool over(int peer, uint64 epoch) {
+    if ((++turns & 1023) != 0) return false;
+    began = look_up(status, limit_ns, began, peer, epoch);
+    return began == kOver;
+  }
+};
+
+// A user's buffer in units of 16 bytes: whole ones by one access where the buffer is aligned, else byte by byte, out of
+// line: the short path must not be spread over many lines of the instruction cache.
+__device__ __noinline__ Unit load_bytes(const unsigned char* from, int valid) {
+  Unit value{0, 0};
+#pragma unroll 1
+  for (int i = 0; i < valid; i++) (i < 8 ? value.lo : value.hi) |= uint64{from[i]} << (8 * (i & 7));
+  return value;
+}
+
+__device__ __noinline__ void store_bytes(unsigned char* to, int valid, Unit value) {
+#pragma unroll 1
+  for (int i = 0; i < valid; i++) to[i] = static_cast<unsigned char>((i < 8 ? value.lo : value.hi) >> (8 * (i & 7)));
+}
+
+__device__ __forceinline__ Unit load_unit(const void* buffer, uint64 unit, uint64 bytes, bool aligned) {
+  const auto* from = static_cast<const unsigned char*>(buffer) + unit * 16;
+  if (aligned && (unit + 1) * 16 <= bytes) return *reinterpret_cast<const Unit*>(from);
+  return load_bytes(from, static_cast<int>(min(bytes - unit * 16, uint64{16})));
+}
+
+__device__ __forceinline__ void store_unit(void* buffer, uint64 unit, uint64 bytes, bool aligned, const Unit& value) {
+  auto* to = static_cast<unsigned char*>(buffer) + unit * 16;
+  if (aligned && (unit + 1) * 16 <= bytes)
+    *reinterpret_cast<Unit*>(to) = value;
+  else
+    store_bytes(to, static_cast<int>(min(bytes - unit * 16, uint64{16})), value);
+}
+
+// The number of this launch in the group's life, from 0. Every thread calls it, at the start and at the end.
+__device__ __forceinline__ uint64 begin_launch(const GroupControl* control) {
+  return *const_cast<const volatile uint64*>(&control->launches[blockIdx.x]);
+}
+__device__ __forceinline__ void end_launch(GroupControl* control, uint64 number) {
+  __syncthreads();  // all of this block's threads have read the old number
+  for (unsigned block = blockIdx.x + threadIdx.x * gridDim.x; block < kMaxBlocks; block += blockDim.x * gridDim.x)
+    control->launches[block] = number + 1;
+}
+
+#endif
+
+}  // namespace ark::device
