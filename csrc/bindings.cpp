@@ -12,6 +12,8 @@
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/reduce.hpp"
 #include "jit/compiler.hpp"
+#include "jit/driver.hpp"
+#include "jit/probe.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace py = pybind11;
@@ -76,6 +78,25 @@ void bind_jit(py::module_& m) {
       .def_readwrite("options", &Settings::options)
       .def_readwrite("log", &Settings::log);
   m.def("_configure_jit", &ark::jit::configure);
+  m.def("_has_cuda_driver", &ark::has_driver);
+  m.def(
+      "_probe_device",
+      [](int device, size_t bytes) {
+        ark::jit::ProbeResult found;
+        {
+          py::gil_scoped_release no_gil;
+          ark::with_torch_errors([&] { found = ark::jit::probe_device(device, bytes); });
+        }
+        py::dict result;
+        result["device"] = found.device;
+        result["arch"] = found.arch;
+        result["load_seconds"] = found.load_seconds;
+        result["fill_gb_per_s"] = found.fill_gb_per_s;
+        result["sum_gb_per_s"] = found.sum_gb_per_s;
+        result["registers"] = found.registers;
+        return result;
+      },
+      py::arg("device"), py::arg("bytes") = size_t{64} << 20);
   m.def("_kernel_stubs", [] {
     std::vector<std::tuple<std::string, std::string, int>> stubs;
     for (const ark::Stub& stub : ark::representative_stubs()) stubs.emplace_back(stub.name, stub.text, stub.min_arch);
