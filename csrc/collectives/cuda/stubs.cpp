@@ -25,6 +25,9 @@ Stub one_shot(const std::string& format, int ranks, int rank) {
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub(), 80});
+  for (const char* format : {"BFloat16", "Float16", "Float32"}) stubs.push_back(one_shot(format, 2, 0));
+  stubs.push_back(one_shot("BFloat16", 4, 1));
+  stubs.push_back(one_shot("BFloat16", 8, 7));
   return stubs;
 }
 
