@@ -1,0 +1,151 @@
+"""The real compiler of CUDA kernels on a machine without a GPU: every kernel for every architecture, the cache, errors.
+
+NVRTC comes with `pip install .[dev]`; without it (another processor than x86-64) these tests have nothing to test.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ark_torch import _C, _jit, env
+from ark_torch.tools import compile_kernels
+
+
+def installed(package: str) -> bool:
+    return any(package == distribution.name for distribution in importlib.metadata.distributions())
+
+
+pytestmark = [
+    pytest.mark.quick,
+    pytest.mark.skipif(not installed("nvidia-cuda-nvrtc"), reason="nvidia-cuda-nvrtc is not installed"),
+]
+
+SMALL = """
+struct Params { float* values; };
+extern "C" __global__ void twice(const __grid_constant__ Params p) { p.values[threadIdx.x] *= 2; }
+"""
+
+
+@pytest.fixture(autouse=True)
+def configured(tmp_path: Path) -> None:
+    _jit.configure(env.read({"ARK_CACHE": str(tmp_path / "kernels")}))
+
+
+@pytest.mark.parametrize("arch", compile_kernels.ARCHITECTURES)
+def test_every_kernel_compiles(arch: str) -> None:
+    compiled = 0
+    for name, text, oldest in _C._kernel_stubs():
+        if compile_kernels.number_of(arch) < oldest:
+            continue
+        cubin, kernels = _C._compile_kernel(text, arch)
+        assert cubin[:4] == b"\x7fELF", f"{name} for {arch} is no cubin"
+        assert kernels and all(0 < registers <= 255 for _, registers, _, _ in kernels), f"{name} for {arch}: {kernels}"
+        compiled += 1
+    assert compiled > 0
+
+
+def test_the_list_names_each_kernel_once() -> None:
+    names = [name for name, _, _ in _C._kernel_stubs()]
+    assert "probe" in names and len(names) == len(set(names))
+
+
+def test_resources_are_those_of_the_kernel() -> None:
+    spilling = """
+    struct Params { float* values; int n; };
+    extern "C" __global__ void __launch_bounds__(1024) many(const __grid_constant__ Params p) {
+      float kept[200];
+      for (int i = 0; i < 200; i++) kept[i] = p.values[i * p.n];
+      __syncthreads();
+      for (int i = 0; i < 200; i++) p.values[i] = kept[199 - i];
+    }"""
+    _, [(name, registers, spilled, stack)] = _C._compile_kernel(spilling, "sm_80")
+    assert name == "many" and registers <= 64 and spilled + stack > 0, "200 floats do not fit 64 registers"
+    _, [(name, _, spilled, stack)] = _C._compile_kernel(SMALL, "sm_80")
+    assert (name, spilled, stack) == ("twice", 0, 0)
+
+
+def test_errors_say_what_is_wrong() -> None:
+    with pytest.raises(RuntimeError, match=r"does not compile for sm_80 .*identifier \"nonsense\" is undefined"):
+        _C._compile_kernel("__device__ int x = nonsense;", "sm_80")
+    with pytest.raises(RuntimeError, match=r"cuda/no_such\.cuh"):
+        _C._compile_kernel('#include "cuda/no_such.cuh"', "sm_80")
+    for arch in ("sm_35", "sm_999", "90", "", "sm_90; rm -rf"):
+        with pytest.raises(RuntimeError, match="does not know the architecture|does not compile"):
+            _C._compile_kernel(SMALL, arch)
+    long = "\n".join(f"int a{i} = nonsense{i};" for i in range(500))
+    with pytest.raises(RuntimeError) as caught:
+        _C._compile_kernel(long, "sm_80")
+    assert len(str(caught.value)) < 4000, "the log is cut"
+
+
+def test_a_library_that_is_none_is_told_with_the_remedy(tmp_path: Path) -> None:
+    broken = tmp_path / "libnvrtc.so.13"
+    broken.write_text("no library")
+    _jit.configure(env.read({"ARK_NVRTC": str(broken)}))
+    with pytest.raises(RuntimeError, match="no NVRTC") as caught:
+        _C._nvrtc()
+    assert str(broken) in str(caught.value) and "ARK_NVRTC" in str(caught.value)
+
+
+IN_A_PROCESS = """
+import json, sys
+from ark_torch import _C, _jit
+_jit.configure()
+cubin, _ = _C._compile_kernel(sys.argv[1], "sm_90a", cached=True)
+opened = "libnvrtc" in open("/proc/self/maps").read()
+print(json.dumps({"bytes": len(cubin), "opened": opened}))
+"""
+
+
+def in_a_process(stub: str, cache: Path) -> dict[str, object]:
+    variables = {name: text for name, text in os.environ.items() if not name.startswith("ARK_")}
+    run = subprocess.run(
+        [sys.executable, "-c", IN_A_PROCESS, stub],
+        env={**variables, "ARK_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    result: dict[str, object] = json.loads(run.stdout)
+    return result
+
+
+def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = in_a_process(SMALL, cache)
+    assert first["opened"] is True
+    [cubin] = cache.glob("*.cubin")
+    assert cubin.stat().st_size == first["bytes"]
+    meta = json.loads(cubin.with_suffix("").with_suffix(".meta.json").read_text())
+    assert meta["arch"] == "sm_90a" and meta["kernels"][0]["name"] == "twice"
+    assert cubin.with_suffix(".cu").read_text() == SMALL
+    again = in_a_process(SMALL, cache)
+    assert again == {"bytes": first["bytes"], "opened": False}, "NVRTC is not even opened"
+    cubin.write_bytes(cubin.read_bytes()[:-1])
+    assert in_a_process(SMALL, cache) == first, "a cubin cut short is compiled again"
+
+
+def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    assert compile_kernels.main(["--arch", "sm_80", "sm_90a", "--only", "^probe$", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["probe.cu", "probe.sm_80.cubin", "probe.sm_90a.cubin"]
+    text = capsys.readouterr().out
+    assert "NVRTC " in text and "sm_90a" in text and "registers" in text
+    monkeypatch.setattr(_C, "_kernel_stubs", lambda: [("bad", "nonsense", 80), ("new", "nonsense", 90)])
+    assert compile_kernels.main(["--arch", "sm_80"]) == 1
+    text = capsys.readouterr().out
+    assert text.count("FAILED") == 1, "a kernel is not compiled for what it does not run on"
+    with pytest.raises(SystemExit) as stopped:
+        compile_kernels.main(["--arch", "hopper"])
+    assert stopped.value.code == 2
+    monkeypatch.setenv("ARK_NVRTC", str(out / "probe.cu"))
+    assert compile_kernels.main([]) == 2
+    assert "no NVRTC" in capsys.readouterr().err
