@@ -1,6 +1,7 @@
 // Opening libcuda.so.1, and what is said when that fails.
 #include "jit/driver.hpp"
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -51,8 +52,9 @@ const char* remedy_of(CUresult result) {
   }
 }
 
-std::mutex g_driver_mutex;
-const Driver* g_driver = nullptr;  // never freed: threads may still call while the process ends
+// Never freed: threads may still call while the process ends. Not std::call_once, which ThreadSanitizer does not let go
+// of after an exception.
+std::atomic<const Driver*> g_driver{nullptr};
 
 }  // namespace
 
@@ -86,12 +88,12 @@ Driver load_driver(const jit::LibraryOpener& opener) {
 }
 
 const Driver& driver() {
-  static std::once_flag once;  // not remembered when load_driver throws
-  std::call_once(once, [] {
-    const std::lock_guard lock(g_driver_mutex);
-    g_driver = new Driver(load_driver(jit::LibraryOpener::system()));
-  });
-  return *g_driver;
+  static std::mutex mutex;
+  if (const Driver* known = g_driver.load(std::memory_order_acquire)) return *known;
+  const std::lock_guard lock(mutex);
+  if (g_driver.load(std::memory_order_relaxed) == nullptr)
+    g_driver.store(new Driver(load_driver(jit::LibraryOpener::system())), std::memory_order_release);
+  return *g_driver.load(std::memory_order_relaxed);
 }
 
 bool has_driver() noexcept {
@@ -104,8 +106,7 @@ bool has_driver() noexcept {
 }
 
 std::string describe(CUresult result) {
-  const std::lock_guard lock(g_driver_mutex);
-  return describe_with(g_driver, result);
+  return describe_with(g_driver.load(std::memory_order_acquire), result);
 }
 
 void check(CUresult result, const std::string& what) {
