@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <memory>
 #include <type_traits>
+#include <utility>
 
 #include "error.hpp"
 
@@ -153,7 +154,7 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
     std::string why_not;
     if (!candidate.builtins.empty()) opener.open(candidate.builtins, why_not);  // its lack shows when compiling
     void* library = opener.open(candidate.library, why_not);
-    auto api = std::make_unique<Api>();
+    auto api = std::make_shared<Api>();
     if (library != nullptr) {
       const char* missing = api->resolve(opener, library);
       Nvrtc found;
@@ -165,7 +166,7 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
         why_not = "it is version " + found.version() + ", and 12.0 is the oldest that will do";
       else {
         found.path_ = candidate.library;
-        found.api_ = api.release();
+        found.api_ = std::move(api);
         return found;
       }
     }

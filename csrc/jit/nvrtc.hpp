@@ -5,6 +5,7 @@
 // NVRTC is thread-safe; an object may be used by any number of threads.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -38,7 +39,7 @@ class Nvrtc {
 
  private:
   struct Api;
-  const Api* api_ = nullptr;  // lives as long as the process, as the library does
+  std::shared_ptr<const Api> api_;
   std::string path_;
   int major_ = 0, minor_ = 0;
 };
