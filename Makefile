@@ -80,7 +80,7 @@ define cpp_tests
 echo "C++ tests, $(1)"; \
 PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
 cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-ctest --test-dir build/cpp-$(1) --output-on-failure
+ctest --test-dir build/cpp-$(1) --output-on-failure -j 2
 endef
 
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
