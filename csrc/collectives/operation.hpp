@@ -44,7 +44,8 @@ static_assert(sizeof(Descriptor) == 32);
 struct Operation {
   OperationContext context;
   Descriptor descriptor;
-  double factor = 1.0;  // premul_sum: this rank's multiplier
+  double factor = 1.0;     // premul_sum: this rank's multiplier
+  void* stream = nullptr;  // CUDA tensors: the CUstream that the operation is enqueued on
 };
 
 struct Bytes {

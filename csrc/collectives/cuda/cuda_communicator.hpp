@@ -1,0 +1,61 @@
+// A group's collectives on CUDA tensors: kernels that move the bytes themselves, one rank one device.
+//
+// Every operation is enqueued on operation.stream and returns at once; nothing here waits for the GPU. Operations of
+// one group must reach the device in the order in which they were issued: the caller orders streams by events. Kernels
+// of send and recv use rings of their own, a pair and direction each, and are ordered among themselves only.
+// Functions may be called while the stream captures a graph; create() may not.
+//
+// A kernel that waits longer than the operation's timeout, or whose group has failed, leaves without its result; the
+// watch below then fails the group (GroupHealth), and every later call raises the error that names who was missed.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "collectives/operation.hpp"
+#include "memory/key_value.hpp"
+
+namespace ark {
+
+class CudaCommunicator final : public Communicator {
+ public:
+  struct Options {
+    int device = 0;                         // CUDA ordinal of this process
+    std::chrono::milliseconds timeout{0};   // for create()
+    std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
+  };
+
+  // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone.
+  // Null, and `why`: these devices cannot reach each other's memory. Every rank gets the same answer.
+  static std::unique_ptr<CudaCommunicator> create(int rank, int size, KeyValueStore& store, GroupHealth& health,
+                                                  const Options& options, std::string& why);
+  ~CudaCommunicator() override;
+
+  int device() const;
+
+  void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
+  void reduce(const Operation&, const void* in, void* out, size_t count) override;
+  void reduce_scatter(const Operation&, const void* const* ins, void* out, size_t count) override;
+  void all_gather(const Operation&, const void* in, void* const* outs, size_t bytes) override;
+  void broadcast(const Operation&, void* data, size_t bytes) override;
+  void gather(const Operation&, const void* in, void* const* outs, size_t bytes) override;
+  void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) override;
+  void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) override;
+  void barrier(const Operation&) override;  // on the device; the caller blocks the host
+
+  void send(const Operation&, const void* data, size_t bytes, int peer);
+  void recv(const Operation&, void* data, size_t bytes, int peer);
+
+  // Throws the error that ended the group, if one did: what a host thread asks after it waited for the device.
+  void check(const OperationContext& context);
+  // Makes every kernel of the group leave (abort, a lost peer). Any thread.
+  void abort();
+
+ private:
+  struct Impl;
+  explicit CudaCommunicator(int rank, int size, std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ark
