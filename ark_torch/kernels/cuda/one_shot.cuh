@@ -13,8 +13,6 @@
 
 namespace ark::device {
 
-inline constexpr int kMaxRanks = 8;
-
 struct OneShotParams {
   const void* in;
   void* out;
@@ -25,7 +23,9 @@ struct OneShotParams {
   GroupStatus* status;
   uint64 limit_ns;
   uint32 average;
-  uint32 reserved;
+  DType dtype;  // for GenericRule
+  ReduceOp op;
+  uint16 reserved;
 };
 
 // Units go in groups of 32, their low halves first, so that a warp's stores are 512 bytes in a row.

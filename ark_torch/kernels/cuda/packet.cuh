@@ -15,6 +15,7 @@
 namespace ark::device {
 
 inline constexpr int kMaxBlocks = 256;  // of one launch
+inline constexpr int kMaxRanks = 8;
 
 // Of one rank, in its own device memory. Zero at first.
 struct alignas(16) GroupControl {
@@ -25,8 +26,8 @@ struct alignas(16) GroupControl {
 struct alignas(64) GroupStatus {
   uint32 abort;  // the host's: leave
   uint32 gave_up;
-  int peer;  // whom the device waited for
-  int reserved;
+  int peer;          // whom the device waited for
+  uint32 departed;   // the host's: bit p is set when rank p has left the group
   uint64 epoch;  // which it did not see
 };
 
@@ -54,7 +55,10 @@ __device__ __noinline__ uint64 look_up(GroupStatus* status, uint64 limit_ns, uin
   const uint64 now = nanoseconds();
   if (*const_cast<const volatile uint32*>(&status->abort) != 0) return kOver;
   if (began == 0) return now;
-  if (now - began < limit_ns) return began;
+  // A peer that left has sent all that it ever will; what is on its way arrives within the grace.
+  constexpr uint64 kGrace = 1000000000;
+  const bool departed = (*const_cast<const volatile uint32*>(&status->departed) >> (peer & 31) & 1) != 0;
+  if (now - began < (departed && limit_ns > kGrace ? kGrace : limit_ns)) return began;
   if (atomicExch_system(&status->gave_up, 1u) == 0) {
     status->peer = peer;
     status->epoch = epoch;

@@ -1,0 +1,119 @@
+// Reductions by parts: every rank pushes each part of its input to the part's owner, the owner adds all contributions
+// in rank order (float32, rounded once) and pushes the result to whoever is to have it. With all ranks receiving it is
+// a two-shot all_reduce, with one a reduce, with none a reduce_scatter.
+//
+// Liveness: in turn i a lane sends step i of every part to its owner, then adds step i - 1 of its own part and sends
+// the results, then takes the results of step i - 2. Senders and receivers of a pair thus have the same order of steps
+// (S0, S1, G0, S2, G1, ...), and a send waits only for credits that the peer gave at least one turn before: by
+// induction over turns every rank reaches every turn.
+#pragma once
+
+#include "cuda/ring.cuh"
+
+namespace ark::device {
+
+struct TwoShotParams {
+  Rings rings;
+  const void* in[kMaxRanks];  // this rank's contribution to each part
+  void* out[kMaxRanks];       // where the result of each part goes here; null: not wanted. out[r] may be in[r]
+  uint64 bytes[kMaxRanks];    // of each part; whole elements
+  const double* factors;      // [ranks], 16 bytes apart, for PREMUL_SUM; else null
+  uint32 receivers;           // bit r: rank r is sent the results
+  uint32 most_lanes;
+  uint32 average;
+  DType dtype;  // for GenericRule
+  ReduceOp op;
+  uint16 reserved;
+};
+
+#if defined(__CUDACC__)
+
+template <class Rule, int kRanks>
+__device__ void two_shot(const TwoShotParams& p, Rule rule) {
+  Lane lane(p.rings);
+  const int rank = p.rings.rank;
+  double factors[kRanks];
+  ARK_UNROLL
+  for (int r = 0; r < kRanks; r++) factors[r] = p.factors != nullptr ? p.factors[2 * r] : 1.0;
+  const bool takes = (p.receivers >> rank & 1) != 0;
+  const auto rows_left = [](uint64 bytes, uint64 row) { return (bytes - row * kRowData + kRowData - 1) / kRowData; };
+  Unit units[kStepRows];
+  uint64 row;
+  bool more = true;
+  for (uint64 i = 0; more; i++) {
+    more = false;
+    ARK_UNROLL
+    for (int d = 1; d < kRanks; d++) {  // my contributions
+      const int owner = rank + d < kRanks ? rank + d : rank + d - kRanks;
+      const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
+      if (!lane.has(spread, p.bytes[owner], i, row)) continue;
+      more = true;
+      lane.load(p.in[owner], p.bytes[owner], spread, row, units);
+      if (!lane.send(owner, spread, rows_left(p.bytes[owner], row), units)) return;
+    }
+    const uint64 own = p.bytes[rank];
+    const Spread spread = spread_of(own, p.most_lanes);
+    if (lane.has(spread, own, i, row)) more = true;
+    if (i > 0 && lane.has(spread, own, i - 1, row)) {  // my part
+      more = true;
+      const uint64 left = rows_left(own, row);
+      lane.load(p.in[rank], own, spread, row, units);
+      Raw raw[kRanks][kStepRows];
+      for (;;) {  // all peers' loads in flight together
+        ARK_UNROLL
+        for (int r = 0; r < kRanks; r++) {
+          if (r != rank) lane.poll(r, spread, left, raw[r]);
+        }
+        int missing = -1;
+        ARK_UNROLL
+        for (int r = 0; r < kRanks; r++) {
+          if (r != rank && !__all_sync(~0u, lane.arrived(r, spread, left, raw[r]))) missing = r;
+        }
+        if (missing < 0) break;
+        if (lane.over(missing)) return;
+      }
+      ARK_UNROLL
+      for (int r = 0; r < kRanks; r++) {
+        if (r != rank) lane.release(r);
+      }
+      ARK_UNROLL
+      for (int j = 0; j < kStepRows; j++) {
+        if (j >= static_cast<int>(spread.rows)) continue;
+        typename Rule::Accumulator sum;
+        ARK_UNROLL
+        for (int r = 0; r < kRanks; r++) {
+          const Unit theirs = lane.unpacked(raw[r][j]);
+          const Unit part = r == rank ? units[j] : theirs;
+          if (r == 0)
+            sum = rule.first(part, factors[0]);
+          else
+            rule.add(sum, part, factors[r]);
+        }
+        units[j] = rule.finish(sum, kRanks, p.average != 0);
+      }
+      ARK_UNROLL
+      for (int d = 1; d < kRanks; d++) {
+        const int to = rank + d < kRanks ? rank + d : rank + d - kRanks;
+        if ((p.receivers >> to & 1) != 0 && !lane.send(to, spread, left, units)) return;
+      }
+      if (p.out[rank] != nullptr) lane.store(p.out[rank], own, spread, row, units);
+    }
+    if (!takes) continue;
+    ARK_UNROLL
+    for (int d = 1; d < kRanks; d++) {  // the others' results
+      const int owner = rank - d >= 0 ? rank - d : rank - d + kRanks;
+      const uint64 bytes = p.bytes[owner];
+      const Spread theirs = spread_of(bytes, p.most_lanes);
+      if (i > 0 && lane.has(theirs, bytes, i - 1, row)) more = true;
+      if (i < 2 || !lane.has(theirs, bytes, i - 2, row)) continue;
+      more = true;
+      if (!lane.receive(owner, theirs, rows_left(bytes, row), units)) return;
+      lane.store(p.out[owner], bytes, theirs, row, units);
+    }
+  }
+  lane.close(true, true);
+}
+
+#endif
+
+}  // namespace ark::device

@@ -1,0 +1,55 @@
+// How a rank's symmetric memory is divided. Offsets are the same on all ranks of a group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/one_shot.cuh"
+#include "cuda/ring.cuh"
+
+namespace ark {
+
+inline constexpr uint64_t kMostOneShotBytes = 256 * 1024;
+
+struct RingPlace {
+  uint32_t lanes;
+  size_t slots, credits, state;
+};
+
+struct ArenaLayout {
+  explicit ArenaLayout(int ranks);
+
+  size_t control;   // device::GroupControl
+  size_t one_shot;  // packets: [2][ranks][capacity]
+  uint64_t one_shot_capacity;
+  RingPlace collectives;
+  RingPlace transfers;  // send and recv
+  size_t scratch;       // [ranks + 1][16] bytes: this rank's word and all ranks' words
+  size_t total;
+};
+
+inline ArenaLayout::ArenaLayout(int ranks) {
+  size_t at = 0;
+  auto take = [&](size_t bytes) {
+    const size_t here = at;
+    at += (bytes + 1023) / 1024 * 1024;
+    return here;
+  };
+  const auto ring = [&](uint32_t lanes) {
+    const size_t each = static_cast<size_t>(ranks) * lanes;
+    RingPlace place{lanes, 0, 0, 0};
+    place.state = take(each * sizeof(device::RingState));
+    place.credits = take(each * sizeof(uint64_t));
+    place.slots = take(each * device::kRingDepth * device::kSlotBytes);
+    return place;
+  };
+  control = take(sizeof(device::GroupControl));
+  scratch = take(16 * (ranks + 1));
+  one_shot_capacity = device::one_shot_packets(kMostOneShotBytes);
+  one_shot = take(2 * ranks * one_shot_capacity * 16);
+  collectives = ring(ranks <= 4 ? 512 : 256);
+  transfers = ring(128);
+  total = at;
+}
+
+}  // namespace ark

@@ -1,0 +1,137 @@
+// The thread behind device_watch.hpp.
+#include "health/device_watch.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "health/start_thread.hpp"
+#include "protocol/atomics.hpp"
+
+namespace ark {
+
+namespace {
+constexpr std::chrono::milliseconds kSlice{100};
+}
+
+struct DeviceWatch::Watched {
+  GroupHealth* health;
+  device::GroupStatus* status;
+  std::function<void(const Error&)> log;
+  std::mutex mutex;
+  bool over = false;     // the group is gone
+  bool noticed = false;  // that the device gave up
+
+  void look() {
+    std::lock_guard lock(mutex);
+    if (over) return;
+    if (protocol::load_acquire(status->gave_up) != 0 && !noticed) {
+      noticed = true;
+      const int peer = status->peer;
+      const bool failed_before = health->failed();
+      const Error error(
+          ErrorKind::timeout,
+          "a kernel on this rank's GPU waited for rank " + std::to_string(peer) + " until the operation's timeout",
+          ErrorContext{health->rank(), peer, "", 0,
+                       "Look at that rank's output: it may have stopped, or called other collectives."});
+      health->fail(error);
+      if (!failed_before && log) log(error);
+    }
+    uint32_t departed = 0;
+    bool lost = health->failed();
+    OperationContext any;
+    for (int peer = 0; peer < health->size(); ++peer) {
+      if (peer == health->rank()) continue;
+      const auto alarm = health->alarm(any, peer);
+      if (!alarm) continue;
+      if (alarm->kind == GroupHealth::Alarm::departed) {
+        departed |= 1u << (peer & 31);
+        continue;
+      }
+      lost = true;
+      try {
+        health->raise(*alarm, any, peer);  // fails the group in its words
+      } catch (const Error&) {
+      }
+    }
+    protocol::store_relaxed(status->departed, departed);
+    if (lost) protocol::store_release(status->abort, uint32_t{1});
+  }
+};
+
+namespace {
+
+// Never destroyed: groups may go while the process exits.
+class Thread {
+ public:
+  using Look = std::function<void()>;
+
+  static Thread& instance() {
+    static auto* thread = new Thread;
+    return *thread;
+  }
+
+  void add(const void* key, Look look) {
+    std::lock_guard lock(mutex_);
+    if (owner_ != ::getpid()) {  // a forked child has no such thread
+      looks_.clear();
+      owner_ = ::getpid();
+      start_thread("the thread that watches GPUs", [this] { run(); }).detach();
+    }
+    looks_.push_back({key, std::move(look)});
+    changed_.notify_all();
+  }
+
+  void remove(const void* key) {
+    std::lock_guard lock(mutex_);
+    std::erase_if(looks_, [&](const auto& entry) { return entry.first == key; });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return !looks_.empty(); });
+      const auto looks = looks_;
+      lock.unlock();
+      for (const auto& [key, look] : looks) look();
+      lock.lock();
+      changed_.wait_for(lock, kSlice, [] { return false; });
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::pair<const void*, Look>> looks_;
+  pid_t owner_ = 0;
+};
+
+}  // namespace
+
+DeviceWatch::DeviceWatch(GroupHealth& health, device::GroupStatus* status, std::function<void(const Error&)> log)
+    : watched_(std::make_shared<Watched>()) {
+  watched_->health = &health;
+  watched_->status = status;
+  watched_->log = std::move(log);
+  Thread::instance().add(watched_.get(), [watched = watched_] { watched->look(); });
+}
+
+DeviceWatch::~DeviceWatch() {
+  Thread::instance().remove(watched_.get());
+  std::lock_guard lock(watched_->mutex);
+  watched_->over = true;
+}
+
+void DeviceWatch::check(const OperationContext& context) {
+  if (protocol::load_acquire(watched_->status->gave_up) != 0) watched_->look();
+  watched_->health->check_alive(context);
+}
+
+void DeviceWatch::abort() {
+  protocol::store_release(watched_->status->abort, uint32_t{1});
+}
+
+}  // namespace ark

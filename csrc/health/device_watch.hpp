@@ -1,0 +1,31 @@
+// Carries bad news between host and device: a failed group's kernels are told to leave, and a kernel that gave up
+// fails its group.
+//
+// One thread for all groups of the process looks ten times a second at two words of each. It starts with the first
+// group on a GPU. Kernels look at the abort word themselves while they wait, so a lost peer ends them within a slice.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "cuda/packet.cuh"
+#include "health/group_health.hpp"
+
+namespace ark {
+
+class DeviceWatch {
+ public:
+  // `status` is in memory that the device writes; both outlive this object. `log` is told of a device that gave up.
+  DeviceWatch(GroupHealth& health, device::GroupStatus* status, std::function<void(const Error&)> log);
+  ~DeviceWatch();
+
+  // Looks now. Throws what failed the group, told for this operation.
+  void check(const OperationContext& context);
+  void abort();  // kernels leave
+
+ private:
+  struct Watched;
+  std::shared_ptr<Watched> watched_;
+};
+
+}  // namespace ark
