@@ -31,6 +31,7 @@
   X(device_primary_ctx_release, cuDevicePrimaryCtxRelease_v2, (CUdevice device))                                       \
   X(ctx_get_current, cuCtxGetCurrent, (CUcontext* context))                                                            \
   X(ctx_set_current, cuCtxSetCurrent, (CUcontext context))                                                             \
+  X(ctx_synchronize, cuCtxSynchronize, (void))                                                                         \
   X(ctx_get_stream_priority_range, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                           \
   /* modules, functions, launches */                                                                                   \
   X(module_load_data, cuModuleLoadData, (CUmodule* module, const void* image))                                         \
@@ -92,6 +93,9 @@
   X(stream_write_value64, cuStreamWriteValue64_v2,                                                                     \
     (CUstream stream, CUdeviceptr address, uint64_t value, unsigned flags))                                            \
   X(stream_is_capturing, cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus* status))                        \
+  X(stream_get_capture_info, cuStreamGetCaptureInfo_v3,                                                                \
+    (CUstream stream, CUstreamCaptureStatus* status, uint64_t* id, void** graph, const void** nodes,                   \
+     const void** edges, size_t* count))                                                                               \
   X(thread_exchange_stream_capture_mode, cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode* mode))               \
   X(event_create, cuEventCreate, (CUevent* event, unsigned flags))                                                     \
   X(event_record, cuEventRecord, (CUevent event, CUstream stream))                                                     \
