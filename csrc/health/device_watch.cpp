@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -24,6 +25,32 @@ struct DeviceWatch::Watched {
   std::mutex mutex;
   bool over = false;     // the group is gone
   bool noticed = false;  // that the device gave up
+  const device::EngineStatus* engine = nullptr;
+  std::function<void()> release_engine;
+  std::atomic<int64_t> engine_limit_ms{0};
+  uint32_t engine_progress = 0;
+  Clock::time_point engine_stuck_since = Clock::time_point::max();
+
+  // Copy engines tell nobody whom they wait for.
+  void look_at_engine() {
+    if (engine == nullptr) return;
+    const uint32_t progress = protocol::load_relaxed(engine->progress);
+    if (protocol::load_relaxed(engine->busy) == 0) {
+      engine_stuck_since = Clock::time_point::max();
+    } else if (progress != engine_progress || engine_stuck_since == Clock::time_point::max()) {
+      engine_stuck_since = Clock::now();
+    } else if (Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load()) &&
+               !health->failed()) {
+      const Error error(ErrorKind::timeout, "copy engines of this rank waited for a peer until the operation's timeout",
+                        ErrorContext{health->rank(), -1, "", 0,
+                                     "Look at the other ranks' output: one may have stopped, or called other "
+                                     "collectives."});
+      health->fail(error);
+      if (log) log(error);
+    }
+    engine_progress = progress;
+    if (health->failed()) release_engine();
+  }
 
   void look() {
     std::lock_guard lock(mutex);
@@ -59,6 +86,7 @@ struct DeviceWatch::Watched {
     }
     protocol::store_relaxed(status->departed, departed);
     if (lost) protocol::store_release(status->abort, uint32_t{1});
+    look_at_engine();
   }
 };
 
@@ -128,6 +156,21 @@ DeviceWatch::~DeviceWatch() {
 void DeviceWatch::check(const OperationContext& context) {
   if (protocol::load_acquire(watched_->status->gave_up) != 0) watched_->look();
   watched_->health->check_alive(context);
+}
+
+void DeviceWatch::watch_engine(const device::EngineStatus* status, std::function<void()> release) {
+  std::lock_guard lock(watched_->mutex);
+  watched_->engine = status;
+  watched_->release_engine = std::move(release);
+}
+
+void DeviceWatch::engine_used(std::chrono::milliseconds limit) {
+  watched_->engine_limit_ms = limit.count() > 0 ? limit.count() : std::chrono::milliseconds::max().count() / 2;
+}
+
+void DeviceWatch::forget_engine() {
+  std::lock_guard lock(watched_->mutex);
+  watched_->engine = nullptr;
 }
 
 void DeviceWatch::abort() {

@@ -23,6 +23,12 @@ class DeviceWatch {
   void check(const OperationContext& context);
   void abort();  // kernels leave
 
+  // Copy engines that wait on words of memory: they fail the group when they are busy without progress for `limit`, and
+  // once it has failed `release` is called in every look, to let their waits end. Until forget_engine() returns.
+  void watch_engine(const device::EngineStatus* status, std::function<void()> release);
+  void engine_used(std::chrono::milliseconds limit);  // by the operation just enqueued
+  void forget_engine();
+
  private:
   struct Watched;
   std::shared_ptr<Watched> watched_;

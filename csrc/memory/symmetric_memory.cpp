@@ -28,6 +28,21 @@ Page& page_of(const Neighbourhood& hood, int rank) {
   return *reinterpret_cast<Page*>(hood.segments[rank].data());
 }
 
+// Keys of one buffer.
+class NamedStore : public KeyValueStore {
+ public:
+  NamedStore(KeyValueStore& store, const std::string& name) : store_(store), prefix_(name + "/") {}
+  void set(const std::string& key, const std::vector<uint8_t>& value) override { store_.set(prefix_ + key, value); }
+  std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) override {
+    return store_.get(prefix_ + key, timeout);
+  }
+  std::optional<std::vector<uint8_t>> find(const std::string& key) override { return store_.find(prefix_ + key); }
+
+ private:
+  KeyValueStore& store_;
+  const std::string prefix_;
+};
+
 class Meeting {
  public:
   Meeting(const SymmetricMemory::Options& options, Neighbourhood hood)
@@ -39,6 +54,7 @@ class Meeting {
       DeviceMemory own = DeviceMemory::allocate(options_.device, options_.bytes);
       page_of(hood_, options_.rank).bytes = own.size();
       ark::check(driver().device_get_uuid(&page_of(hood_, options_.rank).device, options_.device), "cuDeviceGetUuid");
+      if (options_.prepare) options_.prepare(own);
       memory[options_.rank] = std::move(own);
     });
     publish(1);
@@ -165,6 +181,7 @@ std::vector<DeviceMemory> SymmetricMemory::create(KeyValueStore& store, const Op
   if (options.size == 1) {
     std::vector<DeviceMemory> own;
     own.push_back(DeviceMemory::allocate(options.device, options.bytes));
+    if (options.prepare) options.prepare(own[0]);
     return own;
   }
   ConnectOptions connecting;
@@ -176,7 +193,8 @@ std::vector<DeviceMemory> SymmetricMemory::create(KeyValueStore& store, const Op
     options.check();
     return false;
   };
-  ConnectResult result = connect(store, connecting);
+  NamedStore named(store, options.name);
+  ConnectResult result = connect(named, connecting);
   if (!result.neighbourhood) {
     why = result.reason;
     return {};

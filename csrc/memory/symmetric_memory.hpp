@@ -26,7 +26,9 @@ class SymmetricMemory {
     int device = 0;
     size_t bytes = 0;  // equal on all ranks
     std::chrono::milliseconds timeout{0};
-    std::function<void()> check;  // between waits; throws what ends the group
+    std::string name;                                  // of this buffer in the group; part of its keys in the store
+    std::function<void(const DeviceMemory&)> prepare;  // this rank's, before a peer sees it; may be empty
+    std::function<void()> check;                       // between waits; throws what ends the group
   };
 
   // Empty and `why` where the devices do not reach each other's memory, or a rank could not allocate.

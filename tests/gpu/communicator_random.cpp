@@ -67,7 +67,7 @@ class Rank {
     cpu_ = std::make_unique<ShmCommunicator>(rank, arguments.ranks, std::move(*result.neighbourhood), shm);
   }
 
-  std::string run(KeyValueStore& cuda_store) {
+  std::string run(std::shared_ptr<KeyValueStore> cuda_store) {
     context_.emplace(rank_);
     CudaCommunicator::Options options;
     options.device = rank_;
@@ -126,7 +126,7 @@ class Rank {
     const int root = rooted ? static_cast<int>(random() % n) : -1;
     const int size_class = static_cast<int>(random() % 24);
     size_t count = random() % ((size_t{1} << std::min(size_class, 20)) + 1);
-    if (size_class == 23) count = (size_t{4} << 20) + random() % 1000;
+    if (size_class == 23) count = (size_t{1} << (22 + random() % 3)) + random() % 1000;
     count = std::min(count, kPool / 2 / element / n);
     const size_t bytes = count * element;
     const bool gathers = kind == Kind::all_gather || kind == Kind::gather;
@@ -270,7 +270,8 @@ int main(int count, char** values) {
     settings.kernels_dir = arguments.kernels;
     settings.toolkit_dirs = {"/usr/local/cuda"};
     jit::configure(settings);
-    test::DirectoryStore store(directory.path() / "cpu"), cuda_store(directory.path() / "cuda");
+    test::DirectoryStore store(directory.path() / "cpu");
+    const auto cuda_store = std::make_shared<test::DirectoryStore>(directory.path() / "cuda");
     return Rank(arguments, rank, store).run(cuda_store);
   });
   bool right = true;

@@ -31,6 +31,12 @@ struct alignas(64) GroupStatus {
   uint64 epoch;  // which it did not see
 };
 
+// What copy engines tell, in the same memory.
+struct EngineStatus {
+  uint32 busy;      // 1 while they carry a collective
+  uint32 progress;  // pieces added
+};
+
 #if defined(__CUDACC__)
 
 __device__ __forceinline__ void store_packet(void* to, uint64 data, uint64 epoch) {

@@ -8,8 +8,10 @@
 
 #include "collectives/cuda/arena.hpp"
 #include "collectives/cuda/stubs.hpp"
+#include "cuda/add.cuh"
 #include "cuda/move.cuh"
 #include "cuda/two_shot.cuh"
+#include "dma/copy_engine.hpp"
 #include "health/device_watch.hpp"
 #include "jit/kernel.hpp"
 #include "memory/device_memory.hpp"
@@ -24,6 +26,27 @@ uint64_t most_one_shot_bytes(int ranks) {
   return ranks <= 2 ? kMostOneShotBytes : ranks <= 4 ? 160 * 1024 : 64 * 1024;
 }
 
+// From here copy engines carry all_reduce: as fast, and no SM is taken from what computes beside.
+constexpr uint64_t kLeastBucketBytes = 16 << 20;
+
+// In host memory that kernels and the host write.
+struct Status {
+  device::GroupStatus group;
+  device::EngineStatus engine;
+};
+
+// While a group meets to share memory: ends as soon as the group does.
+std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout) {
+  const OperationContext context{"sharing GPU memory", 0, Clock::now() + timeout, timeout};
+  return [&health, context] {
+    health.check_alive(context);
+    for (int peer = 0; peer < health.size(); ++peer) {
+      if (peer == health.rank()) continue;
+      if (const auto alarm = health.alarm(context, peer)) health.raise(*alarm, context, peer);
+    }
+  };
+}
+
 uint64_t nanoseconds_of(const OperationContext& context) {
   if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
@@ -35,10 +58,13 @@ struct CudaCommunicator::Impl {
   struct Reduce {
     const jit::Kernel* one_shot = nullptr;
     const jit::Kernel* two_shot = nullptr;
+    const jit::Kernel* add = nullptr;
   };
 
   int rank, size, device;
   GroupHealth& health;
+  const std::shared_ptr<KeyValueStore> store;
+  const std::chrono::milliseconds timeout;
   ArenaLayout layout;
   std::vector<DeviceMemory> memory;  // by rank, as mapped here
   PinnedMemory status;
@@ -46,24 +72,78 @@ struct CudaCommunicator::Impl {
   std::mutex mutex;
   const jit::Kernel* move = nullptr;
   std::array<Reduce, kRuleKinds> reduces;
+  std::unique_ptr<CopyEngine> engine;
+  bool engine_refused = false;
 
-  Impl(int rank_, int size_, GroupHealth& health_, std::vector<DeviceMemory> memory_, const Options& options)
+  Impl(int rank_, int size_, GroupHealth& health_, std::shared_ptr<KeyValueStore> store_,
+       std::vector<DeviceMemory> memory_, const Options& options)
       : rank(rank_),
         size(size_),
         device(options.device),
         health(health_),
+        store(std::move(store_)),
+        timeout(options.timeout),
         layout(size_),
         memory(std::move(memory_)),
-        status(options.device, sizeof(device::GroupStatus)),
-        watch(health, static_cast<device::GroupStatus*>(status.host()), options.log) {}
+        status(options.device, sizeof(Status)),
+        watch(health, &static_cast<Status*>(status.host())->group, options.log) {}
 
   ~Impl() {
     // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
     const RelaxedCapture relaxed;
     const CurrentContext context(device);
-    if (driver().ctx_synchronize() == CUDA_SUCCESS) return;
+    const bool over = driver().ctx_synchronize() == CUDA_SUCCESS;
+    watch.forget_engine();
+    if (over) return;
     // A capture is under way, or the context is gone: memory that may be in use is not taken away.
     new std::vector<DeviceMemory>(std::move(memory));
+    (void)engine.release();
+  }
+
+  // Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
+  // Alike on all ranks, as their calls are.
+  CopyEngine* copy_engine(const Operation& operation) {
+    if (engine || engine_refused) return engine.get();
+    CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+    ark::check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
+    if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
+    SymmetricMemory::Options sharing;
+    sharing.rank = rank, sharing.size = size, sharing.device = device;
+    sharing.name = "buckets";
+    sharing.bytes = CopyEngine::memory_bytes(size);
+    sharing.timeout = timeout;
+    sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own, size); };
+    sharing.check = ends_with(health, timeout);
+    std::string why;
+    std::vector<DeviceMemory> buckets = SymmetricMemory::create(*store, sharing, why);
+    engine_refused = buckets.empty();
+    if (engine_refused) return nullptr;
+    engine =
+        std::make_unique<CopyEngine>(rank, device, std::move(buckets), &static_cast<Status*>(status.device())->engine);
+    watch.watch_engine(&static_cast<Status*>(status.host())->engine, [this] { engine->release_all(); });
+    return engine.get();
+  }
+
+  bool reduce_bucket(const Operation& operation, const void* in, void* out, uint64_t bytes) {
+    CopyEngine* const copies = copy_engine(operation);
+    if (copies == nullptr) return false;
+    watch.engine_used(operation.context.timeout);
+    const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+    const jit::Kernel& kernel = *reducing(rule).add;
+    const auto add = [&](const void* const* parts, void* sum, uint64_t part_bytes, CUstream stream) {
+      device::AddParams params{};
+      std::copy_n(parts, size, params.parts);
+      params.out = sum;
+      params.bytes = part_bytes;
+      params.progress = &static_cast<Status*>(status.device())->engine.progress;
+      params.average = operation.descriptor.op == ReduceOp::avg;
+      params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
+      params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
+      const uint64_t each = 256 * device::kAddUnits * 16;
+      jit::launch(kernel, {static_cast<unsigned>((part_bytes + each - 1) / each)}, {256}, 0, stream, params);
+    };
+    copies->all_reduce(in, out, bytes, size_of(operation.descriptor.dtype), stream_of(operation), add);
+    return true;
   }
 
   const jit::Kernel& moving() {
@@ -78,12 +158,13 @@ struct CudaCommunicator::Impl {
     if (reduce.two_shot == nullptr) {
       const std::string stub = reduce_stub(rule, size, rank);
       reduce.one_shot = &jit::KernelLibrary::of(device).get(stub, "one_shot");
+      reduce.add = &jit::KernelLibrary::of(device).get(stub, "add");
       reduce.two_shot = &jit::KernelLibrary::of(device).get(stub, "two_shot");
     }
     return reduce;
   }
 
-  device::GroupStatus* device_status() const { return static_cast<device::GroupStatus*>(status.device()); }
+  device::GroupStatus* device_status() const { return &static_cast<Status*>(status.device())->group; }
 
   void begin(const Operation& operation) { watch.check(operation.context); }
 
@@ -188,7 +269,7 @@ struct CudaCommunicator::Impl {
   }
 };
 
-std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, KeyValueStore& store,
+std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                            GroupHealth& health, const Options& options,
                                                            std::string& why) {
   if (size > device::kMaxRanks) {
@@ -203,18 +284,11 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, K
   sharing.device = options.device;
   sharing.bytes = ArenaLayout(size).total;
   sharing.timeout = options.timeout;
-  const OperationContext context{"first collective on CUDA tensors", 0, Clock::now() + options.timeout,
-                                 options.timeout};
-  sharing.check = [&] {
-    health.check_alive(context);
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer == rank) continue;
-      if (const auto alarm = health.alarm(context, peer)) health.raise(*alarm, context, peer);
-    }
-  };
-  std::vector<DeviceMemory> memory = SymmetricMemory::create(store, sharing, why);
+  sharing.name = "arena";
+  sharing.check = ends_with(health, options.timeout);
+  std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
   if (memory.empty()) return nullptr;
-  auto impl = std::make_unique<Impl>(rank, size, health, std::move(memory), options);
+  auto impl = std::make_unique<Impl>(rank, size, health, std::move(store), std::move(memory), options);
   return std::unique_ptr<CudaCommunicator>(new CudaCommunicator(rank, size, std::move(impl)));
 }
 
@@ -232,6 +306,9 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   if (bytes == 0) return;
   if (size_ > 1 && bytes <= most_one_shot_bytes(size_) && operation.descriptor.op != ReduceOp::premul_sum)
     return impl_->launch_one_shot(operation, in, out, bytes);
+  if (size_ > 1 && bytes >= kLeastBucketBytes && operation.descriptor.op != ReduceOp::premul_sum &&
+      impl_->reduce_bucket(operation, in, out, bytes))
+    return;
   impl_->reduce_in_parts(operation, in, out, bytes, ~uint32_t{0});
 }
 

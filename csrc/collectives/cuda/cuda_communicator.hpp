@@ -26,10 +26,11 @@ class CudaCommunicator final : public Communicator {
     std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
   };
 
-  // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone.
+  // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone; kept,
+  // because memory for large buckets is shared when the first one comes.
   // Null, and `why`: these devices cannot reach each other's memory. Every rank gets the same answer.
-  static std::unique_ptr<CudaCommunicator> create(int rank, int size, KeyValueStore& store, GroupHealth& health,
-                                                  const Options& options, std::string& why);
+  static std::unique_ptr<CudaCommunicator> create(int rank, int size, std::shared_ptr<KeyValueStore> store,
+                                                  GroupHealth& health, const Options& options, std::string& why);
   ~CudaCommunicator() override;
 
   int device() const;

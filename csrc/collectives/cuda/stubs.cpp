@@ -13,6 +13,11 @@ DType scalar_of(DType dtype) {
   return dtype == DType::c32 ? DType::f16 : dtype == DType::c64 ? DType::f32 : dtype;
 }
 
+std::string entry(const std::string& name, int threads, const std::string& params, const std::string& call) {
+  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ") " + name +
+         "(\n    const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + call + ";\n}\n";
+}
+
 }  // namespace
 
 RuleKind rule_of(DType dtype, ReduceOp op) {
@@ -27,33 +32,23 @@ RuleKind rule_of(DType dtype, ReduceOp op) {
 
 std::string reduce_stub(RuleKind rule, int ranks, int rank) {
   const bool any = rule == RuleKind::any;
-  const std::string type =
-      any ? "ark::device::GenericRule"
-          : std::string("ark::device::SumRule<ark::device::") + kFormats[static_cast<int>(rule)] + ">";
-  const std::string made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
-  const std::string size = std::to_string(ranks);
-  return "#include \"cuda/one_shot.cuh\"\n"
-         "#include \"cuda/two_shot.cuh\"\n"
-         "using Rule = " +
-         type + ";\n" +
-         "extern \"C\" __global__ void __launch_bounds__(512) one_shot(const __grid_constant__ "
-         "ark::device::OneShotParams "
-         "p) {\n"
-         "  ark::device::one_shot_all_reduce<Rule, " +
-         size + ", " + std::to_string(rank) + ">(p, " + made +
-         ");\n}\n"
-         "extern \"C\" __global__ void __launch_bounds__(256) two_shot(const __grid_constant__ "
-         "ark::device::TwoShotParams "
-         "p) {\n"
-         "  ark::device::two_shot<Rule, " +
-         size + ">(p, " + made + ");\n}\n";
+  const std::string size = std::to_string(ranks), made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
+  std::string text;
+  for (const char* header : {"add", "one_shot", "two_shot"})
+    text += std::string("#include \"cuda/") + header + ".cuh\"\n";
+  text += "using Rule = ark::device::" +
+          (any ? std::string("GenericRule")
+               : std::string("SumRule<ark::device::") + kFormats[static_cast<int>(rule)] + ">") +
+          ";\n";
+  text += entry("one_shot", 512, "OneShotParams",
+                "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")");
+  text += entry("two_shot", 256, "TwoShotParams", "two_shot<Rule, " + size + ">(p, " + made + ")");
+  text += entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
+  return text;
 }
 
 std::string move_stub() {
-  return "#include \"cuda/move.cuh\"\n"
-         "extern \"C\" __global__ void __launch_bounds__(512) move(const __grid_constant__ ark::device::MoveParams p) "
-         "{\n"
-         "  ark::device::move(p);\n}\n";
+  return "#include \"cuda/move.cuh\"\n" + entry("move", 512, "MoveParams", "move(p)");
 }
 
 std::vector<Stub> representative_stubs() {

@@ -14,7 +14,7 @@ enum class RuleKind : uint8_t { bf16, f16, f32, any };
 inline constexpr int kRuleKinds = 4;
 RuleKind rule_of(DType dtype, ReduceOp op);
 
-// Entries "one_shot" and "two_shot" for this place in a group of `ranks`.
+// Entries "one_shot", "two_shot" and "add" for this place in a group of `ranks`.
 std::string reduce_stub(RuleKind rule, int ranks, int rank);
 // Entry "move".
 std::string move_stub();

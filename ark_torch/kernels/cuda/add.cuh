@@ -1,0 +1,55 @@
+// Adds the contributions to one part that lie side by side in this GPU's memory: what is left for SMs when copy engines
+// carry the bytes. Rank order, float32, rounded once, as everywhere. Many small blocks, so that they fit between those
+// of other kernels; no waiting, no shared memory.
+#pragma once
+
+#include "cuda/packet.cuh"
+
+namespace ark::device {
+
+struct AddParams {
+  const void* parts[kMaxRanks];  // rank r's contribution; out may be one of them
+  void* out;
+  uint64 bytes;
+  uint32* progress;  // in host memory: grows with every launch, for whoever watches
+  uint32 average;
+  DType dtype;  // for GenericRule
+  ReduceOp op;
+  uint16 reserved;
+};
+
+inline constexpr int kAddUnits = 4;  // a thread, a blockDim apart
+
+#if defined(__CUDACC__)
+
+template <class Rule, int kRanks>
+__device__ void add_parts(const AddParams& p, Rule rule) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd_system(p.progress, 1u);
+  const uint64 units = (p.bytes + 15) / 16;
+  const uint64 first = uint64{blockIdx.x} * blockDim.x * kAddUnits + threadIdx.x;
+  uint64 places = reinterpret_cast<uint64>(p.out);
+  ARK_UNROLL
+  for (int r = 0; r < kRanks; r++) places |= reinterpret_cast<uint64>(p.parts[r]);
+  const bool aligned = (places & 15) == 0;
+  Unit parts[kAddUnits][kRanks];
+  ARK_UNROLL
+  for (int i = 0; i < kAddUnits; i++) {
+    const uint64 unit = first + i * blockDim.x;
+    ARK_UNROLL
+    for (int r = 0; r < kRanks; r++)
+      if (unit < units) parts[i][r] = load_unit(p.parts[r], unit, p.bytes, aligned);
+  }
+  ARK_UNROLL
+  for (int i = 0; i < kAddUnits; i++) {
+    const uint64 unit = first + i * blockDim.x;
+    if (unit >= units) continue;
+    auto sum = rule.first(parts[i][0]);
+    ARK_UNROLL
+    for (int r = 1; r < kRanks; r++) rule.add(sum, parts[i][r]);
+    store_unit(p.out, unit, p.bytes, aligned, rule.finish(sum, kRanks, p.average != 0));
+  }
+}
+
+#endif
+
+}  // namespace ark::device
