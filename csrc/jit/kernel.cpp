@@ -79,6 +79,7 @@ struct KernelLibrary::Impl {
     size_t offset = 0;
     check(driver().func_get_param_info(kernel.function, 0, &offset, &kernel.param_bytes),
           "cuFuncGetParamInfo of " + entry + ", which must take one struct");
+    kernel.can_overlap = target.major >= 9;
     module.kernels.emplace(entry, std::move(kernel));
   }
 
@@ -141,28 +142,33 @@ int resident_blocks(const Kernel& kernel, int threads, size_t dynamic_shared_byt
 }
 
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
-            const void* params, size_t bytes, bool cooperative) {
+            const void* params, size_t bytes, LaunchMode mode) {
   if (bytes != kernel.param_bytes)
     throw Error(ErrorKind::invalid_argument, "kernel " + kernel.entry + " takes a struct of " +
                                                  std::to_string(kernel.param_bytes) + " bytes, and was given " +
                                                  std::to_string(bytes));
   CUlaunchAttribute attribute{};
-  attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-  attribute.value.cooperative = 1;
+  if (mode == LaunchMode::overlapped) {
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  } else {
+    attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attribute.value.cooperative = 1;
+  }
   CUlaunchConfig config{};
   config.gridDimX = grid.x, config.gridDimY = grid.y, config.gridDimZ = grid.z;
   config.blockDimX = block.x, config.blockDimY = block.y, config.blockDimZ = block.z;
   config.sharedMemBytes = static_cast<unsigned>(dynamic_shared_bytes);
   config.hStream = stream;
   config.attrs = &attribute;
-  config.numAttrs = cooperative ? 1 : 0;
+  config.numAttrs = mode == LaunchMode::plain || (mode == LaunchMode::overlapped && !kernel.can_overlap) ? 0 : 1;
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult result = driver().launch_kernel_ex(&config, kernel.function, arguments, nullptr);
   if (result == CUDA_SUCCESS) return;
   auto shape = [](Dim3 d) { return std::to_string(d.x) + "x" + std::to_string(d.y) + "x" + std::to_string(d.z); };
   check(result, "launching " + kernel.entry + " (grid " + shape(grid) + ", block " + shape(block) + ", " +
                     std::to_string(dynamic_shared_bytes) + " bytes of shared memory" +
-                    (cooperative ? ", cooperative)" : ")"));
+                    (mode == LaunchMode::cooperative ? ", cooperative)" : ")"));
 }
 
 }  // namespace ark::jit

@@ -31,6 +31,7 @@ struct Kernel {
   int max_threads = 0;         // a block
   int max_dynamic_shared = 0;  // bytes a block; already allowed, launch() needs no further call
   size_t param_bytes = 0;      // size of the parameter struct
+  bool can_overlap = false;    // the device knows programmatic dependent launch
 };
 
 struct Dim3 {
@@ -69,15 +70,21 @@ class KernelLibrary {
 // How many blocks of this shape are resident at once on the whole device: the bound for grids that spin.
 int resident_blocks(const Kernel& kernel, int threads, size_t dynamic_shared_bytes);
 
-// Asynchronous on `stream`, capturable. `params` is the kernel's one struct. cooperative: all blocks are resident at
-// once, or the launch is an error.
+enum class LaunchMode {
+  plain,
+  cooperative,  // all blocks are resident at once, or the launch is an error
+  overlapped,   // may start while the kernel before it on the stream ends; it waits for that itself (begin_kernel() in
+                // cuda/packet.cuh). Programmatic dependent launch, from compute capability 9.0; plain before that.
+};
+
+// Asynchronous on `stream`, capturable. `params` is the kernel's one struct.
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
-            const void* params, size_t bytes, bool cooperative);
+            const void* params, size_t bytes, LaunchMode mode);
 
 template <class Params>
 void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_bytes, CUstream stream,
-            const Params& params, bool cooperative = false) {
-  launch(kernel, grid, block, dynamic_shared_bytes, stream, &params, sizeof(Params), cooperative);
+            const Params& params, LaunchMode mode = LaunchMode::plain) {
+  launch(kernel, grid, block, dynamic_shared_bytes, stream, &params, sizeof(Params), mode);
 }
 
 }  // namespace ark::jit

@@ -69,7 +69,7 @@ ProbeResult probe_device(int device, size_t bytes) {
     check(cuda.event_record(held.events[0], held.stream), "cuEventRecord");
     launch(fill, grid, {kThreads}, 0, held.stream, fill_params);
     check(cuda.event_record(held.events[1], held.stream), "cuEventRecord");
-    launch(sum, grid, {kThreads}, 0, held.stream, sum_params, true);  // cooperative, to see that such a launch works
+    launch(sum, grid, {kThreads}, 0, held.stream, sum_params, LaunchMode::cooperative);  // to see that it works
     check(cuda.event_record(held.events[2], held.stream), "cuEventRecord");
   }
   uint64 found[2] = {};

@@ -24,6 +24,7 @@ struct MoveParams {
 #if defined(__CUDACC__)
 
 __device__ inline void move(const MoveParams& p) {
+  begin_kernel();
   Lane lane(p.rings);
   const int ranks = p.rings.ranks, rank = p.rings.rank;
   Unit units[kStepRows];

@@ -37,6 +37,7 @@ ARK_HOST_DEVICE constexpr uint64 one_shot_packets(uint64 bytes) {
 
 template <class Rule, int kRanks, int kRank>
 __device__ void one_shot_all_reduce(const OneShotParams& p, Rule rule) {
+  begin_kernel();
   const uint64 number = begin_launch(p.control), epoch = number + 1;
   const uint64 units = (p.bytes + 15) / 16;
   const uint64 thread = uint64{blockIdx.x} * blockDim.x + threadIdx.x, threads = uint64{gridDim.x} * blockDim.x;

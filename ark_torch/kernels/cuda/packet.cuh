@@ -115,6 +115,15 @@ __device__ __forceinline__ void store_unit(void* buffer, uint64 unit, uint64 byt
     store_bytes(to, static_cast<int>(min(bytes - unit * 16, uint64{16})), value);
 }
 
+// Where the kernel was launched to overlap the end of the one before it (LaunchMode::overlapped): waits until that is over and its
+// writes are seen, then lets the next one of that kind come. In this order, so that no more than one waits.
+__device__ __forceinline__ void begin_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The number of this launch in the group's life, from 0. Every thread calls it, at the start and at the end.
 __device__ __forceinline__ uint64 begin_launch(const GroupControl* control) {
   return *const_cast<const volatile uint64*>(&control->launches[blockIdx.x]);

@@ -30,6 +30,7 @@ struct TwoShotParams {
 
 template <class Rule, int kRanks>
 __device__ void two_shot(const TwoShotParams& p, Rule rule) {
+  begin_kernel();
   Lane lane(p.rings);
   const int rank = p.rings.rank;
   double factors[kRanks];

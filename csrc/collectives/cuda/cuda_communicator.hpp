@@ -18,6 +18,8 @@
 
 namespace ark {
 
+class CudaLauncher;
+
 class CudaCommunicator final : public Communicator {
  public:
   struct Options {
@@ -54,9 +56,8 @@ class CudaCommunicator final : public Communicator {
   void abort();
 
  private:
-  struct Impl;
-  explicit CudaCommunicator(int rank, int size, std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher);
+  std::unique_ptr<CudaLauncher> launcher_;
 };
 
 }  // namespace ark

@@ -1,0 +1,220 @@
+// Parameters, grids and streams. See the header.
+#include "collectives/cuda/launcher.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/add.cuh"
+#include "memory/symmetric_memory.hpp"
+
+namespace ark {
+
+namespace {
+
+CUstream stream_of(const Operation& operation) {
+  return static_cast<CUstream>(operation.stream);
+}
+
+uint64_t nanoseconds_of(const OperationContext& context) {
+  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
+  return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
+}
+
+// Blocks of few warps while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+template <class Params>
+void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, const Operation& operation, const Params& params) {
+  const unsigned warps = lanes <= 256 ? 4 : 8;
+  const CurrentContext context(kernel.device);
+  jit::launch(kernel, {(lanes + warps - 1) / warps}, {warps * 32}, 0, stream_of(operation), params,
+              jit::LaunchMode::overlapped);
+}
+
+template <class Params>
+void describe_reduction(const Operation& operation, Params& params) {
+  params.average = operation.descriptor.op == ReduceOp::avg;
+  params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
+  params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
+}
+
+}  // namespace
+
+std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout) {
+  const OperationContext context{"sharing GPU memory", 0, Clock::now() + timeout, timeout};
+  return [&health, context] {
+    health.check_alive(context);
+    for (int peer = 0; peer < health.size(); ++peer) {
+      if (peer == health.rank()) continue;
+      if (const auto alarm = health.alarm(context, peer)) health.raise(*alarm, context, peer);
+    }
+  };
+}
+
+CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
+                           std::vector<DeviceMemory> memory, const Options& options)
+    : rank_(rank),
+      size_(size),
+      device_(options.device),
+      health_(health),
+      store_(std::move(store)),
+      timeout_(options.timeout),
+      layout_(size),
+      memory_(std::move(memory)),
+      status_(options.device, sizeof(Status)),
+      watch_(health, &host_status()->group, options.log) {}
+
+CudaLauncher::~CudaLauncher() {
+  // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
+  const RelaxedCapture relaxed;
+  const CurrentContext context(device_);
+  const bool over = driver().ctx_synchronize() == CUDA_SUCCESS;
+  watch_.forget_engine();
+  if (over) return;
+  // A capture is under way, or the context is gone: memory that may be in use is not taken away.
+  new std::vector<DeviceMemory>(std::move(memory_));
+  (void)engine_.release();
+}
+
+const jit::Kernel& CudaLauncher::moving() {
+  std::lock_guard lock(mutex_);
+  if (move_ == nullptr) move_ = &jit::KernelLibrary::of(device_).get(move_stub(), "move");
+  return *move_;
+}
+
+const CudaLauncher::Reduce& CudaLauncher::reducing(const Operation& operation) {
+  const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+  std::lock_guard lock(mutex_);
+  Reduce& reduce = reduces_[static_cast<int>(rule)];
+  if (reduce.add == nullptr) {
+    const std::string stub = reduce_stub(rule, size_, rank_);
+    jit::KernelLibrary& library = jit::KernelLibrary::of(device_);
+    reduce.one_shot = &library.get(stub, "one_shot");
+    reduce.two_shot = &library.get(stub, "two_shot");
+    reduce.add = &library.get(stub, "add");
+  }
+  return reduce;
+}
+
+device::Rings CudaLauncher::rings(const Operation& operation, const RingPlace& place) const {
+  device::Rings rings{};
+  for (int r = 0; r < size_; ++r) rings.arena[r] = memory_[r].data();
+  rings.slots_at = place.slots, rings.credits_at = place.credits, rings.state_at = place.state;
+  rings.status = &device_status()->group;
+  rings.limit_ns = nanoseconds_of(operation.context);
+  rings.lanes = place.lanes;
+  rings.rank = rank_, rings.ranks = size_;
+  return rings;
+}
+
+void CudaLauncher::move(const Operation& operation, const RingPlace& place, device::MoveParams& params) {
+  params.rings = rings(operation, place);
+  params.most_lanes = place.lanes;
+  uint32_t lanes = 0;
+  for (int r = 0; r < size_; ++r) {
+    lanes = std::max(lanes, device::spread_of(params.send_bytes[r], place.lanes).lanes);
+    lanes = std::max(lanes, device::spread_of(params.receive_bytes[r], place.lanes).lanes);
+  }
+  if (lanes != 0) launch_lanes(moving(), lanes, operation, params);
+}
+
+void CudaLauncher::gather_words(const Operation& operation, uint64_t bytes) {
+  device::MoveParams params{};
+  params.same = 1;
+  for (int r = 0; r < size_; ++r) {
+    params.send[r] = reinterpret_cast<const void*>(own_word());
+    params.receive[r] = reinterpret_cast<void*>(words() + 16 * r);
+    params.send_bytes[r] = params.receive_bytes[r] = bytes;
+  }
+  move(operation, params);
+}
+
+void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams& params) {
+  params.rings = rings(operation, layout_.collectives);
+  params.most_lanes = layout_.collectives.lanes;
+  describe_reduction(operation, params);
+  if (operation.descriptor.op == ReduceOp::premul_sum) {  // every rank needs every rank's factor
+    uint32_t halves[2];
+    std::memcpy(halves, &operation.factor, sizeof halves);
+    const CurrentContext context(device_);
+    for (int i = 0; i < 2; ++i)
+      check(driver().memset_d32_async(own_word() + 4 * i, halves[i], 1, stream_of(operation)), "cuMemsetD32Async");
+    gather_words(operation, sizeof(double));
+    params.factors = reinterpret_cast<const double*>(words());
+  }
+  uint32_t lanes = 0;
+  for (int r = 0; r < size_; ++r) lanes = std::max(lanes, device::spread_of(params.bytes[r], params.most_lanes).lanes);
+  launch_lanes(*reducing(operation).two_shot, lanes, operation, params);
+}
+
+void CudaLauncher::two_shot(const Operation& operation, const void* in, void* out, uint64_t bytes, uint32_t receivers) {
+  device::TwoShotParams params{};
+  const uint64_t units = (bytes + 15) / 16, part = (units + size_ - 1) / size_ * 16;
+  for (int r = 0; r < size_; ++r) {
+    const uint64_t from = std::min<uint64_t>(r * part, bytes);
+    params.in[r] = static_cast<const char*>(in) + from;
+    params.out[r] = out == nullptr ? nullptr : static_cast<char*>(out) + from;
+    params.bytes[r] = std::min(part, bytes - from);
+  }
+  params.receivers = receivers;
+  two_shot(operation, params);
+}
+
+void CudaLauncher::one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes) {
+  device::OneShotParams params{};
+  params.in = in, params.out = out, params.bytes = bytes;
+  for (int r = 0; r < size_; ++r) params.slots[r] = memory_[r].data() + layout_.one_shot;
+  params.capacity = layout_.one_shot_capacity;
+  params.control = reinterpret_cast<device::GroupControl*>(memory_[rank_].data() + layout_.control);
+  params.status = &device_status()->group;
+  params.limit_ns = nanoseconds_of(operation.context);
+  describe_reduction(operation, params);
+  const uint64_t units = (bytes + 15) / 16;
+  const unsigned threads = units <= 64 * 128 ? 128 : 256;
+  const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>((units + threads - 1) / threads, 64));
+  const jit::Kernel& kernel = *reducing(operation).one_shot;
+  const CurrentContext context(device_);
+  jit::launch(kernel, {blocks}, {threads}, 0, stream_of(operation), params, jit::LaunchMode::overlapped);
+}
+
+// Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
+// Alike on all ranks, as their calls are.
+CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
+  if (engine_ || engine_refused_) return engine_.get();
+  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+  check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
+  if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
+  SymmetricMemory::Options sharing;
+  sharing.rank = rank_, sharing.size = size_, sharing.device = device_;
+  sharing.name = "buckets";
+  sharing.bytes = CopyEngine::memory_bytes(size_);
+  sharing.timeout = timeout_;
+  sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own, size_); };
+  sharing.check = ends_with(health_, timeout_);
+  std::string why;
+  std::vector<DeviceMemory> buckets = SymmetricMemory::create(*store_, sharing, why);
+  engine_refused_ = buckets.empty();
+  if (engine_refused_) return nullptr;
+  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(buckets), &device_status()->engine);
+  watch_.watch_engine(&host_status()->engine, [this] { engine_->release_all(); });
+  return engine_.get();
+}
+
+bool CudaLauncher::bucket(const Operation& operation, const void* in, void* out, uint64_t bytes) {
+  CopyEngine* const copies = copy_engine(operation);
+  if (copies == nullptr) return false;
+  watch_.engine_used(operation.context.timeout);
+  const jit::Kernel& kernel = *reducing(operation).add;
+  const auto add = [&](const void* const* parts, void* sum, uint64_t part_bytes, CUstream stream) {
+    device::AddParams params{};
+    std::copy_n(parts, size_, params.parts);
+    params.out = sum;
+    params.bytes = part_bytes;
+    params.progress = &device_status()->engine.progress;
+    describe_reduction(operation, params);
+    const uint64_t each = 256 * device::kAddUnits * 16;
+    jit::launch(kernel, {static_cast<unsigned>((part_bytes + each - 1) / each)}, {256}, 0, stream, params);
+  };
+  copies->all_reduce(in, out, bytes, size_of(operation.descriptor.dtype), stream_of(operation), add);
+  return true;
+}
+
+}  // namespace ark

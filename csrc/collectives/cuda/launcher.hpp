@@ -1,0 +1,89 @@
+// What a group has on its GPU, and the launches of its kernels: from buffers and sizes to parameters, grid and stream.
+//
+// Which kernel an operation takes is cuda_communicator.cpp's. Launches of one group are made in the order of issue by a
+// caller that holds them apart; kernels are compiled and loaded at their first use, from any thread.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "collectives/cuda/arena.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "collectives/cuda/stubs.hpp"
+#include "cuda/move.cuh"
+#include "cuda/two_shot.cuh"
+#include "dma/copy_engine.hpp"
+#include "health/device_watch.hpp"
+#include "jit/kernel.hpp"
+
+namespace ark {
+
+// While a group meets to share memory: throws as soon as the group has failed or a peer is gone.
+std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout);
+
+class CudaLauncher {
+ public:
+  using Options = CudaCommunicator::Options;
+
+  // memory[r]: rank r's arena as mapped here.
+  CudaLauncher(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
+               std::vector<DeviceMemory> memory, const Options& options);
+  ~CudaLauncher();  // waits for the device
+
+  int device() const { return device_; }
+  DeviceWatch& watch() { return watch_; }
+
+  // Sends and receives; `params` but for its rings.
+  void move(const Operation& operation, device::MoveParams& params) { move(operation, layout_.collectives, params); }
+  void transfer(const Operation& operation, device::MoveParams& params) { move(operation, layout_.transfers, params); }
+  // params.in, out, bytes and receivers are set.
+  void two_shot(const Operation& operation, device::TwoShotParams& params);
+  // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
+  // result, in `out`.
+  void two_shot(const Operation& operation, const void* in, void* out, uint64_t bytes, uint32_t receivers);
+  void one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  // All-reduce by copy engines. False, and nothing done, where they cannot be used.
+  bool bucket(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  // Every rank's word of `bytes` (at most 16) from own_word() to words().
+  void gather_words(const Operation& operation, uint64_t bytes);
+  CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(memory_[rank_].data() + layout_.scratch); }
+  CUdeviceptr words() const { return own_word() + 16; }
+
+ private:
+  struct Reduce {
+    const jit::Kernel* one_shot = nullptr;
+    const jit::Kernel* two_shot = nullptr;
+    const jit::Kernel* add = nullptr;
+  };
+  // In host memory that kernels, copy engines and the host write.
+  struct Status {
+    device::GroupStatus group;
+    device::EngineStatus engine;
+  };
+
+  void move(const Operation& operation, const RingPlace& place, device::MoveParams& params);
+  const jit::Kernel& moving();
+  const Reduce& reducing(const Operation& operation);
+  device::Rings rings(const Operation& operation, const RingPlace& place) const;
+  CopyEngine* copy_engine(const Operation& operation);
+  Status* host_status() const { return static_cast<Status*>(status_.host()); }
+  Status* device_status() const { return static_cast<Status*>(status_.device()); }
+
+  const int rank_, size_, device_;
+  GroupHealth& health_;
+  const std::shared_ptr<KeyValueStore> store_;
+  const std::chrono::milliseconds timeout_;
+  const ArenaLayout layout_;
+  std::vector<DeviceMemory> memory_;
+  PinnedMemory status_;
+  DeviceWatch watch_;
+  std::mutex mutex_;
+  const jit::Kernel* move_ = nullptr;
+  std::array<Reduce, kRuleKinds> reduces_;
+  std::unique_ptr<CopyEngine> engine_;
+  bool engine_refused_ = false;
+};
+
+}  // namespace ark
