@@ -72,6 +72,7 @@ class Rank {
     CudaCommunicator::Options options;
     options.device = rank_;
     options.timeout = std::chrono::seconds(60);
+    if (arguments_.seed % 2) options.dispatch = CudaDispatch{16 * 1024, 256 * 1024};  // large paths for small sizes too
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);
     if (!gpu_) return "no communicator: " + why;

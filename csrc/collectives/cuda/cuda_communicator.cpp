@@ -1,22 +1,16 @@
 // Which kernel an operation takes, and its buffers in that kernel's terms.
 #include "collectives/cuda/cuda_communicator.hpp"
 
+#include <algorithm>
+
 #include "collectives/cuda/launcher.hpp"
 #include "memory/symmetric_memory.hpp"
 
 namespace ark {
 
-namespace {
-
-// Up to here every rank's whole input to every rank is faster than two steps (measured).
-uint64_t most_one_shot_bytes(int ranks) {
-  return ranks <= 2 ? kMostOneShotBytes : ranks <= 4 ? 160 * 1024 : 64 * 1024;
+CudaDispatch CudaDispatch::measured(int ranks) {
+  return {ranks <= 2 ? kMostOneShotBytes : ranks <= 4 ? uint64_t{160} * 1024 : uint64_t{64} * 1024, uint64_t{16} << 20};
 }
-
-// From here copy engines carry all_reduce: as fast, and no SM is taken from what computes beside.
-constexpr uint64_t kLeastBucketBytes = 16 << 20;
-
-}  // namespace
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                            GroupHealth& health, const Options& options,
@@ -38,11 +32,13 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
   if (memory.empty()) return nullptr;
   auto launcher = std::make_unique<CudaLauncher>(rank, size, health, std::move(store), std::move(memory), options);
-  return std::unique_ptr<CudaCommunicator>(new CudaCommunicator(rank, size, std::move(launcher)));
+  return std::unique_ptr<CudaCommunicator>(
+      new CudaCommunicator(rank, size, std::move(launcher), options.dispatch.value_or(CudaDispatch::measured(size))));
 }
 
-CudaCommunicator::CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher)
-    : Communicator(rank, size), launcher_(std::move(launcher)) {}
+CudaCommunicator::CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher,
+                                   const CudaDispatch& dispatch)
+    : Communicator(rank, size), launcher_(std::move(launcher)), dispatch_(dispatch) {}
 CudaCommunicator::~CudaCommunicator() = default;
 
 int CudaCommunicator::device() const {
@@ -53,9 +49,10 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   launcher_->watch().check(operation.context);
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
-  if (size_ > 1 && bytes <= most_one_shot_bytes(size_) && operation.descriptor.op != ReduceOp::premul_sum)
+  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, kMostOneShotBytes) &&
+      operation.descriptor.op != ReduceOp::premul_sum)
     return launcher_->one_shot(operation, in, out, bytes);
-  if (size_ > 1 && bytes >= kLeastBucketBytes && operation.descriptor.op != ReduceOp::premul_sum &&
+  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && operation.descriptor.op != ReduceOp::premul_sum &&
       launcher_->bucket(operation, in, out, bytes))
     return;
   launcher_->two_shot(operation, in, out, bytes, ~uint32_t{0});

@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "collectives/operation.hpp"
@@ -20,11 +21,19 @@ namespace ark {
 
 class CudaLauncher;
 
+// Which algorithm carries an all_reduce, by its bytes. Alike on all ranks.
+struct CudaDispatch {
+  uint64_t one_shot_to;       // up to here every rank's whole input to every rank
+  uint64_t copy_engine_from;  // from here copy engines, which take no SM from what computes beside; two-shot between
+  static CudaDispatch measured(int ranks);
+};
+
 class CudaCommunicator final : public Communicator {
  public:
   struct Options {
     int device = 0;                         // CUDA ordinal of this process
     std::chrono::milliseconds timeout{0};   // for create()
+    std::optional<CudaDispatch> dispatch;   // else the measured one
     std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
   };
 
@@ -56,8 +65,9 @@ class CudaCommunicator final : public Communicator {
   void abort();
 
  private:
-  CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher);
+  CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher, const CudaDispatch& dispatch);
   std::unique_ptr<CudaLauncher> launcher_;
+  const CudaDispatch dispatch_;
 };
 
 }  // namespace ark
