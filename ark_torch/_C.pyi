@@ -23,6 +23,8 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     flight_dump: str
     global_rank: int
     make_carrier: Callable[[Any, int, int, timedelta], Any]
+    make_cuda_carrier: Callable[[Any, int, int, timedelta], Any]
+    before_cuda: Callable[[], None]
     log: Callable[[str], None]
     dispatch: list[Rule]
     group_name: str
@@ -36,6 +38,8 @@ class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None: ...
     @property
     def shares_memory(self) -> bool: ...
+    @property
+    def cuda_carrier(self) -> str: ...
     @property
     def options(self) -> Options: ...
     def get_error(self) -> Any: ...

@@ -154,6 +154,8 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("flight_dump", &Options::flight_dump)
       .def_readwrite("global_rank", &Options::global_rank)
       .def_readwrite("make_carrier", &Options::make_carrier)
+      .def_readwrite("make_cuda_carrier", &Options::make_cuda_carrier)
+      .def_readwrite("before_cuda", &Options::before_cuda)
       .def_readwrite("log", &Options::log)
       .def_property(
           "dispatch", [](const Options& self) { return from_rules(self.dispatch); },
@@ -169,6 +171,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
                              "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
+      .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
+                             "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(
           "options",
           [](ProcessGroupArk& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
@@ -179,10 +183,18 @@ PYBIND11_MODULE(_C, m) {
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});
 
   m.def(
-      "_flight_record_json", [] { return ark::FlightRecord::instance().to_json(); },
+      "_flight_record_json",
+      [] {
+        ark::look_at_devices();
+        return ark::FlightRecord::instance().to_json();
+      },
       py::call_guard<py::gil_scoped_release>());
   m.def(
-      "_flight_record_dump", [](const std::string& path) { return ark::FlightRecord::instance().dump(path); },
+      "_flight_record_dump",
+      [](const std::string& path) {
+        ark::look_at_devices();
+        return ark::FlightRecord::instance().dump(path);
+      },
       py::call_guard<py::gil_scoped_release>());
   m.def(
       "_shutdown_all_groups",

@@ -12,12 +12,13 @@ import datetime
 import functools
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ark_torch import env
+from ark_torch import _jit, env
 
 log = logging.getLogger("ark_torch")
 if not log.handlers:
@@ -84,6 +85,8 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         options.debug = True
     options.make_carrier = _make_gloo
+    options.make_cuda_carrier = _make_nccl
+    options.before_cuda = _jit.configure
     options.log = log.info
     return options
 
@@ -115,19 +118,30 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) ->
     return backend
 
 
+def _make_nccl(
+    store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str = "", members: Sequence[int] = ()
+) -> Any:
+    if not dist.is_nccl_available():
+        raise RuntimeError(
+            f"ark: [rank {rank}] ark cannot move CUDA tensors between the GPUs of this group and this PyTorch has no "
+            "NCCL to carry them: pass CPU tensors, or install a PyTorch with NCCL."
+        )
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = name
+    options.global_ranks_in_group = list(members)
+    backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
 def _stand_in(opts: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     cuda = torch.cuda.is_available() and dist.is_nccl_available()
     if rank == 0:
         log.info('ARK_DISABLE is set: group "%s" is PyTorch\'s own %s', opts.group_id, "NCCL" if cuda else "Gloo")
     if not cuda:
         return _make_gloo(opts.store, rank, size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    options.group_name = opts.group_id
-    options.global_ranks_in_group = list(opts.global_ranks_in_group)
-    backend = dist.ProcessGroupNCCL(opts.store, rank, size, options)
-    backend._set_sequence_number_for_group()
-    return backend
+    return _make_nccl(opts.store, rank, size, timeout, name=opts.group_id, members=opts.global_ranks_in_group)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 // A coalesced call is one work whose body runs one collective a tensor, in order: on shared memory nothing is gained by
 // packing small tensors together first, and nothing has to be unpacked.
 #include "process_group/process_group_ark.hpp"
+#include "process_group/work_cuda.hpp"
 
 namespace ark {
 
@@ -37,7 +38,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
                     .async = options.asyncOp,
                     .reduction = reductions[0],
                     .inputs = tensors,
-                    .outputs = tensors};
+                    .outputs = tensors,
+                    .carry = [&](c10d::Backend& carrier) { return carrier.allreduce_coalesced(tensors, options); }};
     return issue(call, [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group,
                                                                                        Operation& op) mutable {
       for (size_t i = 0; i < targets.size(); ++i) {
@@ -69,14 +71,16 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_coalesced(std::vector<Tensor
         flat.push_back(outputs[r][i]);
       }
     }
-    const Call call{.type = c10d::OpType::ALLGATHER_COALESCED,
-                    .kind = Kind::all_gather,
-                    .name = here.operation,
-                    .event = "allgather_coalesced",
-                    .timeout = options.timeout,
-                    .async = options.asyncOp,
-                    .inputs = inputs,
-                    .outputs = outputs};
+    const Call call{
+        .type = c10d::OpType::ALLGATHER_COALESCED,
+        .kind = Kind::all_gather,
+        .name = here.operation,
+        .event = "allgather_coalesced",
+        .timeout = options.timeout,
+        .async = options.asyncOp,
+        .inputs = inputs,
+        .outputs = outputs,
+        .carry = [&](c10d::Backend& carrier) { return carrier.allgather_coalesced(outputs, inputs, options); }};
     return issue(call, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "output_tensor_lists", flat)](
                            Communicator& group, Operation& op) mutable {
       std::vector<void*> places(group.size());
@@ -110,7 +114,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather_into_tensor_coalesced(Tensor
                     .timeout = options.timeout,
                     .async = options.asyncOp,
                     .inputs = inputs,
-                    .outputs = outputs};
+                    .outputs = outputs,
+                    .carry = [&](c10d::Backend& carrier) {
+                      return carrier.allgather_into_tensor_coalesced(outputs, inputs, options);
+                    }};
     return issue(call, [inputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
                            Communicator& group, Operation& op) mutable {
       for (size_t i = 0; i < sources.size(); ++i) {
@@ -146,7 +153,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
                     .async = options.asyncOp,
                     .reduction = reductions[0],
                     .inputs = inputs,
-                    .outputs = outputs};
+                    .outputs = outputs,
+                    .carry = [&](c10d::Backend& carrier) {
+                      return carrier.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+                    }};
     return issue(call, [outputs, sources = inputs_of(inputs), targets = outputs_of(here, "outputs", outputs)](
                            Communicator& group, Operation& op) mutable {
       for (size_t i = 0; i < sources.size(); ++i) {
@@ -178,7 +188,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::collect(WorkPtr work) {
   if (coalescing_threads_.load(std::memory_order_relaxed) == 0) return work;
   std::lock_guard lock(mutex_);
   if (const auto found = coalescing_.find(std::this_thread::get_id()); found != coalescing_.end()) {
-    found->second.push_back(work);
+    found->second.works.push_back(work);
   }
   return work;
 }
@@ -186,19 +196,24 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::collect(WorkPtr work) {
 ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
   return with_torch_errors([&]() -> WorkPtr {
     const CallSite here = site("_end_coalescing");
-    std::vector<WorkPtr> parts;
+    Coalescing ended;
     {
       std::lock_guard lock(mutex_);
       const auto found = coalescing_.find(std::this_thread::get_id());
       if (found == coalescing_.end()) {
         refuse(here, ErrorKind::invalid_argument, "this thread is not coalescing", "Call _start_coalescing first.");
       }
-      parts = std::move(found->second);
+      ended = std::move(found->second);
       coalescing_.erase(found);
       coalescing_threads_.fetch_sub(1);
     }
+    std::vector<WorkPtr> parts = std::move(ended.works);
+    if (ended.carrier) {
+      if (auto carried = ended.carrier->endCoalescing()) parts.push_back(std::move(carried));
+    }
     if (parts.empty()) return nullptr;
     if (parts.size() == 1) return parts[0];
+    if (auto on_device = join_cuda(core_, parts)) return on_device;
     Tensors outputs;
     for (const WorkPtr& part : parts) {
       for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);

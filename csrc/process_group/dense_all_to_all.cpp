@@ -66,7 +66,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
                     .inputs = input,
                     .outputs = output,
                     .input_splits = &input_splits,
-                    .output_splits = &output_splits};
+                    .output_splits = &output_splits,
+                    .carry = [&](c10d::Backend& carrier) {
+                      return carrier.alltoall_base(output, input, output_splits, input_splits, options);
+                    }};
     // Staged when input and output overlap: pieces would be overwritten before they are sent.
     Input source(input.is_alias_of(output) ? input.clone() : input);
     return issue(call, [source = std::move(source), target = Output(here, "output", output), sends, receives,
@@ -117,7 +120,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall(Tensors& outputs, Tensors& in
                     .inputs = inputs,
                     .outputs = outputs,
                     .input_splits = &sends,
-                    .output_splits = &receives};
+                    .output_splits = &receives,
+                    .carry = [&](c10d::Backend& carrier) { return carrier.alltoall(outputs, inputs, options); }};
     Tensors sources = inputs;
     for (at::Tensor& source : sources) {
       for (const at::Tensor& target : outputs) {
@@ -150,6 +154,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier(const c10d::BarrierOptions& op
                     .event = "barrier",
                     .timeout = options.timeout,
                     .async = options.asyncOp};
+    if (const auto device = barrier_device(options)) return barrier_cuda(call, options, *device);
     return issue(call, [](Communicator& group, Operation& op) { group.barrier(op); });
   });
 }

@@ -52,7 +52,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::broadcast(Tensors& tensors, const c10d
                     .root = options.rootRank,
                     .inputs = tensors,
                     .outputs = tensors,
-                    .shape = debug_shape(tensor)};
+                    .shape = debug_shape(tensor),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.broadcast(tensors, options); }};
     const bool root = options.rootRank == rank_;
     return issue(call, [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](
                            Communicator& group, Operation& op) mutable {
@@ -77,7 +78,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
                     .async = options.asyncOp,
                     .inputs = inputs,
                     .outputs = outputs,
-                    .shape = debug_shape(input)};
+                    .shape = debug_shape(input),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.allgather(outputs, inputs, options); }};
     return issue(call, [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]),
                         bytes = input.nbytes()](Communicator& group, Operation& op) mutable {
       group.all_gather(op, source.data(), places_of(targets).data(), bytes);
@@ -103,7 +105,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_allgather_base(at::Tensor& output, at
                     .async = options.asyncOp,
                     .inputs = input,
                     .outputs = output,
-                    .shape = debug_shape(input)};
+                    .shape = debug_shape(input),
+                    .carry = [&](c10d::Backend& carrier) { return carrier._allgather_base(output, input, options); }};
     return issue(call, [source = Input(input), target = Output(here, "output_tensor", output), bytes = input.nbytes()](
                            Communicator& group, Operation& op) mutable {
       group.all_gather(op, source.data(), split_evenly(target.data(), group.size(), bytes).data(), bytes);
@@ -129,7 +132,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, 
                     .root = options.rootRank,
                     .inputs = inputs,
                     .outputs = outputs,
-                    .shape = debug_shape(input)};
+                    .shape = debug_shape(input),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.gather(outputs, inputs, options); }};
     return issue(call, [source = Input(input), targets = outputs_of(here, "gather_list", list), bytes = input.nbytes()](
                            Communicator& group, Operation& op) mutable {
       group.gather(op, source.data(), places_of(targets).data(), bytes);
@@ -155,7 +159,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::scatter(Tensors& outputs, std::vector<
                     .root = options.rootRank,
                     .inputs = inputs,
                     .outputs = outputs,
-                    .shape = debug_shape(output)};
+                    .shape = debug_shape(output),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.scatter(outputs, inputs, options); }};
     return issue(call, [sources = inputs_of(list), target = Output(here, "tensor", output), bytes = output.nbytes()](
                            Communicator& group, Operation& op) mutable {
       group.scatter(op, places_of(sources).data(), target.data(), bytes);

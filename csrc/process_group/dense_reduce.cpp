@@ -22,7 +22,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce(Tensors& tensors, const c10d
                     .reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation),
                     .inputs = tensors,
                     .outputs = tensors,
-                    .shape = debug_shape(tensor)};
+                    .shape = debug_shape(tensor),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.allreduce(tensors, options); }};
     return issue(call, [target = Output(here, "tensor", tensor, true), count = tensor.numel()](Communicator& group,
                                                                                                Operation& op) mutable {
       group.all_reduce(op, target.data(), target.data(), count);
@@ -46,7 +47,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce(Tensors& tensors, const c10d::R
                     .reduction = reduction_of(options.reduceOp, tensor.scalar_type(), rank_, here.operation),
                     .inputs = tensors,
                     .outputs = tensors,
-                    .shape = debug_shape(tensor)};
+                    .shape = debug_shape(tensor),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.reduce(tensors, options); }};
     const int64_t count = tensor.numel();
     if (options.rootRank == rank_) {
       return issue(call,
@@ -88,7 +90,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter(Tensors& outputs, std::
                     .reduction = reduction,
                     .inputs = inputs,
                     .outputs = outputs,
-                    .shape = even ? debug_shape(output) : 0};
+                    .shape = even ? debug_shape(output) : 0,
+                    .carry = [&](c10d::Backend& carrier) { return carrier.reduce_scatter(outputs, inputs, options); }};
     if (even) {
       return issue(call, [sources = inputs_of(parts), target = Output(here, "output", output), count = output.numel()](
                              Communicator& group, Operation& op) mutable {
@@ -119,16 +122,18 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::_reduce_scatter_base(at::Tensor& outpu
     check_tensor(here, "output", output);
     check_same_dtype(here, "output", output, "input", input);
     check_elements(here, "input", input.numel(), output.numel() * size_, "those of output for every rank");
-    const Call call{.type = c10d::OpType::_REDUCE_SCATTER_BASE,
-                    .kind = Kind::reduce_scatter,
-                    .name = here.operation,
-                    .event = "_reduce_scatter_base",
-                    .timeout = options.timeout,
-                    .async = options.asyncOp,
-                    .reduction = reduction_of(options.reduceOp, output.scalar_type(), rank_, here.operation),
-                    .inputs = input,
-                    .outputs = output,
-                    .shape = debug_shape(input)};
+    const Call call{
+        .type = c10d::OpType::_REDUCE_SCATTER_BASE,
+        .kind = Kind::reduce_scatter,
+        .name = here.operation,
+        .event = "_reduce_scatter_base",
+        .timeout = options.timeout,
+        .async = options.asyncOp,
+        .reduction = reduction_of(options.reduceOp, output.scalar_type(), rank_, here.operation),
+        .inputs = input,
+        .outputs = output,
+        .shape = debug_shape(input),
+        .carry = [&](c10d::Backend& carrier) { return carrier._reduce_scatter_base(output, input, options); }};
     return issue(call, [source = Input(input), target = Output(here, "output", output), count = output.numel(),
                         bytes = output.nbytes()](Communicator& group, Operation& op) mutable {
       group.reduce_scatter(op, split_evenly(source.data(), group.size(), bytes).data(), target.data(), count);

@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "process_group/cuda_group.hpp"
 #include "process_group/translate.hpp"
 
 namespace ark {
@@ -47,6 +48,7 @@ GroupCore::~GroupCore() {
     new std::shared_ptr<Executor>(std::move(executor));
     (void)communicator.release();
     (void)carrier.release();
+    new std::shared_ptr<CudaGroup>(std::move(cuda_));
     return;
   }
   {
@@ -104,7 +106,7 @@ void GroupCore::submit(const c10::intrusive_ptr<WorkArk>& work, bool async, Flig
 }
 
 void GroupCore::finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr failure) {
-  if (completion_hook) run_hook(work, type);
+  if (completion_hook) run_hook(type, work.sequence, work.times().first, work.times().second);
   if (!failure) {
     FlightRecord::instance().completed(flight);
     if (shm && !c10d::isP2POp(type)) protocol::store_relaxed(shm->health().own().completed, work.sequence);
@@ -122,10 +124,9 @@ void GroupCore::finished(const WorkArk& work, c10d::OpType type, uint64_t flight
   }
 }
 
-void GroupCore::run_hook(const WorkArk& work, c10d::OpType type) {
+void GroupCore::run_hook(c10d::OpType type, uint64_t number, Clock::time_point started, Clock::time_point ended) {
   // On a thread of its own: a hook may be slow, take Python's lock, or issue collectives.
-  const auto [started, ended] = work.times();
-  auto info = std::make_shared<c10d::WorkInfo>(type, work.sequence, started, ended, ended - started);
+  auto info = std::make_shared<c10d::WorkInfo>(type, number, started, ended, ended - started);
   {
     std::lock_guard lock(hooks_mutex_);
     ++hooks_pending_;
@@ -193,14 +194,16 @@ void GroupCore::abort(const std::string& why) {
     shm->point_to_point().fail_all();
   }
   if (carrier) carrier->abort();
+  if (const auto side = cuda()) side->abort();
 }
 
-void GroupCore::shutdown(std::chrono::milliseconds patience) {
+void GroupCore::shutdown(std::chrono::milliseconds patience, std::chrono::milliseconds device_patience) {
   if (forked() || closed_.exchange(true)) return;
   if (!executor->drain(Clock::now() + patience)) {
     abort("the group was destroyed while operations were pending");
     executor->drain(Clock::now() + std::chrono::seconds(2));
   }
+  close_device(device_patience);
   if (shm) {
     shm->point_to_point().stop();
     shm->health().say_goodbye();
@@ -209,14 +212,15 @@ void GroupCore::shutdown(std::chrono::milliseconds patience) {
   if (carrier) carrier->shutdown();
 }
 
-void GroupCore::shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience) {
+void GroupCore::shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience,
+                                       std::chrono::milliseconds device_patience) {
   if (core->forked() || core->closed_.load()) return;
   {
     std::lock_guard lock(registry().mutex);
     ++registry().closing;
   }
-  std::thread([core = std::move(core), patience]() mutable {
-    core->shutdown(patience);
+  std::thread([core = std::move(core), patience, device_patience]() mutable {
+    core->shutdown(patience, device_patience);
     core.reset();
     std::lock_guard lock(registry().mutex);
     --registry().closing;
@@ -224,17 +228,30 @@ void GroupCore::shutdown_in_background(std::shared_ptr<GroupCore> core, std::chr
   }).detach();
 }
 
-void shutdown_all_groups(std::chrono::milliseconds patience) {
+namespace {
+
+std::vector<std::shared_ptr<GroupCore>> open_groups() {
   std::vector<std::shared_ptr<GroupCore>> open;
-  {
-    std::lock_guard lock(registry().mutex);
-    for (GroupCore* core : registry().groups) {
-      if (auto held = core->weak_from_this().lock()) open.push_back(std::move(held));
-    }
+  const std::lock_guard lock(registry().mutex);
+  for (GroupCore* core : registry().groups) {
+    if (auto held = core->weak_from_this().lock()) open.push_back(std::move(held));
   }
-  for (const auto& core : open) core->shutdown(patience);
+  return open;
+}
+
+}  // namespace
+
+void shutdown_all_groups(std::chrono::milliseconds patience) {
+  for (const auto& core : open_groups()) core->shutdown(patience, patience);
   std::unique_lock lock(registry().mutex);
   registry().closed.wait_for(lock, patience, [] { return registry().closing == 0; });
+}
+
+void look_at_devices() {
+  for (const auto& core : open_groups()) {
+    if (core->forked()) continue;
+    if (const auto side = core->cuda()) side->look();
+  }
 }
 
 }  // namespace ark

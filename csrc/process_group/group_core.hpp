@@ -17,6 +17,8 @@
 
 namespace ark {
 
+class CudaGroup;
+
 class GroupCore : public std::enable_shared_from_this<GroupCore> {
  public:
   GroupCore(int rank, int size);
@@ -31,13 +33,25 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   // Issues a collective: numbers it, records it, runs or queues it.
   void submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry);
+  // Counts an operation on CUDA tensors in and records it: its number and its id in the flight record.
+  std::pair<uint64_t, uint64_t> number(FlightEntry entry);
   // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
   void finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr error);
 
+  // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole.
+  void failed(uint64_t flight, const Error& error);
+  void device_gave_up(const Error& error);
+
+  // The group's side on its CUDA device; null before the first operation there.
+  std::shared_ptr<CudaGroup> cuda();
+  void adopt(std::shared_ptr<CudaGroup> cuda);
+
   void abort(const std::string& why);
-  // Waits for what was issued (bounded), says goodbye to the peers, stops the threads. Idempotent.
-  void shutdown(std::chrono::milliseconds patience);
-  static void shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience);
+  // Waits for what was issued (bounded, on the device by a time of its own), says goodbye to the peers, stops the
+  // threads. Idempotent.
+  void shutdown(std::chrono::milliseconds patience, std::chrono::milliseconds device_patience);
+  static void shutdown_in_background(std::shared_ptr<GroupCore> core, std::chrono::milliseconds patience,
+                                     std::chrono::milliseconds device_patience);
   void wait_for_hooks();  // until the completion hook has run for everything finished so far
 
   const int rank;
@@ -55,11 +69,16 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   uint32_t flight_group = 0;
   std::string flight_dump;  // file prefix, empty: no dump
   std::function<void(std::shared_ptr<c10d::WorkInfo>)> completion_hook;
+  std::atomic<bool> timing{false};  // operations on CUDA tensors take the device's time
 
  private:
   void report_failure(const Error& error);
-  void run_hook(const WorkArk& work, c10d::OpType type);
+  void run_hook(c10d::OpType type, uint64_t sequence, Clock::time_point started, Clock::time_point ended);
   void drain_hooks();
+  void close_device(std::chrono::milliseconds patience);
+
+  std::mutex cuda_mutex_;
+  std::shared_ptr<CudaGroup> cuda_;  // after the communicator: it uses that one's health, and goes first
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;
@@ -72,5 +91,7 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
 // Groups of this process that are open, for the shutdown at exit.
 void shutdown_all_groups(std::chrono::milliseconds patience);
+// Takes note of what devices have done so far, for the flight record.
+void look_at_devices();
 
 }  // namespace ark

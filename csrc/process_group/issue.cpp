@@ -29,9 +29,7 @@ uint64_t agreed_count(Kind kind, uint64_t inputs, uint64_t outputs) {
 
 }  // namespace
 
-ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
-  const CommsRecord event(comms(), [&] { return comms_call(call); });
-  FlightEntry entry = flight_entry(call);
+Operation ProcessGroupArk::describe(const Call& call, const FlightEntry& entry) const {
   Operation operation;
   operation.factor = call.reduction.factor;
   operation.descriptor.kind = call.kind;
@@ -40,8 +38,15 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
   operation.descriptor.root = static_cast<int32_t>(call.root);
   operation.descriptor.count = agreed_count(call.kind, entry.input_elements, entry.output_elements);
   operation.descriptor.shape = call.shape;
+  return operation;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
+  if (const c10::Device device = device_of(call); device.is_cuda()) return issue_cuda(call, std::move(body), device);
+  const CommsRecord event(comms(), [&] { return comms_call(call); });
+  const FlightEntry entry = flight_entry(call);
   auto work = make_work(call.type, call.name, call.outputs.flat());
-  work->body = [core = core_.get(), operation, name = call.name, timeout = call.timeout,
+  work->body = [core = core_.get(), operation = describe(call, entry), name = call.name, timeout = call.timeout,
                 body = std::move(body)](WorkArk& running) mutable {
     operation.context = core->context(name, running.sequence, timeout);
     operation.descriptor.sequence = running.sequence;

@@ -6,12 +6,18 @@
 #include <algorithm>
 
 #include "process_group/carried_communicator.hpp"
+#include "process_group/cuda_group.hpp"
 
 namespace ark {
 
 namespace {
 
 constexpr auto kPatience = std::chrono::seconds(10);  // how long shutdown() waits for pending operations
+
+// What is enqueued on a device may stand behind much other work, and nobody has waited for it; it ends by its timeout.
+std::chrono::milliseconds device_patience_of(const GroupCore& core) {
+  return std::max<std::chrono::milliseconds>(kPatience, std::chrono::milliseconds(core.timeout_ms.load()) + kPatience);
+}
 
 }  // namespace
 
@@ -45,6 +51,7 @@ void ProcessGroupArk::join() {
     connecting.timeout = options_->timeout;
     connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
     ConnectResult result = connect(adapter, connecting);
+    start_ = result.start;
     if (result.neighbourhood) {
       ShmOptions shm;
       shm.debug = options_->debug;
@@ -90,7 +97,8 @@ void ProcessGroupArk::join() {
 ProcessGroupArk::~ProcessGroupArk() {
   // Never waits here: Python may run this with its lock held (DDP's Reducer does), and a progress thread may need that
   // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
-  GroupCore::shutdown_in_background(std::move(core_), kPatience);
+  const std::chrono::milliseconds device_patience = device_patience_of(*core_);
+  GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
 }
 
 CallSite ProcessGroupArk::site(const char* operation) const {
@@ -139,6 +147,7 @@ void ProcessGroupArk::registerOnCompletionHook(std::function<void(std::shared_pt
 
 void ProcessGroupArk::waitForPendingWorks() {
   core_->executor->drain(Clock::time_point::max());
+  if (const auto cuda = core_->cuda()) cuda->drain(Clock::time_point::max());
   core_->wait_for_hooks();
 }
 
@@ -147,7 +156,7 @@ void ProcessGroupArk::abort() {
 }
 
 void ProcessGroupArk::shutdown() {
-  core_->shutdown(kPatience);
+  core_->shutdown(kPatience, device_patience_of(*core_));
 }
 
 c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
@@ -157,6 +166,8 @@ c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
   if (auto* own = dynamic_cast<Options*>(given.get())) {
     options = c10::make_intrusive<Options>(*own);
     if (!options->make_carrier) options->make_carrier = options_->make_carrier;
+    if (!options->make_cuda_carrier) options->make_cuda_carrier = options_->make_cuda_carrier;
+    if (!options->before_cuda) options->before_cuda = options_->before_cuda;
     if (!options->log) options->log = options_->log;
     options->global_rank = options_->global_rank;
     return options;

@@ -3,8 +3,9 @@
 // Every virtual checks its arguments completely, describes the operation once (Call), turns it into one blocking body
 // over the group's Communicator and issues that; issue() alone knows how a body is run (group_core.hpp). Results have
 // the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the same
-// on all ranks. Split over process_group_ark.cpp (life and administration), issue.cpp, the collectives in
-// dense_reduce.cpp, dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, and send_recv.cpp.
+// on all ranks. CUDA tensors take another way from issue() on: the body enqueues on a stream (cuda_group.hpp). Split
+// over process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
+// dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, send_recv.cpp, and issue_cuda.cpp.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -12,7 +13,9 @@
 
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +26,9 @@
 #include "process_group/translate.hpp"
 
 namespace ark {
+
+class CudaGroup;
+class CudaWork;
 
 class ProcessGroupArk : public c10d::Backend {
  public:
@@ -42,6 +48,11 @@ class ProcessGroupArk : public c10d::Backend {
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
                                                     std::chrono::milliseconds timeout)>
         make_carrier;
+    // The same for CUDA tensors where ark cannot move them between these GPUs (PyTorch's NCCL).
+    std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
+                                                    std::chrono::milliseconds timeout)>
+        make_cuda_carrier;
+    std::function<void()> before_cuda;            // called once, before the first operation on CUDA tensors
     std::function<void(const std::string&)> log;  // one line for people
   };
 
@@ -94,7 +105,7 @@ class ProcessGroupArk : public c10d::Backend {
   void monitoredBarrier(const c10d::BarrierOptions&, bool wait_all_ranks = false) override;
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;
-  void enableCollectivesTiming() override {}  // getDuration() always works
+  void enableCollectivesTiming() override { core_->timing = true; }  // on the host getDuration() always works
   c10d::ErrorType getError() override { return core_->error.load(); }
   void abort() override;
   void shutdown() override;
@@ -110,6 +121,8 @@ class ProcessGroupArk : public c10d::Backend {
                                            const c10::intrusive_ptr<c10d::Backend::Options>& = nullptr) override;
 
   bool shares_memory() const { return core_->shm != nullptr; }
+  // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
+  std::string cuda_carrier() const;
 
  private:
   // One operation on its way: all that the flight record, the profiler and the communicator's descriptor are told.
@@ -127,9 +140,15 @@ class ProcessGroupArk : public c10d::Backend {
     TensorArgument outputs = {};
     const std::vector<int64_t>* input_splits = nullptr;  // all_to_all, for the profiler
     const std::vector<int64_t>* output_splits = nullptr;
-    uint64_t shape = 0;  // debug_shape()
+    uint64_t shape = 0;                                 // debug_shape()
+    std::function<WorkPtr(c10d::Backend&)> carry = {};  // the same call to another backend, for CUDA tensors
   };
   using Body = std::function<void(Communicator&, Operation&)>;
+  // What one thread has issued between startCoalescing and endCoalescing.
+  struct Coalescing {
+    std::vector<WorkPtr> works;
+    c10::intrusive_ptr<c10d::Backend> carrier;  // coalesces too, from its first operation on
+  };
 
   void join();                                 // meets the other ranks
   CallSite site(const char* operation) const;  // also checks that the group is open
@@ -144,6 +163,19 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
   uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
   WorkPtr collect(WorkPtr work);                           // remembers it while coalescing
+  Operation describe(const Call& call, const FlightEntry& entry) const;
+
+  // CUDA tensors (issue_cuda.cpp).
+  c10::Device device_of(const Call& call) const;  // of all tensors; refuses several
+  std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
+  std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
+  WorkPtr issue_cuda(const Call& call, Body body, c10::Device device);
+  c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, CudaGroup& cuda);
+  WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
+  WorkPtr transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number, int peer);
+  std::optional<c10::Device> barrier_device(const c10d::BarrierOptions& options);
+  WorkPtr barrier_cuda(const Call& call, const c10d::BarrierOptions& options, c10::Device device);
+  WorkPtr all_reduce_sparse_cuda(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -153,10 +185,13 @@ class ProcessGroupArk : public c10d::Backend {
   std::map<std::string, c10::intrusive_ptr<c10d::Backend>> children_;
   CommsGroup comms_;
   bool comms_ready_ = false;
-  std::map<std::thread::id, std::vector<WorkPtr>> coalescing_;
+  std::map<std::thread::id, Coalescing> coalescing_;
   std::map<std::tuple<bool, int, int>, uint64_t> messages_;
   std::atomic<int> coalescing_threads_{0};
   int shrinks_ = 0;
+  std::string start_;   // ConnectResult::start
+  std::mutex joining_;  // one thread makes the group's side on the device; cuda_failure_
+  std::optional<Error> cuda_failure_;
 };
 
 }  // namespace ark

@@ -7,7 +7,7 @@
 namespace ark {
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source) {
-  return with_torch_errors([&] {
+  return with_torch_errors([&]() -> WorkPtr {
     const CallSite here = site(is_send ? "send" : "recv");
     const at::Tensor& tensor = only(here, "tensor", tensors);
     if (!any_source) {
@@ -21,6 +21,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     if (tag < 0) {
       refuse(here, ErrorKind::invalid_argument, "tag is " + std::to_string(tag), "Use a tag of zero or more.");
     }
+    if (any_source && tensor.is_cuda()) {
+      refuse(here, ErrorKind::invalid_argument,
+             "src is not given, and a CUDA tensor cannot be received from any source",
+             "Name the source, as with NCCL, or receive into a CPU tensor.");
+    }
     const auto type = is_send ? c10d::OpType::SEND : any_source ? c10d::OpType::RECVANYSOURCE : c10d::OpType::RECV;
     const uint64_t number = core_->p2p_sequence.fetch_add(1) + 1;
     const int named_peer = any_source ? -1 : peer;
@@ -30,7 +35,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
                     .timeout = c10d::kUnsetTimeout,
                     .async = true,
                     .inputs = tensors,
-                    .outputs = tensors};
+                    .outputs = tensors,
+                    .carry = [&](c10d::Backend& carrier) {
+                      return is_send ? carrier.send(tensors, peer, tag) : carrier.recv(tensors, peer, tag);
+                    }};
     const CommsRecord event(comms(), [&] {
       CommsCall described = comms_call(call);
       described.sequence = static_cast<int64_t>(number);
@@ -43,10 +51,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     entry.peer = named_peer;
     entry.tag = tag;
     entry.is_p2p = true;
-    entry.state = FlightState::started;
     entry.sequence = core_->sequence.load();
     entry.p2p_sequence = next_message(is_send, named_peer, tag);
     (is_send ? entry.outputs : entry.inputs) = FlightSizes();  // one side of a message has one tensor
+    if (tensor.is_cuda()) return transfer_cuda(call, entry, number, peer);
+    entry.state = FlightState::started;
     const uint64_t flight = FlightRecord::instance().scheduled(entry);
 
     auto work = make_work(type, here.operation, tensors);

@@ -45,13 +45,15 @@ at::Tensor sum_rows(const at::Tensor& values, const at::Tensor& inverse, int64_t
 }  // namespace
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) {
-  return with_torch_errors([&] {
+  return with_torch_errors([&]() -> WorkPtr {
     const CallSite here = site("all_reduce_sparse");
     check_count(here, "tensors", tensors.size(), 1, "one tensor a call");
     const at::Tensor& tensor = tensors[0];
-    if (!tensor.is_sparse() || !tensor.device().is_cpu()) {
-      refuse(here, ErrorKind::type_error, "tensor is not a sparse COO tensor on the CPU", "Use all_reduce for others.");
+    if (!tensor.is_sparse() || !(tensor.is_cpu() || tensor.is_cuda())) {
+      refuse(here, ErrorKind::type_error, "tensor is not a sparse COO tensor on the CPU or a CUDA device",
+             "Use all_reduce for others.");
     }
+    if (tensor.is_cuda()) return all_reduce_sparse_cuda(tensor, options);
     const auto op = options.reduceOp.op_;
     if (op != c10d::ReduceOp::SUM && op != c10d::ReduceOp::AVG) {
       refuse(here, ErrorKind::type_error,

@@ -40,11 +40,11 @@ void check_tensor(const CallSite& site, const char* argument, const at::Tensor& 
            std::string(argument) + " has layout torch." + layout.str() + " (" + describe(tensor) + ")",
            "Pass a strided tensor (to_dense()); only all_reduce takes sparse COO tensors.");
   }
-  if (!tensor.device().is_cpu()) {
+  if (!tensor.device().is_cpu() && !tensor.device().is_cuda()) {
     refuse(site, ErrorKind::invalid_argument,
            std::string(argument) + " is on " + tensor.device().str() + " (" + describe(tensor) +
-               "), and this version of ark moves CPU tensors",
-           "Pass a CPU tensor, or create the group with backend=\"cpu:ark,cuda:nccl\".");
+               "), and ark moves CPU and CUDA tensors",
+           "Pass a CPU or CUDA tensor.");
   }
 }
 

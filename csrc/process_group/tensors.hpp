@@ -24,7 +24,7 @@ struct CallSite {
 
 [[noreturn]] void refuse(const CallSite& site, ErrorKind kind, const std::string& what, const std::string& remedy);
 
-// Defined, strided, on the CPU. `argument` as the Python API names it.
+// Defined, strided, on the CPU or a CUDA device. `argument` as the Python API names it.
 void check_tensor(const CallSite& site, const char* argument, const at::Tensor& tensor);
 // Exactly one tensor in the list.
 const at::Tensor& only(const CallSite& site, const char* argument, const Tensors& tensors);

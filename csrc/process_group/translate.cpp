@@ -8,6 +8,7 @@
 
 #include "collectives/reduce.hpp"
 #include "health/group_health.hpp"
+#include "process_group/cuda_streams.hpp"
 
 namespace ark {
 
@@ -62,8 +63,14 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
             ErrorKind::invalid_argument, "PREMUL_SUM came without its factor",
             ErrorContext{rank, -1, operation, 0, "Make it with torch.distributed._make_nccl_premul_sum(factor)."});
       }
-      reduction.factor =
-          supplement->tensor_factor.defined() ? supplement->tensor_factor.item<double>() : supplement->double_factor;
+      const at::Tensor& factor = supplement->tensor_factor;
+      // Read by the host, which waits for the current stream where the factor is on a device.
+      if (factor.defined() && factor.is_cuda() && is_capturing(factor.device())) {
+        throw Error(ErrorKind::invalid_argument,
+                    "PREMUL_SUM's factor is a CUDA tensor, which cannot be read while a graph is captured",
+                    ErrorContext{rank, -1, operation, 0, "Give the factor as a number or a CPU tensor."});
+      }
+      reduction.factor = factor.defined() ? factor.item<double>() : supplement->double_factor;
       break;
     }
     default:

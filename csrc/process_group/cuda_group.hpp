@@ -1,0 +1,117 @@
+// A group's side on one CUDA device: its communicator, its streams, and the order in which operations reach the device.
+//
+// Operations of one line reach the device in the order of issue: the collectives are one line, the messages sent to a
+// peer another, those received from it a third. A synchronous operation is enqueued on the caller's current stream, an
+// asynchronous one on a stream of the line, after all that the current stream holds. Where consecutive operations of a
+// line are on different streams, the later stream waits for the end event of the earlier. Captured operations are
+// ordered among those of the same capture, eager ones among the eager: an event of the one kind must not be waited on
+// by the other.
+//
+// Each line keeps its eager operations until the device has passed them, for the flight record and for the tensors of
+// works that nobody waited for. Nothing here waits for the device but drain() and close().
+//
+// Locks: mutex_ is held while an operation is enqueued, so threads may issue concurrently; nothing that needs Python
+// runs under it. life_ guards the communicator's pointer, for those who only check.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "process_group/cuda_streams.hpp"
+
+namespace ark {
+
+// One operation that was enqueued.
+struct Enqueued {
+  c10::Stream stream;
+  bool own_stream;    // of the line, not the caller's
+  uint64_t capture;   // 0: eager
+  SharedEvent start;  // where timing is on, else null
+  SharedEvent end;
+  c10d::OpType type;
+  const char* name;
+  uint64_t sequence;
+  uint64_t flight;
+  Clock::time_point issued;
+
+  // Tensors that must live until the device is done with them, or until the stream that frees them waits.
+  std::shared_ptr<void> kept = {};
+  std::mutex mutex = {};                // kept
+  std::atomic<bool> abandoned = false;  // its work is gone, and nobody waited
+  std::atomic<bool> seen_done = false;
+
+  bool done();  // the device has passed it; captured ones count as done
+  std::shared_ptr<void> release();
+};
+
+class CudaGroup {
+ public:
+  using EnqueuedPtr = std::shared_ptr<Enqueued>;
+  // Which line an operation belongs to: kCollectives, or a peer and a direction.
+  static constexpr int kCollectives = 0;
+  static int line_of(int peer, bool is_send) { return is_send ? 1 + peer : -1 - peer; }
+
+  struct Request {
+    int line = kCollectives;
+    bool own_stream = false;
+    bool timed = false;
+    c10d::OpType type = c10d::OpType::UNKNOWN;
+    const char* name = "";
+    std::function<std::pair<uint64_t, uint64_t>()> number;  // sequence and flight id, in the order of issue
+    std::shared_ptr<void> keep;                             // for operations on a stream of the line
+  };
+
+  CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator);
+  explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
+  ~CudaGroup();
+
+  // Runs `body` with the operation's stream current: body(communicator, CUstream, sequence).
+  EnqueuedPtr enqueue(Request request, const std::function<void(CudaCommunicator&, void*, uint64_t)>& body);
+
+  // Throws the error that ended the group, if one did.
+  void check(const OperationContext& context);
+  bool failed(const OperationContext& context, std::exception_ptr& error);  // the same, returned
+  void abort();
+  void abandon(Enqueued& operation);  // its work goes, unwaited
+  // Looks at what the device has done since; `completed` is told of each operation, never with a lock held.
+  void look();
+  bool drain(Clock::time_point until);  // false: the device was not done by then
+  // Frees device memory. `drained`: the device is done; otherwise the memory is given up, since kernels may use it.
+  void close(bool drained);
+
+  const c10::Device device;
+  const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors, where ark cannot; else null
+  EventPool& events() { return *events_; }
+  std::function<void(const Enqueued&)> completed;  // set before the first operation
+
+ private:
+  struct Line {
+    std::optional<c10::Stream> own, own_captured;
+    EnqueuedPtr last, last_captured;
+    std::deque<EnqueuedPtr> pending;
+    std::vector<EnqueuedPtr> captured;  // of the newest capture, with what they keep
+  };
+  std::shared_ptr<CudaCommunicator> communicator();
+  c10::Stream own_stream(Line& line, bool captured);
+  bool drain_graphs(Clock::time_point until);
+  // Moves what the device has passed to `passed`.
+  void look(Line& line, std::vector<EnqueuedPtr>& passed, bool all);
+
+  std::atomic<int> abandoned_{0};
+  std::atomic<bool> captured_any_{false};
+  std::mutex life_;
+  std::shared_ptr<CudaCommunicator> communicator_;
+  std::mutex mutex_;
+  std::map<int, Line> lines_;
+  std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>();
+};
+
+}  // namespace ark

@@ -1,0 +1,57 @@
+// What a group's core has to do with its CUDA device: numbering, failures, the end.
+#include "process_group/cuda_group.hpp"
+#include "process_group/group_core.hpp"
+
+namespace ark {
+
+std::shared_ptr<CudaGroup> GroupCore::cuda() {
+  const std::lock_guard lock(cuda_mutex_);
+  return cuda_;
+}
+
+void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
+  // The plain pointer is good: the side is closed, and says nothing any more, before the core goes.
+  side->completed = [this](const Enqueued& operation) {
+    FlightRecord::instance().completed(operation.flight);
+    if (shm && !c10d::isP2POp(operation.type))
+      protocol::store_relaxed(shm->health().own().completed, operation.sequence);
+    if (completion_hook) run_hook(operation.type, operation.sequence, operation.issued, Clock::now());
+  };
+  const std::lock_guard lock(cuda_mutex_);
+  cuda_ = std::move(side);
+}
+
+std::pair<uint64_t, uint64_t> GroupCore::number(FlightEntry entry) {
+  const uint64_t issued = sequence.fetch_add(1, std::memory_order_relaxed) + 1;
+  if (shm) protocol::store_relaxed(shm->health().own().enqueued, issued);
+  entry.group = flight_group;
+  entry.sequence = issued;
+  return {issued, FlightRecord::instance().scheduled(entry)};
+}
+
+void GroupCore::failed(uint64_t flight, const Error& cause) {
+  FlightRecord::instance().failed(flight, cause.what());
+  report_failure(cause);
+}
+
+void GroupCore::device_gave_up(const Error& cause) {
+  if (const auto side = cuda()) side->look();
+  report_failure(cause);
+}
+
+void GroupCore::close_device(std::chrono::milliseconds patience) {
+  const auto side = cuda();
+  if (!side) return;
+  if (side->carrier) {
+    side->carrier->shutdown();
+    return;
+  }
+  bool drained = side->drain(Clock::now() + patience);
+  if (!drained) {
+    abort("the group was destroyed while operations were pending on the device");
+    drained = side->drain(Clock::now() + std::chrono::seconds(2));
+  }
+  side->close(drained);
+}
+
+}  // namespace ark
