@@ -17,7 +17,7 @@ SOURCES := $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o
 BUILT := ark_torch/_build_info.py
 
 .PHONY: help setup build demo test test-quick test-nightly test-cpp test-cpp-plain test-cpp-thread test-cpp-address
-.PHONY: bench lint format clean
+.PHONY: test-gpu bench lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,6 +63,10 @@ test-quick: setup test-cpp-plain ## the fast tests (under 3 minutes)
 
 test-nightly: setup test-cpp ## every test, the long ones too
 	$(PYTEST)
+
+# A test of these fails where it cannot run. Without a GPU nothing is collected, and that fails too.
+test-gpu: setup ## the tests on GPUs; SHARD=2/3 runs every third, from the second on
+	ARK_TEST_SHARD=$(SHARD) NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) tests/gpu
 
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: plain, ThreadSanitizer, Address and UB Sanitizer
 

@@ -1,5 +1,38 @@
-"""These tests run where there is a GPU, all of them, and are not collected elsewhere: none skips itself."""
+"""These tests run where there is a GPU, all of them, and are not collected elsewhere: none skips itself.
+
+ARK_TEST_SHARD=2/3 (make test-gpu SHARD=2/3) runs every third test, from the second on. Tests of messages and of
+failures need a second GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
 
 from ark_torch import _C
 
-collect_ignore_glob = [] if _C._has_cuda_driver() else ["test_*.py"]
+_NEED_TWO = ["test_send_recv.py", "test_cuda_failures.py"]
+collect_ignore_glob = ["test_*.py"] if not _C._has_cuda_driver() else _NEED_TWO if torch.cuda.device_count() < 2 else []
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    shard = os.environ.get("ARK_TEST_SHARD", "")
+    if not shard:
+        return
+    index, _, count = shard.partition("/")
+    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+        raise pytest.UsageError(f"SHARD={shard}: it is i/n with 1 <= i <= n, such as 2/3")
+    here = Path(__file__).parent
+    mine = [item for item in items if here in item.path.parents]
+    kept = set(mine[int(index) - 1 :: int(count)])
+    items[:] = [item for item in items if item not in mine or item in kept]
+    print(f"\nshard {shard}: {len(kept)} of {len(mine)} tests")
+
+
+@pytest.fixture(autouse=True)
+def _clean(leaves_nothing: None) -> Iterator[None]:
+    yield

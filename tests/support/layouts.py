@@ -14,7 +14,7 @@ LAYOUTS = ("plain", "offset", "strided", "transposed")
 
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill the tensor's own elements with bytes that no result has by chance."""
-    flat = torch.full((tensor.numel() * tensor.element_size(),), POISON, dtype=torch.uint8)
+    flat = torch.full((tensor.numel() * tensor.element_size(),), POISON, dtype=torch.uint8, device=tensor.device)
     tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
     return tensor
 
@@ -22,11 +22,11 @@ def poison(tensor: torch.Tensor) -> torch.Tensor:
 class Placed:
     """A tensor in a buffer of its own, with its surroundings watched."""
 
-    def __init__(self, values: torch.Tensor, layout: str) -> None:
+    def __init__(self, values: torch.Tensor, layout: str, device: torch.device | str = "cpu") -> None:
         count, dtype = values.numel(), values.dtype
         shape = values.shape
         slack = 2 * count + 11 if layout in ("strided", "transposed") else count + 11
-        self._buffer = torch.full((slack * values.element_size(),), POISON, dtype=torch.uint8)
+        self._buffer = torch.full((slack * values.element_size(),), POISON, dtype=torch.uint8, device=device)
         elements = self._buffer.view(dtype)
         if layout == "plain":
             self.tensor = elements[:count].view(shape)
@@ -43,7 +43,7 @@ class Placed:
         mask[torch.as_strided(torch.arange(slack), self.tensor.shape, self.tensor.stride(), self._start(elements))] = (
             True
         )
-        self._around = ~mask.repeat_interleave(values.element_size())
+        self._around = (~mask.repeat_interleave(values.element_size())).to(device)
 
     def _start(self, elements: torch.Tensor) -> int:
         return self.tensor.storage_offset() - elements.storage_offset()

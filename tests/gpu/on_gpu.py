@@ -1,0 +1,67 @@
+"""What the rank bodies of tests/gpu share: one rank a GPU, and the CPU path of the same group as the reference.
+
+The law of the project is that a result has the same bits whatever computed it: so every collective on CUDA tensors is
+compared with the same call on CPU copies, which tests/distributed compares with NumPy.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.launcher import run_ranks
+from support.rank import Rank
+from support.reference import ALL_DTYPES, assert_same_bits, supported
+
+GPUS = torch.cuda.device_count()
+WORLD = 4 if GPUS >= 4 else 2 if GPUS >= 2 else 1
+ENV: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+SPREAD = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.bool)
+SMALL = (0, 1, 3, 1023)
+LARGE = (65537, (1 << 20) + 3)
+
+
+def run(body: Any, *args: Any, world: int = WORLD, timeout: float = 240, **options: Any) -> list[Any]:
+    """The body on every GPU, within a time limit."""
+    env = ENV | options.pop("env", {})
+    return run_ranks(body, world, *args, env=env, timeout=timeout, **options)
+
+
+def start(rank: Rank, **options: Any) -> torch.device:
+    """Takes the rank's GPU and joins the group."""
+    device = torch.device("cuda", rank.rank)
+    torch.cuda.set_device(device)
+    rank.init(**options)
+    return device
+
+
+def factor(rank: int) -> float:
+    return 0.25 + 0.375 * rank
+
+
+def op(name: str, rank: int) -> Any:
+    return dist._make_nccl_premul_sum(factor(rank)) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
+
+
+def cases() -> list[tuple[torch.dtype, str]]:
+    return [(dtype, name) for dtype in ALL_DTYPES for name in OPS if supported(dtype, name)]
+
+
+def same(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Equal to the last bit, wherever the two lie."""
+    assert_same_bits(flat(got), flat(expected), what)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().reshape(-1)
+
+
+def busy(milliseconds: float = 20.0) -> None:
+    """Keeps the current stream busy, so that whatever does not wait for it comes too early."""
+    torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles, at some 1.5 GHz
+
+
+def sum_of_ranks(world: int, offset: float = 0.0) -> float:
+    return sum(r + 1 + offset for r in range(world))

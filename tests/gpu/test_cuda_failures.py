@@ -1,0 +1,144 @@
+"""Killed and stopped peers: survivors raise within bounds, keep their CUDA context, and go on in a new group."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import ENV, WORLD, start
+from support.failures import SLACK_S, TIMEOUT_S, record
+from support.launcher import Job, Outcome
+from support.rank import Rank
+
+KILL_BOUND_S = 5.0
+
+
+def _loop(rank: Rank, how: str, count: int) -> float:
+    """Operates for ever; when that fails, tells the test process and starts again without the victim, the last rank."""
+    device = start(rank, timeout=120 if how != "stopped" else TIMEOUT_S)
+    tensor = torch.ones(count, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if how == "graph":
+        with torch.cuda.graph(graph):
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+    rank.report("running")
+    try:
+        while True:
+            if how == "graph":
+                graph.replay()
+                torch.cuda.synchronize()
+                dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            elif how == "send":
+                works = [dist.isend(tensor, (rank.rank + 1) % rank.world_size)]
+                works.append(dist.irecv(torch.empty_like(tensor), (rank.rank - 1) % rank.world_size))
+                for work in works:
+                    work.wait()
+            elif how == "barrier":
+                dist.barrier()
+            else:
+                dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=how == "async")
+            torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        rank.report("raised", str(error))
+    # The device goes on, with this process's other work and with a new group.
+    assert torch.full((1000,), 2.0, device=device).sum().item() == 2000
+    dist.destroy_process_group()
+    survivors = rank.world_size - 1
+    rank.init(world_size=survivors, store=rank.store("again"), timeout=60)
+    again = torch.full((count,), float(rank.rank), device=device)
+    dist.all_reduce(again)
+    return again[0].item()
+
+
+def _told(job: Job, victim: int, since: float) -> list[float]:
+    seconds = []
+    for survivor in range(job.count):
+        if survivor == victim:
+            continue
+        text = job.wait_event(survivor, "raised", timeout=60)
+        seconds.append(time.monotonic() - since)
+        assert text.startswith(f"ark: [rank {survivor}] "), text
+        assert f"rank {victim}" in text.partition("] ")[2], f"does not name rank {victim}: {text}"
+    return seconds
+
+
+def _go_on(outcomes: list[Outcome]) -> None:
+    survivors = len(outcomes)
+    assert [o.kind for o in outcomes] == ["result"] * survivors, [o.describe() for o in outcomes]
+    assert [o.value for o in outcomes] == [sum(range(survivors))] * survivors
+
+
+@pytest.mark.parametrize("count", [16, 64 << 20], ids=["small", "large"])
+@pytest.mark.parametrize("how", ["sync", "async", "graph", "send", "barrier"])
+def test_killed(how: str, count: int) -> None:
+    victim = WORLD - 1
+    with Job(_loop, WORLD, how, count, env=ENV) as job:
+        job.wait_all("running")
+        time.sleep(0.3)
+        seconds = _told(job, victim, job.kill(victim))
+        record("1", f"CUDA, killed, {how}, {count} elements", f"{KILL_BOUND_S} s", seconds)
+        assert max(seconds) < KILL_BOUND_S
+        _go_on(job.finish(60, list(range(victim))))
+
+
+def test_stopped() -> None:
+    victim = WORLD - 1
+    with Job(_loop, WORLD, "stopped", 4096, env=ENV) as job:
+        job.wait_all("running")
+        time.sleep(0.3)
+        seconds = _told(job, victim, job.stop(victim))
+        bound = TIMEOUT_S + SLACK_S
+        record("2", "CUDA, stopped", f"{bound} s", seconds)
+        assert max(seconds) < bound
+        _go_on(job.finish(60, list(range(victim))))
+
+
+def _uneven(rank: Rank) -> str:
+    """One rank never calls: the others' host waits for nothing, and the barrier after it tells."""
+    device = start(rank, timeout=2)
+    tensor = torch.ones(100, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank.rank == 0:
+        time.sleep(8)
+        return ""
+    dist.all_reduce(tensor)
+    with pytest.raises(dist.DistBackendError) as caught:
+        torch.cuda.synchronize()
+        while True:
+            dist.all_reduce(tensor, async_op=True).wait()
+            time.sleep(0.1)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_call() -> None:
+    with Job(_uneven, WORLD, env=ENV, destroy=False) as job:
+        for value in [outcome.value for outcome in job.finish(60)][1:]:
+            assert "rank 0" in value, value
+
+
+def _destroyed(rank: Rank) -> list[int]:
+    """Groups come and go; the device's memory does not."""
+    device = start(rank)
+    free = []
+    for step in range(30):
+        group = dist.new_group()
+        tensor = torch.ones(1 << 20, device=device)
+        dist.all_reduce(tensor, group=group)
+        assert tensor[0].item() == rank.world_size
+        dist.destroy_process_group(group)
+        if step % 10 == 9:
+            dist.barrier()
+            free.append(torch.cuda.mem_get_info(device)[0])
+    return free
+
+
+def test_destroyed_groups_leave_no_memory() -> None:
+    with Job(_destroyed, WORLD, env=ENV) as job:
+        for free in job.values(120):
+            assert max(free) - min(free) < 8 << 20, free

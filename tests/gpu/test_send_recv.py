@@ -1,0 +1,157 @@
+"""send and recv of CUDA tensors: no pattern waits for itself, pairs keep their order, refusals are clear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import GPUS, busy, run, same, start
+from support.rank import Rank
+from support.reference import ALL_DTYPES, make_input
+
+COUNTS = (0, 1, 1023, 65537, (6 << 20) + 3)  # the last is far more than any ring holds
+
+
+def _pairs(rank: Rank) -> None:
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    to, source = (me + 1) % world, (me - 1) % world
+    for seed, dtype in enumerate(ALL_DTYPES):
+        for count in COUNTS[:4]:
+            got = make_input(dtype, count, 99, me).to(device)
+            works = [dist.isend(make_input(dtype, count, seed, me).to(device), to), dist.irecv(got, source)]
+            for work in works if me % 2 else reversed(works):
+                work.wait()
+            same(got, make_input(dtype, count, seed, source), f"{dtype} {count}")
+    # Strided on both sides, and blocking calls.
+    wide = torch.zeros(1000, 2, device=device)
+    if me % 2 == 0:
+        sent = make_input(torch.float32, 2000, 1, me).to(device).view(1000, 2)[:, 1]
+        if to != me and to % 2 == 1:
+            dist.send(sent, to)
+    elif source % 2 == 0:
+        dist.recv(wide[:, 0], source)
+        same(wide[:, 0], make_input(torch.float32, 2000, 1, source).view(1000, 2)[:, 1], "strided")
+        assert not wide[:, 1].any()
+
+
+def test_pairs() -> None:
+    run(_pairs)
+
+
+def _all_sends_first(rank: Rank) -> None:
+    """Everybody sends to everybody, large, before anybody receives; then the other way round; then in a batch."""
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    others = [r for r in range(world) if r != me]
+    for count in COUNTS:
+        for pattern in ("sends first", "receives first", "batch", "batch reversed"):
+            sent = {r: make_input(torch.float32, count, r, me).to(device) for r in others}
+            got = {r: torch.full((count,), float("nan"), device=device) for r in others}
+            if pattern.startswith("batch"):
+                ops = [dist.P2POp(dist.isend, sent[r], r) for r in others]
+                ops += [dist.P2POp(dist.irecv, got[r], r) for r in others]
+                works = dist.batch_isend_irecv(ops[:: -1 if "reversed" in pattern else 1])
+            elif pattern == "sends first":
+                works = [dist.isend(sent[r], r) for r in others] + [dist.irecv(got[r], r) for r in others]
+            else:
+                works = [dist.irecv(got[r], r) for r in others] + [dist.isend(sent[r], r) for r in others]
+            for work in works:
+                work.wait()
+            for r in others:
+                same(got[r], make_input(torch.float32, count, me, r), f"{pattern} {count} from {r}")
+
+
+def test_everybody_to_everybody() -> None:
+    run(_all_sends_first)
+
+
+def _order(rank: Rank) -> None:
+    """Messages of a pair arrive in order, whatever runs beside them and however late their contents are."""
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    to, source = (me + 1) % world, (me - 1) % world
+    got, works = [], []
+    for step in range(60):
+        if step % 10 == me:
+            busy(3)
+        tensor = torch.full((1 + step * 1009,), float(1000 * me + step), device=device)
+        works.append(dist.isend(tensor, to, tag=step))
+        reduced = torch.ones(100, device=device)
+        dist.all_reduce(reduced, async_op=step % 2 == 0)
+        got.append(torch.empty(1 + step * 1009, device=device))
+        works.append(dist.irecv(got[-1], source, tag=59 - step))  # tags are not looked at, as with NCCL
+    for work in works:
+        work.wait()
+    for step, tensor in enumerate(got):
+        assert tensor[0].item() == tensor[-1].item() == 1000 * source + step, f"message {step}"
+
+
+def test_order_beside_collectives() -> None:
+    run(_order)
+
+
+def _pipeline(rank: Rank) -> float:
+    """Forward and backward through the ranks, and a send is the first use of CUDA: each waits for the one before."""
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    value = torch.zeros(10_000, device=device)
+    for step in range(30):
+        if me > 0:
+            dist.recv(value, me - 1)
+        else:
+            value.fill_(float(step))
+        value += 1
+        if me < world - 1:
+            dist.send(value, me + 1)
+            dist.recv(value, me + 1)
+        if me > 0:
+            dist.send(value, me - 1)
+        assert value[0].item() == value[-1].item() == step + world
+    return value[0].item()
+
+
+def test_pipeline() -> None:
+    run(_pipeline)
+
+
+def _captured(rank: Rank) -> None:
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    to, source = (me + 1) % world, (me - 1) % world
+    dist.all_reduce(torch.ones(1, device=device))
+    sent, got = torch.zeros(5000, device=device), torch.zeros(5000, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, source)]):
+            work.wait()
+        dist.all_reduce(got)
+    for replay in range(6):
+        sent.fill_(float(me + replay))
+        graph.replay()
+        expected = float(sum(r + replay for r in range(world)))
+        assert got.unique().tolist() == [expected], f"replay {replay}"
+
+
+def test_captured() -> None:
+    run(_captured)
+
+
+def _refusals(rank: Rank) -> None:
+    device = start(rank)
+    me = rank.rank
+    tensor = torch.ones(4, device=device)
+    with pytest.raises(ValueError, match=rf"\[rank {me}\] recv: src is not given.*Name the source"):
+        dist.recv(tensor)
+    with pytest.raises(ValueError, match=rf"\[rank {me}\] .*output\[1\] is on cpu but .* is on cuda:{me}"):
+        dist.all_gather([tensor.clone(), torch.ones(4)] * (rank.world_size // 2), tensor)
+    dist.all_reduce(tensor)
+    elsewhere = torch.ones(4, device=torch.device("cuda", (me + 1) % GPUS))
+    with pytest.raises(ValueError, match=rf"\[rank {me}\] all_reduce: the tensor is on cuda:{(me + 1) % GPUS}, but"):
+        dist.all_reduce(elsewhere)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [rank.world_size**2] * 4, "the group is usable after refusals"
+
+
+def test_refusals() -> None:
+    run(_refusals)

@@ -1,0 +1,271 @@
+"""Streams, events, futures and barriers: what ProcessGroupNCCL's users rely on, with work that is late on purpose."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import WORLD, busy, run, same, start, sum_of_ranks
+from support.rank import Rank
+from support.reference import make_input
+
+import ark_torch
+
+
+def _late_inputs(rank: Rank) -> None:
+    """Inputs that a busy stream has yet to write, and results that are read without a host ever waiting."""
+    device = start(rank)
+    world, total = rank.world_size, sum_of_ranks(rank.world_size)
+    dist.all_reduce(torch.ones(1, device=device))
+    for asynchronous in (False, True):
+        for side in (False, True):
+            for count in (5, 1 << 20):
+                stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    tensor = torch.zeros(count, device=device)
+                    busy()
+                    tensor.fill_(rank.rank + 1)
+                    work = dist.all_reduce(tensor, async_op=asynchronous)
+                    if asynchronous:
+                        work.wait()
+                    result = tensor * 2
+                torch.cuda.current_stream().wait_stream(stream)
+                what = f"async {asynchronous}, side stream {side}, {count}"
+                same(result, torch.full((count,), total * 2), what)
+                assert world == 1 or result[0].item() == 2 * total, what
+
+
+@pytest.mark.parametrize("world", sorted({1, WORLD}))
+def test_streams_wait_and_the_host_does_not(world: int) -> None:
+    run(_late_inputs, world=world)
+
+
+def _order_over_streams(rank: Rank) -> None:
+    """Collectives of one group on changing streams, synchronous and not, without a wait between them."""
+    device = start(rank)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
+    tensors, works = [], []
+    for step in range(120):
+        with torch.cuda.stream(streams[step % 3]):
+            if step % 7 == rank.rank:
+                busy(2)
+            tensor = torch.full((1 + step * 37 % 5000,), float(rank.rank + 1 + step), device=device)
+            works.append(dist.all_reduce(tensor, async_op=step % 2 == 0))
+            tensors.append(tensor)
+    for step, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        with torch.cuda.stream(streams[step % 3]):
+            if work is not None:
+                work.wait()
+            same(tensor, torch.full_like(tensor, sum_of_ranks(rank.world_size, step)).cpu(), f"step {step}")
+
+
+def test_order_over_streams() -> None:
+    run(_order_over_streams)
+
+
+def _dropped(rank: Rank) -> None:
+    """Tensors of works that nobody waits for are not given away while the device uses them."""
+    device = start(rank)
+    dist.all_reduce(torch.ones(1, device=device))
+    for _ in range(20):
+        busy(3)
+        tensor = torch.full((1 << 18,), 1.0, device=device)
+        strided = torch.full((1 << 18, 2), 1.0, device=device)[:, 0]
+        first, second = dist.all_reduce(tensor, async_op=True), dist.all_reduce(strided, async_op=True)
+        del first, second, tensor, strided
+        gc.collect()
+        torch.full((1 << 18,), float("nan"), device=device)
+        torch.full((1 << 18, 2), float("nan"), device=device)
+        kept = torch.full((1 << 18,), 1.0, device=device)
+        dist.all_reduce(kept)
+        assert kept.unique().tolist() == [rank.world_size]
+    torch.cuda.synchronize()
+    dist.barrier()
+    before = torch.cuda.memory_allocated()
+    dist.all_reduce(kept, async_op=True).wait()
+    torch.cuda.synchronize()
+    ark_torch.flight_record()  # looks at the device, which lets go of what was dropped
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_dropped_works() -> None:
+    run(_dropped)
+
+
+def _futures(rank: Rank) -> float:
+    device = start(rank)
+    total = sum_of_ranks(rank.world_size)
+    for count in (7, 1 << 20):
+        busy()
+        tensor = torch.full((count,), float(rank.rank + 1), device=device)
+        work = dist.all_reduce(tensor, async_op=True)
+        doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+        result = doubled.wait()
+        same(result, torch.full((count,), 2 * total), f"future of {count}")
+        assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+        assert work.result()[0].data_ptr() == tensor.data_ptr()
+    # A host that waits with a timeout, and one that polls.
+    busy(200)
+    late = dist.all_reduce(tensor, async_op=True)
+    assert not late.is_completed()
+    with pytest.raises(dist.DistBackendError, match="goes on"):
+        from datetime import timedelta
+
+        late.wait(timedelta(milliseconds=20))
+    until = time.monotonic() + 20
+    while not late.is_completed():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert late.wait()
+    return tensor[0].item()
+
+
+def test_futures_and_waiting_hosts() -> None:
+    values = run(_futures)
+    assert len(set(values)) == 1
+
+
+def _barrier(rank: Rank) -> None:
+    device = start(rank)
+    group = dist.group.WORLD
+    assert group is not None
+    assert group._get_backend(device).cuda_carrier == "", "nothing is made before the first operation on CUDA tensors"
+    dist.barrier()
+    dist.all_reduce(torch.ones(1, device=device))
+    assert group._get_backend(device).cuda_carrier == "ark"
+    for asynchronous in (False, True):
+        busy(100)
+        done = torch.cuda.Event()
+        done.record()
+        assert not done.query()
+        work = dist.barrier(async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+        assert done.query(), "a barrier waits for what the stream held"
+    store = rank.store("barrier")
+    for step in range(20):
+        if rank.rank == step % rank.world_size:
+            time.sleep(0.02)
+            store.set(f"step{step}", "here")
+        dist.barrier()
+        assert store.check([f"step{step}"]), "nobody passes before all have come"
+    dist.barrier(device_ids=[rank.rank])
+
+
+def test_barrier_waits_for_the_device() -> None:
+    run(_barrier)
+
+
+def _groups(rank: Rank) -> None:
+    """Several groups on several streams and threads at once, in different orders on the device."""
+    device = start(rank)
+    groups = [dist.new_group() for _ in range(3)]
+    alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
+    failures = []
+
+    def loop(index: int) -> None:
+        try:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for step in range(200):
+                    tensor = torch.full((1 + step * 911 % 100_000,), float(rank.rank + 1 + index), device=device)
+                    work = dist.all_reduce(tensor, group=groups[index], async_op=step % 3 == 0)
+                    if work is not None:
+                        work.wait()
+                    expected = sum_of_ranks(rank.world_size, index)
+                    assert tensor[0].item() == tensor[-1].item() == expected, f"group {index}, step {step}"
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for step in range(100):
+        tensor = make_input(torch.float32, 1000, step, rank.rank).to(device)
+        before = tensor.clone()
+        dist.all_reduce(tensor, group=alone)
+        same(tensor, before.cpu(), "a group of one")
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_groups_and_threads() -> None:
+    run(_groups)
+
+
+def _beside_nccl(rank: Rank) -> None:
+    device = start(rank)
+    nccl = dist.new_group(backend="nccl")
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    count = 1 << 22
+    for step in range(100):
+        a = torch.full((count,), float(rank.rank + 1), device=device)
+        b = a.clone()
+        for stream in (ours, theirs):
+            stream.wait_stream(torch.cuda.current_stream())
+        # The order of issue differs from rank to rank.
+        for mine in (True, False) if (step + rank.rank) % 2 == 0 else (False, True):
+            with torch.cuda.stream(ours if mine else theirs):
+                dist.all_reduce(a if mine else b, group=None if mine else nccl)
+        for stream in (ours, theirs):
+            torch.cuda.current_stream().wait_stream(stream)
+        assert a.unique().tolist() == b.unique().tolist() == [sum_of_ranks(rank.world_size)], f"step {step}"
+
+
+def test_beside_an_nccl_group() -> None:
+    run(_beside_nccl)
+
+
+def _carried(rank: Rank) -> None:
+    """Ranks that share no memory: NCCL is given the same calls."""
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    group = dist.group.WORLD
+    assert group is not None
+    tensor = torch.full((1000,), float(me + 1), device=device)
+    dist.all_reduce(tensor)
+    assert tensor[0].item() == sum_of_ranks(world)
+    assert group._get_backend(device).cuda_carrier == "nccl"
+    output = torch.empty(world * 4, device=device)
+    dist.all_gather_into_tensor(output, torch.full((4,), float(me), device=device), async_op=True).wait()
+    assert output.tolist() == [float(r) for r in range(world) for _ in range(4)]
+    if world > 1:
+        got = torch.empty(3, device=device)
+        ops = [
+            dist.P2POp(dist.isend, torch.full((3,), float(me), device=device), (me + 1) % world),
+            dist.P2POp(dist.irecv, got, (me - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert got.tolist() == [float((me - 1) % world)] * 3
+    dist.barrier()
+    on_host = torch.ones(3)
+    dist.all_reduce(on_host)
+    assert on_host.tolist() == [world] * 3
+
+
+def test_carried_by_nccl() -> None:
+    run(_carried, env={"ARK_SHARED_MEMORY": "off"})
+
+
+def _flight(rank: Rank) -> list[str]:
+    device = start(rank)
+    for _ in range(50):
+        dist.all_reduce(torch.ones(10, device=device))
+    busy(100)
+    dist.all_reduce(torch.ones(10, device=device))
+    states = [entry["state"] for entry in ark_torch.flight_record()["entries"]]
+    assert states[-1] in ("scheduled", "started"), states[-5:]
+    torch.cuda.synchronize()
+    return [entry["state"] for entry in ark_torch.flight_record()["entries"]]
+
+
+def test_flight_record_follows_the_device() -> None:
+    for states in run(_flight):
+        assert states[-51:] == ["completed"] * 51, states
