@@ -31,10 +31,10 @@ namespace ark {
 
 // One operation that was enqueued.
 struct Enqueued {
-  c10::Stream stream;
-  bool own_stream;    // of the line, not the caller's
-  uint64_t capture;   // 0: eager
-  SharedEvent start;  // where timing is on, else null
+  c10::Stream issuer;  // the caller's current stream
+  c10::Stream stream;  // what it is on: the issuer, or the line's own
+  uint64_t capture;    // 0: eager
+  SharedEvent start;   // where timing is on, else null
   SharedEvent end;
   c10d::OpType type;
   const char* name;
@@ -45,7 +45,7 @@ struct Enqueued {
   // Tensors that must live until the device is done with them, or until the stream that frees them waits.
   std::shared_ptr<void> kept = {};
   std::mutex mutex = {};                // kept
-  std::atomic<bool> abandoned = false;  // its work is gone, and nobody waited
+  std::atomic<bool> abandoned = false;  // nobody but the line keeps it
   std::atomic<bool> seen_done = false;
 
   bool done();  // the device has passed it; captured ones count as done
@@ -80,7 +80,8 @@ class CudaGroup {
   void check(const OperationContext& context);
   bool failed(const OperationContext& context, std::exception_ptr& error);  // the same, returned
   void abort();
-  void abandon(Enqueued& operation);  // its work goes, unwaited
+  // Nobody keeps the operation's tensors any more: they go when the device is done with them.
+  void abandon(Enqueued& operation);
   // Looks at what the device has done since; `completed` is told of each operation, never with a lock held.
   void look();
   bool drain(Clock::time_point until);  // false: the device was not done by then

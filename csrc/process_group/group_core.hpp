@@ -9,6 +9,7 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "collectives/shm_communicator.hpp"
@@ -78,7 +79,8 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void close_device(std::chrono::milliseconds patience);
 
   std::mutex cuda_mutex_;
-  std::shared_ptr<CudaGroup> cuda_;  // after the communicator: it uses that one's health, and goes first
+  std::optional<Error> device_failure_;  // under cuda_mutex_
+  std::shared_ptr<CudaGroup> cuda_;      // after the communicator: it uses that one's health, and goes first
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;

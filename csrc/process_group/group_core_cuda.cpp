@@ -12,6 +12,14 @@ std::shared_ptr<CudaGroup> GroupCore::cuda() {
 void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
   // The plain pointer is good: the side is closed, and says nothing any more, before the core goes.
   side->completed = [this](const Enqueued& operation) {
+    {
+      // A kernel that gave up has ended as well, and so have those behind it.
+      const std::lock_guard lock(cuda_mutex_);
+      if (device_failure_ && operation.sequence >= device_failure_->context().sequence) {
+        FlightRecord::instance().failed(operation.flight, device_failure_->what());
+        return;
+      }
+    }
     FlightRecord::instance().completed(operation.flight);
     if (shm && !c10d::isP2POp(operation.type))
       protocol::store_relaxed(shm->health().own().completed, operation.sequence);
@@ -35,6 +43,10 @@ void GroupCore::failed(uint64_t flight, const Error& cause) {
 }
 
 void GroupCore::device_gave_up(const Error& cause) {
+  {
+    const std::lock_guard lock(cuda_mutex_);
+    device_failure_ = cause;
+  }
   if (const auto side = cuda()) side->look();
   report_failure(cause);
 }
@@ -52,6 +64,8 @@ void GroupCore::close_device(std::chrono::milliseconds patience) {
     drained = side->drain(Clock::now() + std::chrono::seconds(2));
   }
   side->close(drained);
+  // Kernels may still run, and a thread watches them: what they use is given up rather than freed.
+  if (!drained) new std::shared_ptr<GroupCore>(shared_from_this());
 }
 
 }  // namespace ark

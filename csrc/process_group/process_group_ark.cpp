@@ -16,7 +16,7 @@ constexpr auto kPatience = std::chrono::seconds(10);  // how long shutdown() wai
 
 // What is enqueued on a device may stand behind much other work, and nobody has waited for it; it ends by its timeout.
 std::chrono::milliseconds device_patience_of(const GroupCore& core) {
-  return std::max<std::chrono::milliseconds>(kPatience, std::chrono::milliseconds(core.timeout_ms.load()) + kPatience);
+  return std::chrono::milliseconds(core.timeout_ms.load()) + kPatience;
 }
 
 }  // namespace
@@ -97,7 +97,7 @@ void ProcessGroupArk::join() {
 ProcessGroupArk::~ProcessGroupArk() {
   // Never waits here: Python may run this with its lock held (DDP's Reducer does), and a progress thread may need that
   // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
-  const std::chrono::milliseconds device_patience = device_patience_of(*core_);
+  const auto device_patience = device_patience_of(*core_);
   GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
 }
 

@@ -79,12 +79,12 @@ int CudaWork::sourceRank() const {
   return source_rank;
 }
 
-void CudaWork::wait_streams() {
-  const c10::Stream current = current_stream(cuda_->device);
-  const uint64_t capture = capture_of(current);
+void CudaWork::wait_streams(const c10::Stream& current) {
+  std::optional<uint64_t> capture;
   for (const auto& part : parts_) {
     if (part->stream == current) continue;  // the stream's own order suffices
-    if (part->capture == capture) {
+    if (!capture) capture = capture_of(current);
+    if (part->capture == *capture) {
       part->end->block(current);
     } else if (part->capture == 0) {
       throw Error(ErrorKind::invalid_argument,
@@ -120,20 +120,29 @@ void CudaWork::wait_host(std::chrono::milliseconds given) {
   }
 }
 
-void CudaWork::release() {
+void CudaWork::release(const c10::Stream& current) {
   {
     const std::lock_guard lock(mutex_);
     if (released_) return;
     released_ = true;
   }
-  for (const auto& part : parts_) part->release();
+  // The stream that issued now waits for the operation, and memory that is freed goes to its next allocation. Where
+  // another stream waits, the issuer's next allocation could come too early.
+  for (const auto& part : parts_) {
+    if (part->issuer == current) {
+      part->release();
+    } else {
+      cuda_->abandon(*part);
+    }
+  }
 }
 
 void CudaWork::synchronize() {
   with_torch_errors([&] {
     const c10::OptionalDeviceGuard on_device(cuda_->device);
-    wait_streams();
-    release();
+    const c10::Stream current = current_stream(cuda_->device);
+    wait_streams(current);
+    release(current);
   });
   Work::synchronize();  // unregisters work that a compiled graph may hold
 }
@@ -214,36 +223,6 @@ float CudaWork::getDuration() const {
               "group before it is issued (captured operations have none)");
   TORCH_CHECK(done(), "ark: [rank ", rank_, "] getDuration() before the work is complete");
   return static_cast<float>(parts_.front()->start->elapsedTime(*parts_.back()->end));
-}
-
-c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
-                                         const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
-  CudaWork::Parts parts;
-  std::vector<at::Tensor> outputs;
-  std::shared_ptr<CudaGroup> cuda;
-  std::chrono::milliseconds timeout{-1};
-  bool blocks_host = false;
-  for (const auto& work : works) {
-    auto* on_device = dynamic_cast<CudaWork*>(work.get());
-    if (on_device == nullptr) continue;
-    cuda = on_device->cuda_;
-    parts.insert(parts.end(), on_device->parts_.begin(), on_device->parts_.end());
-    outputs.insert(outputs.end(), on_device->outputs_.begin(), on_device->outputs_.end());
-    timeout = std::max(timeout, on_device->timeout);
-    blocks_host |= on_device->blocks_host;
-    if (on_device->host_part) on_device->host_part->wait();
-    const std::lock_guard lock(on_device->mutex_);
-    on_device->released_ = true;  // the joined work keeps the tensors
-  }
-  if (!cuda) return nullptr;
-  for (const auto& work : works) {
-    if (dynamic_cast<CudaWork*>(work.get()) == nullptr) work->wait();
-  }
-  auto joined = c10::make_intrusive<CudaWork>(core, cuda, c10d::OpType::COALESCED, "coalesced", std::move(outputs),
-                                              std::move(parts));
-  joined->timeout = timeout;
-  joined->blocks_host = blocks_host;
-  return joined;
 }
 
 }  // namespace ark

@@ -50,9 +50,9 @@ class CudaWork : public c10d::Work {
   OperationContext context() const;
   bool done() const;
   void check_group();  // throws the group's failure, and notes it
-  void wait_streams();
+  void wait_streams(const c10::Stream& current);
   void wait_host(std::chrono::milliseconds given);
-  void release();
+  void release(const c10::Stream& current);
   // Null, or why the group has failed before this work was done.
   std::exception_ptr failure() const;
 

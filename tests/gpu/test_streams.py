@@ -72,6 +72,8 @@ def _dropped(rank: Rank) -> None:
     """Tensors of works that nobody waits for are not given away while the device uses them."""
     device = start(rank)
     dist.all_reduce(torch.ones(1, device=device))
+    torch.cuda.synchronize()
+    base = torch.cuda.memory_allocated()
     for _ in range(20):
         busy(3)
         tensor = torch.full((1 << 18,), 1.0, device=device)
@@ -84,13 +86,30 @@ def _dropped(rank: Rank) -> None:
         kept = torch.full((1 << 18,), 1.0, device=device)
         dist.all_reduce(kept)
         assert kept.unique().tolist() == [rank.world_size]
-    torch.cuda.synchronize()
-    dist.barrier()
-    before = torch.cuda.memory_allocated()
-    dist.all_reduce(kept, async_op=True).wait()
+    del kept
     torch.cuda.synchronize()
     ark_torch.flight_record()  # looks at the device, which lets go of what was dropped
-    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_allocated() <= base
+
+
+def _waited_elsewhere(rank: Rank) -> None:
+    """A staged copy outlives a wait on another stream than the one that would use its memory again."""
+    device = start(rank)
+    side = torch.cuda.Stream()
+    for _ in range(20):
+        strided = torch.full((1 << 18, 2), 1.0, device=device)[:, 0]
+        busy(3)
+        work = dist.all_reduce(strided, async_op=True)
+        with torch.cuda.stream(side):
+            work.wait()
+        for _ in range(4):
+            torch.full((1 << 18,), float("nan"), device=device)
+        torch.cuda.current_stream().wait_stream(side)
+        assert strided.unique().tolist() == [rank.world_size]
+
+
+def test_waited_for_on_another_stream() -> None:
+    run(_waited_elsewhere)
 
 
 def test_dropped_works() -> None:

@@ -1,0 +1,125 @@
+// Where operations on CUDA tensors go: which device, and who carries them.
+//
+// The group's side on the device is made at its first operation there, by all ranks together (whatever that operation
+// is, a send included); so not under graph capture, where nothing can wait for peers. Where ark cannot move the bytes
+// between these GPUs, PyTorch's NCCL is given the very same calls. A rank uses one device a group, the first it used.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "process_group/cuda_group.hpp"
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+c10::Device ProcessGroupArk::device_of(const Call& call) const {
+  std::optional<c10::Device> device;
+  std::string first;
+  const auto look = [&](const char* argument, const TensorArgument& tensors) {
+    size_t index = 0;
+    tensors.for_each([&](const at::Tensor& tensor) {
+      if (!device) {
+        device = tensor.device();
+        first = argument;
+      } else if (*device != tensor.device()) {
+        refuse({rank_, call.name}, ErrorKind::invalid_argument,
+               entry_of(argument, index) + " is on " + tensor.device().str() + " but " + first + "[0] is on " +
+                   device->str(),
+               "Give one call tensors of one device.");
+      }
+      ++index;
+    });
+  };
+  look("input", call.inputs);
+  look("output", call.outputs);
+  return device.value_or(c10::Device(c10::kCPU));
+}
+
+std::string ProcessGroupArk::cuda_carrier() const {
+  const auto cuda = core_->cuda();
+  return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
+}
+
+std::shared_ptr<CudaGroup> ProcessGroupArk::cuda_side(const char* operation, c10::Device device) {
+  auto cuda = core_->cuda();
+  if (!cuda) cuda = join_on(operation, device);
+  if (cuda->device != device) {
+    refuse({rank_, operation}, ErrorKind::invalid_argument,
+           "the tensor is on " + device.str() + ", but this group uses " + cuda->device.str() +
+               " on this rank, the device of its first operation on CUDA tensors",
+           "Move the tensor there (torch.cuda.set_device early), or use a group for each device.");
+  }
+  return cuda;
+}
+
+std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::Device device) {
+  const CallSite here{rank_, operation};
+  if (const auto bound = getBoundDeviceId(); bound && bound->is_cuda() && *bound != device) {
+    refuse(here, ErrorKind::invalid_argument,
+           "the tensor is on " + device.str() + ", but init_process_group was given device_id=" + bound->str(),
+           "Move the tensor there, or name this device.");
+  }
+  const std::lock_guard lock(joining_);
+  if (auto made = core_->cuda()) return made;
+  if (cuda_failure_) throw *cuda_failure_;
+  if (is_capturing(device)) {
+    refuse(here, ErrorKind::invalid_argument,
+           "this group's first operation on CUDA tensors is under graph capture, where ranks cannot meet",
+           "Call one collective on CUDA tensors, on all ranks, before the capture begins.");
+  }
+  try {
+    if (options_->before_cuda) options_->before_cuda();
+    std::string why = "its ranks share no memory";
+    std::shared_ptr<CudaGroup> side;
+    if (core_->shm) {
+      auto store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/cuda/" + start_, store_));
+      CudaCommunicator::Options options;
+      options.device = device.index();
+      options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
+      options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
+      auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
+      if (communicator) side = std::make_shared<CudaGroup>(device, std::move(communicator));
+    }
+    if (!side) {
+      if (!options_->make_cuda_carrier) {
+        throw Error(ErrorKind::system,
+                    "ark cannot move CUDA tensors of this group (" + why + ") and nothing else is set",
+                    ErrorContext{rank_, -1, operation, 0,
+                                 "Set Options::make_cuda_carrier to a function that makes an NCCL group, or pass CPU "
+                                 "tensors."});
+      }
+      if (rank_ == 0 && options_->log) {
+        options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                      " ranks: CUDA tensors are carried by PyTorch's NCCL: " + why);
+      }
+      side = std::make_shared<CudaGroup>(
+          device, options_->make_cuda_carrier(c10::make_intrusive<c10d::PrefixStore>("cuda-carrier/" + start_, store_),
+                                              rank_, size_, std::chrono::milliseconds(core_->timeout_ms.load())));
+    }
+    core_->adopt(side);
+    return side;
+  } catch (const Error& error) {
+    cuda_failure_ = error.at(rank_, operation);  // the peers have gone on: there is no second try
+  } catch (const std::exception& error) {
+    cuda_failure_ = Error(ErrorKind::system, std::string("CUDA tensors cannot be used: ") + error.what(),
+                          ErrorContext{rank_, -1, operation, 0, "Pass CPU tensors, or see the cause above."});
+  }
+  throw *cuda_failure_;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::carry_cuda(const Call& call, CudaGroup& cuda) {
+  if (!call.carry) {
+    refuse({rank_, call.name}, ErrorKind::invalid_argument,
+           cuda.carrier->getBackendName() + ", which carries CUDA tensors of this group, has no such operation",
+           "Pass CPU tensors.");
+  }
+  if (coalescing_threads_.load(std::memory_order_relaxed) != 0) {
+    const std::lock_guard lock(mutex_);
+    const auto found = coalescing_.find(std::this_thread::get_id());
+    if (found != coalescing_.end() && !found->second.carrier) {
+      cuda.carrier->startCoalescing();
+      found->second.carrier = cuda.carrier;
+    }
+  }
+  return call.carry(*cuda.carrier);
+}
+
+}  // namespace ark
