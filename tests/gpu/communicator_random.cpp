@@ -72,7 +72,9 @@ class Rank {
     CudaCommunicator::Options options;
     options.device = rank_;
     options.timeout = std::chrono::seconds(60);
-    if (arguments_.seed % 2) options.dispatch = CudaDispatch{16 * 1024, 256 * 1024};  // large paths for small sizes too
+    // The paths of large sizes for smaller ones too.
+    if (arguments_.seed % 3 == 1) options.dispatch = CudaDispatch{16 * 1024, 2 * 1024, ~uint64_t{0}};
+    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, 64 * 1024, 256 * 1024};
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);
     if (!gpu_) return "no communicator: " + why;

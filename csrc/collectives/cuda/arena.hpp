@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/bulk.cuh"
 #include "cuda/one_shot.cuh"
 #include "cuda/ring.cuh"
 
@@ -16,6 +17,8 @@ struct RingPlace {
   size_t slots, credits, state;
 };
 
+inline constexpr uint32_t kMostBulkBlocks = 32;
+
 struct ArenaLayout {
   explicit ArenaLayout(int ranks);
 
@@ -24,7 +27,10 @@ struct ArenaLayout {
   uint64_t one_shot_capacity;
   RingPlace collectives;
   RingPlace transfers;  // send and recv
-  size_t scratch;       // [ranks + 1][16] bytes: this rank's word and all ranks' words
+  struct {
+    size_t slots, arrived, credits, state;
+  } bulk;
+  size_t scratch;  // [ranks + 1][16] bytes: this rank's word and all ranks' words
   size_t total;
 };
 
@@ -47,8 +53,13 @@ inline ArenaLayout::ArenaLayout(int ranks) {
   scratch = take(16 * (ranks + 1));
   one_shot_capacity = device::one_shot_packets(kMostOneShotBytes);
   one_shot = take(2 * ranks * one_shot_capacity * 16);
-  collectives = ring(ranks <= 4 ? 512 : 256);
-  transfers = ring(128);
+  collectives = ring(ranks <= 4 ? 256 : 128);
+  transfers = ring(ranks <= 4 ? 128 : 64);
+  const size_t each = 2 * static_cast<size_t>(ranks) * kMostBulkBlocks;
+  bulk.state = take(each * sizeof(device::BulkState));
+  bulk.arrived = take(each * sizeof(uint64_t));
+  bulk.credits = take(each * sizeof(uint64_t));
+  bulk.slots = take(each * device::kBulkDepth * device::bulk_chunk(ranks));
   total = at;
 }
 

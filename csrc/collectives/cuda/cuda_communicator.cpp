@@ -2,6 +2,7 @@
 #include "collectives/cuda/cuda_communicator.hpp"
 
 #include <algorithm>
+#include <utility>
 
 #include "collectives/cuda/launcher.hpp"
 #include "memory/symmetric_memory.hpp"
@@ -9,7 +10,10 @@
 namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  return {ranks <= 2 ? kMostOneShotBytes : ranks <= 4 ? uint64_t{160} * 1024 : uint64_t{64} * 1024, uint64_t{16} << 20};
+  return {ranks <= 2   ? kMostOneShotBytes
+          : ranks <= 4 ? uint64_t{160} * 1024
+                       : uint64_t{64} * 1024,
+          uint64_t{1} << 20, uint64_t{1} << 40};
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
@@ -49,33 +53,59 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   launcher_->watch().check(operation.context);
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
-  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, kMostOneShotBytes) &&
-      operation.descriptor.op != ReduceOp::premul_sum)
+  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
+  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, kMostOneShotBytes) && !factors)
     return launcher_->one_shot(operation, in, out, bytes);
-  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && operation.descriptor.op != ReduceOp::premul_sum &&
-      launcher_->bucket(operation, in, out, bytes))
+  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && launcher_->bucket(operation, in, out, bytes))
     return;
-  launcher_->two_shot(operation, in, out, bytes, ~uint32_t{0});
+  reduce_parts(operation, launcher_->parts_of(in, out, bytes, ~uint32_t{0}));
 }
 
 void CudaCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
   launcher_->watch().check(operation.context);
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
-  launcher_->two_shot(operation, in, rank_ == operation.descriptor.root ? out : nullptr, bytes,
-                      uint32_t{1} << operation.descriptor.root);
+  reduce_parts(operation, launcher_->parts_of(in, rank_ == operation.descriptor.root ? out : nullptr, bytes,
+                                              uint32_t{1} << operation.descriptor.root));
 }
 
 void CudaCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
   launcher_->watch().check(operation.context);
   if (count == 0) return;
-  device::TwoShotParams params{};
+  device::TwoShotParams parts{};
   for (int r = 0; r < size_; ++r) {
-    params.in[r] = ins[r];
-    params.bytes[r] = count * size_of(operation.descriptor.dtype);
+    parts.in[r] = ins[r];
+    parts.bytes[r] = count * size_of(operation.descriptor.dtype);
   }
-  params.out[rank_] = out;
-  launcher_->two_shot(operation, params);
+  parts.out[rank_] = out;
+  reduce_parts(operation, parts);
+}
+
+void CudaCommunicator::reduce_parts(const Operation& operation, device::TwoShotParams parts) {
+  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only the rings carry them
+  if (size_ > 1 && !factors && parts.bytes[0] >= dispatch_.bulk_from && launcher_->bulk_reduce(operation, parts))
+    return;
+  launcher_->two_shot(operation, parts);
+}
+
+// Each message of a pair by its size, which both know; all ranks launch the one kernel before the other.
+void CudaCommunicator::move(const Operation& operation, device::MoveParams& params) {
+  device::MoveParams large{};
+  bool any = false;
+  for (int r = 0; r < size_ && launcher_->has_bulk() && size_ > 1; ++r) {
+    if (params.send_bytes[r] >= dispatch_.bulk_from) {
+      large.send[r] = params.send[r];
+      large.send_bytes[r] = std::exchange(params.send_bytes[r], 0);
+      any = true;
+    }
+    if (params.receive_bytes[r] >= dispatch_.bulk_from) {
+      large.receive[r] = params.receive[r];
+      large.receive_bytes[r] = std::exchange(params.receive_bytes[r], 0);
+      any = true;
+    }
+  }
+  launcher_->move(operation, params);
+  if (any) launcher_->bulk_move(operation, large);
 }
 
 void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
@@ -87,7 +117,7 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
     params.receive[r] = outs[r];
     params.send_bytes[r] = params.receive_bytes[r] = bytes;
   }
-  launcher_->move(operation, params);
+  move(operation, params);
 }
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
@@ -104,7 +134,7 @@ void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t 
     params.receive[root] = data;
     params.receive_bytes[root] = bytes;
   }
-  launcher_->move(operation, params);
+  move(operation, params);
 }
 
 void CudaCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
@@ -117,7 +147,7 @@ void CudaCommunicator::gather(const Operation& operation, const void* in, void* 
     params.receive[r] = outs[r];
     params.receive_bytes[r] = bytes;
   }
-  launcher_->move(operation, params);
+  move(operation, params);
 }
 
 void CudaCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
@@ -130,7 +160,7 @@ void CudaCommunicator::scatter(const Operation& operation, const void* const* in
     params.send[r] = ins[r];
     params.send_bytes[r] = bytes;
   }
-  launcher_->move(operation, params);
+  move(operation, params);
 }
 
 void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
@@ -142,7 +172,7 @@ void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, 
     params.receive[r] = outs[r].data;
     params.receive_bytes[r] = outs[r].size;
   }
-  launcher_->move(operation, params);
+  move(operation, params);
 }
 
 void CudaCommunicator::barrier(const Operation& operation) {

@@ -11,6 +11,8 @@ namespace ark {
 
 namespace {
 
+constexpr unsigned kBulkBlocks = 16;  // SMs that large messages take
+
 CUstream stream_of(const Operation& operation) {
   return static_cast<CUstream>(operation.stream);
 }
@@ -60,7 +62,8 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       layout_(size),
       memory_(std::move(memory)),
       status_(options.device, sizeof(Status)),
-      watch_(health, &host_status()->group, options.log) {}
+      watch_(health, &host_status()->group, options.log),
+      has_bulk_(jit::KernelLibrary::of(options.device).target().major >= 9) {}
 
 CudaLauncher::~CudaLauncher() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
@@ -89,6 +92,7 @@ const CudaLauncher::Reduce& CudaLauncher::reducing(const Operation& operation) {
     jit::KernelLibrary& library = jit::KernelLibrary::of(device_);
     reduce.one_shot = &library.get(stub, "one_shot");
     reduce.two_shot = &library.get(stub, "two_shot");
+    if (has_bulk()) reduce.bulk = &library.get(bulk_reduce_stub(rule, size_), "bulk");
     reduce.add = &library.get(stub, "add");
   }
   return reduce;
@@ -145,7 +149,7 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams& p
   launch_lanes(*reducing(operation).two_shot, lanes, operation, params);
 }
 
-void CudaLauncher::two_shot(const Operation& operation, const void* in, void* out, uint64_t bytes, uint32_t receivers) {
+device::TwoShotParams CudaLauncher::parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const {
   device::TwoShotParams params{};
   const uint64_t units = (bytes + 15) / 16, part = (units + size_ - 1) / size_ * 16;
   for (int r = 0; r < size_; ++r) {
@@ -155,7 +159,71 @@ void CudaLauncher::two_shot(const Operation& operation, const void* in, void* ou
     params.bytes[r] = std::min(part, bytes - from);
   }
   params.receivers = receivers;
-  two_shot(operation, params);
+  return params;
+}
+
+void CudaLauncher::bulk(const Operation& operation, const jit::Kernel& kernel, device::BulkParams& params,
+                        uint64_t most_bytes) {
+  for (int r = 0; r < size_; ++r) params.arena[r] = memory_[r].data();
+  params.slots_at = layout_.bulk.slots, params.arrived_at = layout_.bulk.arrived;
+  params.credits_at = layout_.bulk.credits, params.state_at = layout_.bulk.state;
+  params.status = &device_status()->group;
+  params.limit_ns = nanoseconds_of(operation.context);
+  params.most_blocks = kMostBulkBlocks;
+  params.rank = rank_, params.ranks = size_;
+  describe_reduction(operation, params);
+  // All ranks must come to the same number: it says which block a chunk is.
+  const uint64_t chunks = (most_bytes + device::bulk_chunk(size_) - 1) / device::bulk_chunk(size_);
+  const unsigned blocks = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, kBulkBlocks));
+  const bool reduces = &kernel != bulk_move_;
+  const CurrentContext context(device_);
+  jit::launch(kernel, {blocks}, {reduces ? device::kBulkThreads : 128u}, device::bulk_shared_bytes(size_, reduces),
+              stream_of(operation), params, jit::LaunchMode::overlapped);
+}
+
+bool CudaLauncher::bulk_reduce(const Operation& operation, const device::TwoShotParams& parts) {
+  const jit::Kernel* const kernel = reducing(operation).bulk;
+  if (kernel == nullptr) return false;
+  device::BulkParams params{};
+  uint64_t most = 0;
+  for (int r = 0; r < size_; ++r) {
+    most = std::max(most, parts.bytes[r]);
+    if (r == rank_) continue;
+    params.push[r] = parts.in[r];
+    params.push_bytes[r] = parts.bytes[r];
+    params.take[r] = parts.out[r];
+    params.take_bytes[r] = (parts.receivers >> rank_ & 1) != 0 ? parts.bytes[r] : 0;
+  }
+  params.in = parts.in[rank_];
+  params.out = parts.out[rank_];
+  params.bytes = parts.bytes[rank_];
+  params.receivers = parts.receivers;
+  bulk(operation, *kernel, params, most);
+  return true;
+}
+
+void CudaLauncher::bulk_move(const Operation& operation, const device::MoveParams& moves) {
+  {
+    std::lock_guard lock(mutex_);
+    if (bulk_move_ == nullptr) bulk_move_ = &jit::KernelLibrary::of(device_).get(bulk_move_stub(size_), "bulk");
+  }
+  device::BulkParams params{};
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    params.push[r] = moves.send[r];
+    params.push_bytes[r] = moves.send_bytes[r];
+    params.take[r] = moves.receive[r];
+    params.take_bytes[r] = moves.receive_bytes[r];
+  }
+  if (moves.send_bytes[rank_] != 0 && moves.send[rank_] != moves.receive[rank_]) {
+    const CurrentContext context(device_);
+    check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(moves.receive[rank_]),
+                                reinterpret_cast<CUdeviceptr>(moves.send[rank_]), moves.send_bytes[rank_],
+                                stream_of(operation)),
+          "cuMemcpyAsync");
+  }
+  // Messages of a pair differ in size, so the number of blocks is the same for all.
+  bulk(operation, *bulk_move_, params, ~uint64_t{0} >> 8);
 }
 
 void CudaLauncher::one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes) {

@@ -40,10 +40,14 @@ class CudaLauncher {
   void transfer(const Operation& operation, device::MoveParams& params) { move(operation, layout_.transfers, params); }
   // params.in, out, bytes and receivers are set.
   void two_shot(const Operation& operation, device::TwoShotParams& params);
+  void one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  // The same by the bulk copy engine. False, and nothing done, where the device has none.
+  bool bulk_reduce(const Operation& operation, const device::TwoShotParams& parts);
+  void bulk_move(const Operation& operation, const device::MoveParams& moves);
+  bool has_bulk() const { return has_bulk_; }
   // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
   // result, in `out`.
-  void two_shot(const Operation& operation, const void* in, void* out, uint64_t bytes, uint32_t receivers);
-  void one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  device::TwoShotParams parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const;
   // All-reduce by copy engines. False, and nothing done, where they cannot be used.
   bool bucket(const Operation& operation, const void* in, void* out, uint64_t bytes);
   // Every rank's word of `bytes` (at most 16) from own_word() to words().
@@ -56,6 +60,7 @@ class CudaLauncher {
     const jit::Kernel* one_shot = nullptr;
     const jit::Kernel* two_shot = nullptr;
     const jit::Kernel* add = nullptr;
+    const jit::Kernel* bulk = nullptr;  // null before compute capability 9.0
   };
   // In host memory that kernels, copy engines and the host write.
   struct Status {
@@ -68,6 +73,7 @@ class CudaLauncher {
   const Reduce& reducing(const Operation& operation);
   device::Rings rings(const Operation& operation, const RingPlace& place) const;
   CopyEngine* copy_engine(const Operation& operation);
+  void bulk(const Operation& operation, const jit::Kernel& kernel, device::BulkParams& params, uint64_t most_bytes);
   Status* host_status() const { return static_cast<Status*>(status_.host()); }
   Status* device_status() const { return static_cast<Status*>(status_.device()); }
 
@@ -79,8 +85,10 @@ class CudaLauncher {
   std::vector<DeviceMemory> memory_;
   PinnedMemory status_;
   DeviceWatch watch_;
+  const bool has_bulk_;
   std::mutex mutex_;
   const jit::Kernel* move_ = nullptr;
+  const jit::Kernel* bulk_move_ = nullptr;
   std::array<Reduce, kRuleKinds> reduces_;
   std::unique_ptr<CopyEngine> engine_;
   bool engine_refused_ = false;

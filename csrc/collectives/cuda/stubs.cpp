@@ -13,6 +13,11 @@ DType scalar_of(DType dtype) {
   return dtype == DType::c32 ? DType::f16 : dtype == DType::c64 ? DType::f32 : dtype;
 }
 
+std::string rule_text(RuleKind rule) {
+  if (rule == RuleKind::any) return "ark::device::GenericRule";
+  return std::string("ark::device::SumRule<ark::device::") + kFormats[static_cast<int>(rule)] + ">";
+}
+
 std::string entry(const std::string& name, int threads, const std::string& params, const std::string& call) {
   return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ") " + name +
          "(\n    const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + call + ";\n}\n";
@@ -36,15 +41,25 @@ std::string reduce_stub(RuleKind rule, int ranks, int rank) {
   std::string text;
   for (const char* header : {"add", "one_shot", "two_shot"})
     text += std::string("#include \"cuda/") + header + ".cuh\"\n";
-  text += "using Rule = ark::device::" +
-          (any ? std::string("GenericRule")
-               : std::string("SumRule<ark::device::") + kFormats[static_cast<int>(rule)] + ">") +
-          ";\n";
+  text += "using Rule = " + rule_text(rule) + ";\n";
   text += entry("one_shot", 512, "OneShotParams",
                 "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")");
   text += entry("two_shot", 256, "TwoShotParams", "two_shot<Rule, " + size + ">(p, " + made + ")");
   text += entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
   return text;
+}
+
+std::string bulk_reduce_stub(RuleKind rule, int ranks) {
+  const bool any = rule == RuleKind::any;
+  const std::string size = std::to_string(ranks), made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
+  return "#include \"cuda/bulk.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("bulk", 384, "BulkParams", "bulk<Rule, " + size + ", true>(p, " + made + ")");
+}
+
+std::string bulk_move_stub(int ranks) {
+  return "#include \"cuda/bulk.cuh\"\n" +
+         entry("bulk", 384, "BulkParams",
+               "bulk<ark::device::SumRule<ark::device::Float32>, " + std::to_string(ranks) + ", false>(p, {})");
 }
 
 std::string move_stub() {
@@ -60,6 +75,10 @@ std::vector<Stub> representative_stubs() {
   stubs.push_back({"reduce_bf16_4", reduce_stub(RuleKind::bf16, 4, 1)});
   stubs.push_back({"reduce_bf16_8", reduce_stub(RuleKind::bf16, 8, 7)});
   stubs.push_back({"reduce_any_1", reduce_stub(RuleKind::any, 1, 0)});
+  stubs.push_back({"bulk_reduce_bf16_2", bulk_reduce_stub(RuleKind::bf16, 2), 90});
+  stubs.push_back({"bulk_reduce_any_4", bulk_reduce_stub(RuleKind::any, 4), 90});
+  stubs.push_back({"bulk_reduce_f32_8", bulk_reduce_stub(RuleKind::f32, 8), 90});
+  stubs.push_back({"bulk_move_4", bulk_move_stub(4), 90});
   return stubs;
 }
 

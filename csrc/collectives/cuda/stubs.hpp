@@ -18,6 +18,9 @@ RuleKind rule_of(DType dtype, ReduceOp op);
 std::string reduce_stub(RuleKind rule, int ranks, int rank);
 // Entry "move".
 std::string move_stub();
+// Entry "bulk"; from compute capability 9.0.
+std::string bulk_reduce_stub(RuleKind rule, int ranks);
+std::string bulk_move_stub(int ranks);
 
 struct Stub {
   std::string name;   // "probe"

@@ -1,0 +1,72 @@
+// The bulk copy engine (TMA) as seen by one thread: copies between global and shared memory, and the mbarriers that
+// count what has come in. From compute capability 9.0 (PTX ISA, cp.async.bulk and mbarrier).
+#pragma once
+
+#include "cuda/packet.cuh"
+
+namespace ark::device {
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint64* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+// This thread's arrival, and so many bytes of copies to come.
+__device__ __forceinline__ void barrier_expect(uint64* barrier, uint32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint64* barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Whether the phase of this parity is over; may suspend the thread for a moment.
+__device__ __forceinline__ bool barrier_passed(uint64* barrier, uint32 parity) {
+  uint32 passed;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return passed != 0;
+}
+
+// Addresses and sizes are multiples of 16.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32 bytes, uint64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// All but the latest kPending groups of this thread are written, and seen by it.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_written() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+// ... have read their source.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Between ordinary accesses and those of the copy engine, both ways.
+__device__ __forceinline__ void fence_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#endif
+
+}  // namespace ark::device
