@@ -124,7 +124,6 @@ CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request,
       line.pending.push_back(mine);
     } else {
       line.captured.push_back(mine);
-      captured_any_ = true;
     }
   }
   for (const EnqueuedPtr& one : passed) {
@@ -144,6 +143,7 @@ void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
     const size_t at = eager ? 0 : kBatch - 1;
     if (!line.pending[at]->done()) return;
     for (size_t i = 0; i <= at; ++i) {
+      line.pending.front()->seen_done = true;
       if (line.pending.front()->abandoned) abandoned_.fetch_sub(1, std::memory_order_relaxed);
       passed.push_back(std::move(line.pending.front()));
       line.pending.pop_front();
@@ -152,8 +152,8 @@ void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
 }
 
 void CudaGroup::abandon(Enqueued& operation) {
-  // A synchronous one holds nothing, a captured one is held with its capture.
-  if (operation.stream == operation.issuer || operation.capture != 0) return;
+  // A synchronous one holds nothing, a captured one is held with its capture, and one that has ended has let go.
+  if (operation.stream == operation.issuer || operation.capture != 0 || operation.seen_done) return;
   if (!operation.abandoned.exchange(true)) abandoned_.fetch_add(1, std::memory_order_relaxed);
 }
 

@@ -84,7 +84,8 @@ class CudaGroup {
   void abandon(Enqueued& operation);
   // Looks at what the device has done since; `completed` is told of each operation, never with a lock held.
   void look();
-  bool drain(Clock::time_point until);  // false: the device was not done by then
+  // False: the device was not done by then. Graphs that still run are waited for when the communicator goes.
+  bool drain(Clock::time_point until);
   // Frees device memory. `drained`: the device is done; otherwise the memory is given up, since kernels may use it.
   void close(bool drained);
 
@@ -102,12 +103,10 @@ class CudaGroup {
   };
   std::shared_ptr<CudaCommunicator> communicator();
   c10::Stream own_stream(Line& line, bool captured);
-  bool drain_graphs(Clock::time_point until);
   // Moves what the device has passed to `passed`.
   void look(Line& line, std::vector<EnqueuedPtr>& passed, bool all);
 
   std::atomic<int> abandoned_{0};
-  std::atomic<bool> captured_any_{false};
   std::mutex life_;
   std::shared_ptr<CudaCommunicator> communicator_;
   std::mutex mutex_;

@@ -1,11 +1,7 @@
 // Failure and end of a group's side on its device: checks, abort, waiting until the device is done, freeing.
-#include <c10/core/DeviceGuard.h>
-
 #include <algorithm>
-#include <condition_variable>
 #include <thread>
 
-#include "jit/driver.hpp"
 #include "process_group/cuda_group.hpp"
 
 namespace ark {
@@ -29,33 +25,7 @@ void CudaGroup::abort() {
   if (const auto communicator = this->communicator()) communicator->abort();
 }
 
-// Graphs may be running that hold operations of the group, on streams unknown here: all of the device is waited for, on
-// a thread of its own, since CUDA has no bound for that.
-bool CudaGroup::drain_graphs(Clock::time_point until) {
-  struct State {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-  };
-  auto state = std::make_shared<State>();
-  std::thread([state, device = device] {
-    try {
-      const c10::OptionalDeviceGuard on_device(device);
-      const RelaxedCapture relaxed;
-      cuda_guard().synchronizeDevice(device.index());
-    } catch (const std::exception&) {
-      // a device that has failed runs nothing any more
-    }
-    const std::lock_guard lock(state->mutex);
-    state->done = true;
-    state->changed.notify_all();
-  }).detach();
-  std::unique_lock lock(state->mutex);
-  return state->changed.wait_until(lock, until, [&] { return state->done; });
-}
-
 bool CudaGroup::drain(Clock::time_point until) {
-  if (captured_any_ && !drain_graphs(until)) return false;
   for (auto pause = std::chrono::microseconds(20);; pause = std::min(pause * 2, std::chrono::microseconds(1000))) {
     look();
     {
@@ -68,11 +38,13 @@ bool CudaGroup::drain(Clock::time_point until) {
           return true;  // a device that has failed runs nothing any more
         }
       });
-      if (idle) return true;
+      if (idle) break;
     }
     if (Clock::now() >= until) return false;
     std::this_thread::sleep_for(pause);
   }
+  look();
+  return true;
 }
 
 void CudaGroup::close(bool drained) {

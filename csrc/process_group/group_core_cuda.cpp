@@ -15,9 +15,10 @@ void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
     {
       // A kernel that gave up has ended as well, and so have those behind it.
       const std::lock_guard lock(cuda_mutex_);
-      if (device_failure_ && operation.sequence >= device_failure_->context().sequence) {
-        FlightRecord::instance().failed(operation.flight, device_failure_->what());
-        return;
+      const uint64_t failed_from = device_failure_ ? device_failure_->context().sequence : ~uint64_t{0};
+      if (operation.sequence >= failed_from) {
+        if (failed_from > 0) FlightRecord::instance().failed(operation.flight, device_failure_->what());
+        return;  // from 0: nobody knows which one it was
       }
     }
     FlightRecord::instance().completed(operation.flight);
