@@ -7,13 +7,16 @@
 // push() fills the peers' slots from the input; fetch() brings contributions to shared memory, where add() adds them;
 // hand_out() stores results here and in the peers' slots; take() copies out what peers have delivered.
 //
-// Ordering. A sender waits until the copy engine has written a chunk (bulk_wait_written: its writes are then seen by
-// the thread), passes them from the async proxy by fence, and stores the count of chunks with release at system scope.
-// The receiver reads the count with acquire, fences towards the async proxy, and has the engine read the slot. When
-// that read has come in (the mbarrier), it stores the count of chunks taken into the sender's memory; the sender writes
-// chunk s only when s - kBulkDepth was taken. Counts only grow and live on the device. Liveness. Every wait is bounded.
-// take() and fetch() wait for their peers' push() and hand_out(); those wait for credits that the peers' take() and
-// add() give, and hand_out() for nothing that push() holds: no cycle.
+// Ordering. A sender waits until the copy engine has written a chunk, which it reports when the destination's memory
+// has taken it (bulk_wait_written), and only then stores the count of chunks. Whoever sees the count starts reads
+// behind it, by the engine, which reads that memory and no cache of an SM. The same for the count of chunks taken,
+// stored when reads have come in (the mbarrier): the sender writes chunk s only when s - kBulkDepth was taken. The
+// words are relaxed on purpose: a fence at system scope waits for everything that the block has under way, a round trip
+// a chunk (measured: it leaves a quarter of the bandwidth), and orders nothing that is not over already. Counts only
+// grow and live on the device.
+//
+// Liveness. Every wait is bounded. take() and fetch() wait for their peers' push() and hand_out(); those wait for
+// credits that the peers' take() and add() give, and hand_out() for nothing that push() holds: no cycle.
 #pragma once
 
 #include "cuda/bulk_block.cuh"
@@ -47,10 +50,7 @@ __device__ __forceinline__ void bulk_push(BulkBlock<kRanks>& block, int set) {
   const auto signal = [&] {
     const int peer = signals.peer();
     const uint64 count = told.bump(peer);
-    if (block.leader) {
-      fence_async_global();
-      block.tell_arrived(peer, set, count);
-    }
+    if (block.leader) block.tell_arrived(peer, set, count);
     signals.next();
   };
   for (int i = 0; i < kPushStages - kInFlight; i++) load();
@@ -88,6 +88,7 @@ __device__ __forceinline__ void bulk_push(BulkBlock<kRanks>& block, int set) {
 template <int kRanks>
 __device__ __forceinline__ void bulk_fetch(BulkBlock<kRanks>& block, char* stages, uint64 count) {
   constexpr uint32 kChunk = bulk_chunk(kRanks);
+  constexpr int kStages = bulk_add_stages(kRanks);
   const BulkParams& p = block.p;
   BulkBarriers& barriers = *block.barriers;
   RankCounters<kRanks> known{};
@@ -95,8 +96,8 @@ __device__ __forceinline__ void bulk_fetch(BulkBlock<kRanks>& block, char* stage
   bool left = false;
   for (uint64 at = blockIdx.x * uint64{kChunk}; at < p.bytes; at += gridDim.x * uint64{kChunk}) {
     const uint32 size = p.bytes - at < kChunk ? static_cast<uint32>(p.bytes - at) : kChunk;
-    const int stage = turn % kAddStages;
-    left = !block.await_barrier(&barriers.empty[stage], (turn / kAddStages & 1) ^ 1);
+    const int stage = turn % kStages;
+    left = !block.await_barrier(&barriers.empty[stage], (turn / kStages & 1) ^ 1);
     ARK_UNROLL
     for (int r = 0; r < kRanks; r++) {
       left = left || (r != p.rank &&
@@ -108,7 +109,6 @@ __device__ __forceinline__ void bulk_fetch(BulkBlock<kRanks>& block, char* stage
     block.load(to + p.rank * kChunk, static_cast<const char*>(p.in) + at, size, &barriers.full[stage],
                block.padded(size) * (kRanks - 1));
     if (block.leader) {
-      fence_async_global();
       ARK_UNROLL
       for (int r = 0; r < kRanks; r++) {
         if (r != p.rank)
@@ -120,7 +120,7 @@ __device__ __forceinline__ void bulk_fetch(BulkBlock<kRanks>& block, char* stage
     count++;
     turn++;
   }
-  if (left) block.drain(barriers.full, kAddStages, turn < kAddStages ? 0 : turn - kAddStages, turn);
+  if (left) block.drain(barriers.full, kStages, turn < kStages ? 0 : turn - kStages, turn);
   if (left || !block.leader) return;
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++)
@@ -132,14 +132,15 @@ template <class Rule, int kRanks>
 __device__ __forceinline__ void bulk_add(BulkBlock<kRanks>& block, const char* stages, char* made, Rule rule,
                                          uint64 count) {
   constexpr uint32 kChunk = bulk_chunk(kRanks);
+  constexpr int kStages = bulk_add_stages(kRanks);
   constexpr int kUnits = kChunk / (256 * 16);
   const BulkParams& p = block.p;
   BulkBarriers& barriers = *block.barriers;
   const int thread = threadIdx.x - 128;
   uint32 turn = 0;
   for (uint64 at = blockIdx.x * uint64{kChunk}; at < p.bytes; at += gridDim.x * uint64{kChunk}) {
-    const int stage = turn % kAddStages, result = turn % kResultStages;
-    if (!block.await_barrier(&barriers.full[stage], turn / kAddStages & 1)) return;
+    const int stage = turn % kStages, result = turn % kResultStages;
+    if (!block.await_barrier(&barriers.full[stage], turn / kStages & 1)) return;
     count++;
     if (thread < kRanks && thread != p.rank) block.tell_taken(thread, block.contributions, count);
     Unit sums[kUnits];
@@ -182,7 +183,6 @@ __device__ __forceinline__ void bulk_hand_out(BulkBlock<kRanks>& block, const ch
   const auto tell = [&] {
     told++;
     if (!block.leader) return;
-    fence_async_global();
     ARK_UNROLL
     for (int r = 0; r < kRanks; r++)
       if (receives(r)) block.tell_arrived(r, block.results, sent.values[r] - (turn - told));
@@ -250,7 +250,6 @@ __device__ __forceinline__ void bulk_take(BulkBlock<kRanks>& block, char* stages
         __syncwarp();
         if (block.leader) {
           const uint32 bytes = block.padded(loads.size());
-          fence_async_global();
           barrier_expect(&barriers[stage], bytes);
           bulk_load(stages + stage * kChunk, block.slot(p.rank, block.results, peer, count), bytes, &barriers[stage]);
         }
@@ -305,7 +304,7 @@ __device__ __forceinline__ void bulk(const BulkParams& p, Rule rule) {
   BulkBlock<kRanks> block(p, &barriers, memory);
   char* const taking = memory + kPushStages * kChunk;
   char* const adding = taking + kTakeStages * kChunk;
-  char* const made = adding + kAddStages * kRanks * kChunk;
+  char* const made = adding + bulk_add_stages(kRanks) * kRanks * kChunk;
   // Contributions are taken in the same numbers from all peers.
   const uint64 count = kReduces ? block.state(block.contributions, p.rank == 0 ? 1 : 0)->received : 0;
   __syncthreads();  // read before it is changed

@@ -6,15 +6,19 @@
 
 namespace ark::device {
 
-inline constexpr int kBulkDepth = 16;     // slots of a ring
+inline constexpr int kBulkDepth = 8;         // slots of a ring
 inline constexpr uint32 kBulkThreads = 384;  // four warps that move, eight that add
-inline constexpr int kPushStages = 8, kTakeStages = 6, kAddStages = 2, kResultStages = 4;
+inline constexpr int kPushStages = 8, kTakeStages = 6, kMostAddStages = 4, kResultStages = 4;
 
 ARK_HOST_DEVICE constexpr uint32 bulk_chunk(int ranks) {
   return ranks <= 4 ? 8192 : 4096;
 }
+ARK_HOST_DEVICE constexpr int bulk_add_stages(int ranks) {
+  return ranks <= 2 ? kMostAddStages : 2;
+}
 ARK_HOST_DEVICE constexpr uint32 bulk_shared_bytes(int ranks, bool reduces) {
-  return bulk_chunk(ranks) * (kPushStages + kTakeStages + (reduces ? kAddStages * ranks + kResultStages : 0));
+  return bulk_chunk(ranks) *
+         (kPushStages + kTakeStages + (reduces ? bulk_add_stages(ranks) * ranks + kResultStages : 0));
 }
 
 // A block's own counters towards and from one peer, in one set.
@@ -49,9 +53,9 @@ struct BulkParams {
 
 struct BulkBarriers {
   uint64 push[kPushStages], take[kTakeStages];
-  uint64 full[kAddStages], empty[kAddStages];         // contributions to add
-  uint64 made[kResultStages], stored[kResultStages];  // results
-  uint32 left;                                        // a warp has given up
+  uint64 full[kMostAddStages], empty[kMostAddStages];  // contributions to add
+  uint64 made[kResultStages], stored[kResultStages];   // results
+  uint32 left;                                         // a warp has given up
 };
 
 // Copies by a whole warp, in the widest pieces that the address in global memory allows.
@@ -108,19 +112,19 @@ class BulkBlock {
     return p.arena[owner] + p.slots_at + (ring * kBulkDepth + count % kBulkDepth) * kChunk;
   }
 
-  // The leader's: `count` chunks are in the peer's slots.
+  // The leader's: `count` chunks are in the peer's slots. One thread's: `count` of the peer's chunks are taken.
   __device__ __forceinline__ void tell_arrived(int peer, int set, uint64 count) const {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word<uint64>(peer, p.arrived_at, set, p.rank)), "l"(count)
-                 : "memory");
+    store_word(word<uint64>(peer, p.arrived_at, set, p.rank), count);
   }
-  // One thread's: `count` of the peer's chunks are taken. Reads that have come in need no order.
   __device__ __forceinline__ void tell_taken(int peer, int set, uint64 count) const {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word<uint64>(peer, p.credits_at, set, p.rank)), "l"(count)
-                 : "memory");
+    store_word(word<uint64>(peer, p.credits_at, set, p.rank), count);
+  }
+  static __device__ __forceinline__ void store_word(uint64* to, uint64 count) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(count) : "memory");
   }
   static __device__ __forceinline__ uint64 load_word(const uint64* from) {
     uint64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
   }
 

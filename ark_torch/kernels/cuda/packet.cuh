@@ -26,9 +26,9 @@ struct alignas(16) GroupControl {
 struct alignas(64) GroupStatus {
   uint32 abort;  // the host's: leave
   uint32 gave_up;
-  int peer;          // whom the device waited for
-  uint32 departed;   // the host's: bit p is set when rank p has left the group
-  uint64 epoch;  // which it did not see
+  int peer;         // whom the device waited for
+  uint32 departed;  // the host's: bit p is set when rank p has left the group
+  uint64 epoch;     // which it did not see
 };
 
 // What copy engines tell, in the same memory.
@@ -115,8 +115,9 @@ __device__ __forceinline__ void store_unit(void* buffer, uint64 unit, uint64 byt
     store_bytes(to, static_cast<int>(min(bytes - unit * 16, uint64{16})), value);
 }
 
-// Where the kernel was launched to overlap the end of the one before it (LaunchMode::overlapped): waits until that is over and its
-// writes are seen, then lets the next one of that kind come. In this order, so that no more than one waits.
+// Where the kernel was launched to overlap the end of the one before it (LaunchMode::overlapped): waits until that is
+// over and its writes are seen, then lets the next one of that kind come. In this order, so that no more than one
+// waits.
 __device__ __forceinline__ void begin_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

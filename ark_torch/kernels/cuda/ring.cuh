@@ -19,7 +19,7 @@
 
 namespace ark::device {
 
-inline constexpr int kRingDepth = 8;
+inline constexpr int kRingDepth = 4;
 inline constexpr int kStepRows = 4;
 inline constexpr int kRowUnits = 30;   // of data
 inline constexpr int kRowBytes = 512;  // of memory

@@ -17,8 +17,10 @@ CudaDispatch CudaDispatch::measured(int ranks) {
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
-                                                           GroupHealth& health, const Options& options,
+                                                           GroupHealth& health, const Options& given,
                                                            std::string& why) {
+  Options options = given;
+  if (!options.dispatch) options.dispatch = CudaDispatch::measured(size);
   if (size > device::kMaxRanks) {
     why = "a group of " + std::to_string(size) + " ranks on one node; kernels are made for up to " +
           std::to_string(device::kMaxRanks);
@@ -36,8 +38,7 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
   if (memory.empty()) return nullptr;
   auto launcher = std::make_unique<CudaLauncher>(rank, size, health, std::move(store), std::move(memory), options);
-  return std::unique_ptr<CudaCommunicator>(
-      new CudaCommunicator(rank, size, std::move(launcher), options.dispatch.value_or(CudaDispatch::measured(size))));
+  return std::unique_ptr<CudaCommunicator>(new CudaCommunicator(rank, size, std::move(launcher), *options.dispatch));
 }
 
 CudaCommunicator::CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher,

@@ -11,8 +11,6 @@ namespace ark {
 
 namespace {
 
-constexpr unsigned kBulkBlocks = 16;  // SMs that large messages take
-
 CUstream stream_of(const Operation& operation) {
   return static_cast<CUstream>(operation.stream);
 }
@@ -63,7 +61,8 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       memory_(std::move(memory)),
       status_(options.device, sizeof(Status)),
       watch_(health, &host_status()->group, options.log),
-      has_bulk_(jit::KernelLibrary::of(options.device).target().major >= 9) {}
+      has_bulk_(jit::KernelLibrary::of(options.device).target().major >= 9),
+      bulk_blocks_(std::clamp<uint32_t>(options.dispatch->bulk_blocks, 1, kMostBulkBlocks)) {}
 
 CudaLauncher::~CudaLauncher() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
@@ -174,7 +173,7 @@ void CudaLauncher::bulk(const Operation& operation, const jit::Kernel& kernel, d
   describe_reduction(operation, params);
   // All ranks must come to the same number: it says which block a chunk is.
   const uint64_t chunks = (most_bytes + device::bulk_chunk(size_) - 1) / device::bulk_chunk(size_);
-  const unsigned blocks = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, kBulkBlocks));
+  const unsigned blocks = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, bulk_blocks_));
   const bool reduces = &kernel != bulk_move_;
   const CurrentContext context(device_);
   jit::launch(kernel, {blocks}, {reduces ? device::kBulkThreads : 128u}, device::bulk_shared_bytes(size_, reduces),

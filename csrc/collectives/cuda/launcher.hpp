@@ -27,7 +27,7 @@ class CudaLauncher {
  public:
   using Options = CudaCommunicator::Options;
 
-  // memory[r]: rank r's arena as mapped here.
+  // memory[r]: rank r's arena as mapped here; options.dispatch is set.
   CudaLauncher(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
                std::vector<DeviceMemory> memory, const Options& options);
   ~CudaLauncher();  // waits for the device
@@ -86,6 +86,7 @@ class CudaLauncher {
   PinnedMemory status_;
   DeviceWatch watch_;
   const bool has_bulk_;
+  const uint32_t bulk_blocks_;
   std::mutex mutex_;
   const jit::Kernel* move_ = nullptr;
   const jit::Kernel* bulk_move_ = nullptr;
