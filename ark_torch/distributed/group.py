@@ -119,7 +119,7 @@ def _make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) ->
 
 
 def _make_nccl(
-    store: Any, rank: int, size: int, timeout: datetime.timedelta, name: str = "", members: Sequence[int] = ()
+    store: Any, rank: int, size: int, timeout: datetime.timedelta, name: Any = "", members: Sequence[int] = ()
 ) -> Any:
     if not dist.is_nccl_available():
         raise RuntimeError(

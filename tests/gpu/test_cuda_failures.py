@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ KILL_BOUND_S = 5.0
 
 def _loop(rank: Rank, how: str, count: int) -> float:
     """Operates for ever; when that fails, tells the test process and starts again without the victim, the last rank."""
-    device = start(rank, timeout=120 if how != "stopped" else TIMEOUT_S)
+    device = start(rank, timeout=120)
     tensor = torch.ones(count, device=device)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor)  # kernels are compiled here, which may take longer than the short timeout
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)) if how == "stopped" else None
+    dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     if how == "graph":
@@ -40,7 +43,7 @@ def _loop(rank: Rank, how: str, count: int) -> float:
             elif how == "barrier":
                 dist.barrier()
             else:
-                dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=how == "async")
+                dist.all_reduce(tensor, dist.ReduceOp.AVG, group, async_op=how == "async")
             torch.cuda.synchronize()
     except dist.DistBackendError as error:
         rank.report("raised", str(error))
@@ -98,27 +101,29 @@ def test_stopped() -> None:
 
 
 def _uneven(rank: Rank) -> str:
-    """One rank never calls: the others' host waits for nothing, and the barrier after it tells."""
-    device = start(rank, timeout=2)
+    """One rank never calls: the others' kernels give up by their timeout, and the next operation tells."""
+    device = start(rank)
     tensor = torch.ones(100, device=device)
     dist.all_reduce(tensor)
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    dist.all_reduce(tensor, group=group)
     torch.cuda.synchronize()
     dist.barrier()
     if rank.rank == 0:
         time.sleep(8)
         return ""
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     with pytest.raises(dist.DistBackendError) as caught:
         torch.cuda.synchronize()
         while True:
-            dist.all_reduce(tensor, async_op=True).wait()
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
             time.sleep(0.1)
     return str(caught.value)
 
 
 def test_a_rank_that_does_not_call() -> None:
     with Job(_uneven, WORLD, env=ENV, destroy=False) as job:
-        for value in [outcome.value for outcome in job.finish(60)][1:]:
+        for value in job.values(60)[1:]:
             assert "rank 0" in value, value
 
 

@@ -96,7 +96,7 @@ def test_each_collective(name: str, world: int) -> None:
 
 
 def _several(rank: Rank) -> None:
-    """All collectives in one graph, two such graphs in turn, and eager calls between, without a host that waits."""
+    """All collectives in one graph, two such graphs in turn, and eager calls between them on the same stream."""
     device = start(rank)
     dist.all_reduce(torch.ones(1, device=device))
     sets = [[Case(name, count, rank, device, torch.float32) for name in NAMES] for count in (1000, 40_000)]
