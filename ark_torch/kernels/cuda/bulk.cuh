@@ -3,20 +3,22 @@
 // copied out; reductions push contributions first, add them in rank order and push the results.
 //
 // A block has its own rings of kBulkDepth slots of one chunk to and from every peer, one set for contributions and one
-// for results and moved bytes; chunk c of a message is block c % blocks's. Four warps and eight work side by side:
-// push() fills the peers' slots from the input; fetch() brings contributions to shared memory, where add() adds them;
-// hand_out() stores results here and in the peers' slots; take() copies out what peers have delivered.
+// for results and moved bytes; chunk c of a message is block c % blocks's. Warps work side by side: bulk_push() fills
+// the peers' slots from the input; bulk_fetch() brings contributions to shared memory, where eight warps of bulk_add()
+// add them; bulk_hand_out() stores results here and in the peers' slots; bulk_take() copies out what peers have
+// delivered; bulk_signal() tells peers what is in their slots.
 //
-// Ordering. A sender waits until the copy engine has written a chunk, which it reports when the destination's memory
-// has taken it (bulk_wait_written), and only then stores the count of chunks. Whoever sees the count starts reads
-// behind it, by the engine, which reads that memory and no cache of an SM. The same for the count of chunks taken,
-// stored when reads have come in (the mbarrier): the sender writes chunk s only when s - kBulkDepth was taken. The
-// words are relaxed on purpose: a fence at system scope waits for everything that the block has under way, a round trip
-// a chunk (measured: it leaves a quarter of the bandwidth), and orders nothing that is not over already. Counts only
-// grow and live on the device.
+// Ordering. A sender waits until the copy engine has written a chunk (bulk_wait_written: the thread sees it), notes
+// that in shared memory with release; the signalling warp acquires the note, fences between the proxies and at system
+// scope, and stores the count of chunks in the receiver's memory. It is a warp of its own because that fence lasts a
+// round trip over the link: a sender that made it itself kept a quarter of the bandwidth (measured), and without it
+// receivers read slots that were not written yet (seen). The receiver reads the count, fences likewise, and has the
+// engine read the slot. When reads have come in (the mbarrier) it stores the count of chunks taken, relaxed: nothing of
+// its own is to be ordered before. The sender writes chunk s only when s - kBulkDepth was taken. Counts only grow and
+// live on the device.
 //
-// Liveness. Every wait is bounded. take() and fetch() wait for their peers' push() and hand_out(); those wait for
-// credits that the peers' take() and add() give, and hand_out() for nothing that push() holds: no cycle.
+// Liveness. Every wait is bounded. take and fetch wait for their peers' push and hand_out; those wait for credits that
+// the peers' take and add give, and hand_out for nothing that push holds: no cycle.
 #pragma once
 
 #include "cuda/bulk_block.cuh"
@@ -50,7 +52,7 @@ __device__ __forceinline__ void bulk_push(BulkBlock<kRanks>& block, int set) {
   const auto signal = [&] {
     const int peer = signals.peer();
     const uint64 count = told.bump(peer);
-    if (block.leader) block.tell_arrived(peer, set, count);
+    if (block.leader) block.note_written(peer, set, count);
     signals.next();
   };
   for (int i = 0; i < kPushStages - kInFlight; i++) load();
@@ -79,6 +81,7 @@ __device__ __forceinline__ void bulk_push(BulkBlock<kRanks>& block, int set) {
   bulk_wait_written<0>();
   if (left) return;
   while (!signals.over) signal();
+  if (block.leader) block.finish_sending();
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++)
     if (block.leader && r != p.rank) block.state(set, r)->sent = sent.values[r];
@@ -105,6 +108,7 @@ __device__ __forceinline__ void bulk_fetch(BulkBlock<kRanks>& block, char* stage
                                         known.values[r], count + 1, r));
     }
     if (left) break;
+    block.acquire_slots();
     char* const to = stages + stage * kRanks * kChunk;
     block.load(to + p.rank * kChunk, static_cast<const char*>(p.in) + at, size, &barriers.full[stage],
                block.padded(size) * (kRanks - 1));
@@ -136,7 +140,7 @@ __device__ __forceinline__ void bulk_add(BulkBlock<kRanks>& block, const char* s
   constexpr int kUnits = kChunk / (256 * 16);
   const BulkParams& p = block.p;
   BulkBarriers& barriers = *block.barriers;
-  const int thread = threadIdx.x - 128;
+  const int thread = threadIdx.x - kBulkMovers;
   uint32 turn = 0;
   for (uint64 at = blockIdx.x * uint64{kChunk}; at < p.bytes; at += gridDim.x * uint64{kChunk}) {
     const int stage = turn % kStages, result = turn % kResultStages;
@@ -185,7 +189,7 @@ __device__ __forceinline__ void bulk_hand_out(BulkBlock<kRanks>& block, const ch
     if (!block.leader) return;
     ARK_UNROLL
     for (int r = 0; r < kRanks; r++)
-      if (receives(r)) block.tell_arrived(r, block.results, sent.values[r] - (turn - told));
+      if (receives(r)) block.note_written(r, block.results, sent.values[r] - (turn - told));
   };
   for (uint64 at = blockIdx.x * uint64{kChunk}; at < p.bytes; at += gridDim.x * uint64{kChunk}) {
     const uint32 size = p.bytes - at < kChunk ? static_cast<uint32>(p.bytes - at) : kChunk;
@@ -216,6 +220,7 @@ __device__ __forceinline__ void bulk_hand_out(BulkBlock<kRanks>& block, const ch
   if (left) return;
   __syncwarp();
   while (told < turn) tell();
+  if (block.leader) block.finish_sending();
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++)
     if (block.leader && receives(r)) block.state(block.results, r)->sent = sent.values[r];
@@ -246,6 +251,7 @@ __device__ __forceinline__ void bulk_take(BulkBlock<kRanks>& block, char* stages
         known.set(peer, __shfl_sync(~0u, block.leader ? block.load_word(from) : 0, 0));
       }
       if (known.of(peer) > count) {
+        block.acquire_slots();
         bulk_wait_read<1>();  // the stage's last store has left it
         __syncwarp();
         if (block.leader) {
@@ -284,12 +290,36 @@ __device__ __forceinline__ void bulk_take(BulkBlock<kRanks>& block, char* stages
     if (r != p.rank) block.state(block.results, r)->received = taken.values[r];
 }
 
+// Tells peers what senders of this block have written to their slots.
+template <int kRanks>
+__device__ __forceinline__ void bulk_signal(BulkBlock<kRanks>& block) {
+  const int set = (threadIdx.x >> 3) & 1, peer = threadIdx.x & 7;  // a thread each; 16 of the warp
+  const bool mine = (threadIdx.x & 31) < 16 && peer < kRanks && peer != block.p.rank;
+  uint64 told = mine ? block.load_written(peer, set) : 0;
+  for (bool last = false; !last;) {
+    last = *const_cast<volatile uint32*>(&block.barriers->senders) == 0;
+    last = __all_sync(~0u, last);
+    __threadfence_block();
+    const uint64 count = mine ? block.load_written(peer, set) : 0;
+    if (__any_sync(~0u, count != told)) {
+      fence_async_global();
+      asm volatile("fence.acq_rel.sys;" ::: "memory");
+      if (count != told)
+        block.store_word(block.template word<uint64>(peer, block.p.arrived_at, set, block.p.rank), count);
+      told = count;
+    } else if (block.leaves(-1, 0)) {
+      return;
+    }
+  }
+}
+
 template <class Rule, int kRanks, bool kReduces>
 __device__ __forceinline__ void bulk(const BulkParams& p, Rule rule) {
   constexpr uint32 kChunk = bulk_chunk(kRanks);
   extern __shared__ __align__(128) char memory[];
   __shared__ BulkBarriers barriers;
   begin_kernel();
+  BulkBlock<kRanks> block(p, &barriers, memory);
   if (threadIdx.x == 0) {
     for (uint64& barrier : barriers.push) barrier_init(&barrier, 1);
     for (uint64& barrier : barriers.take) barrier_init(&barrier, 1);
@@ -297,11 +327,14 @@ __device__ __forceinline__ void bulk(const BulkParams& p, Rule rule) {
     for (uint64& barrier : barriers.empty) barrier_init(&barrier, 8);   // warps
     for (uint64& barrier : barriers.made) barrier_init(&barrier, 256);  // threads
     for (uint64& barrier : barriers.stored) barrier_init(&barrier, 1);
+    ARK_UNROLL
+    for (int r = 0; r < kRanks; r++)
+      for (int set = 0; set < 2; set++) barriers.written[set][r] = block.state(set, r)->sent;
+    barriers.senders = kReduces ? 2 : 1;
     barriers.left = 0;
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
-  BulkBlock<kRanks> block(p, &barriers, memory);
   char* const taking = memory + kPushStages * kChunk;
   char* const adding = taking + kTakeStages * kChunk;
   char* const made = adding + bulk_add_stages(kRanks) * kRanks * kChunk;
@@ -313,7 +346,8 @@ __device__ __forceinline__ void bulk(const BulkParams& p, Rule rule) {
   if (warp == 1 && kReduces) bulk_fetch<kRanks>(block, adding, count);
   if (warp == 2 && kReduces) bulk_hand_out<kRanks>(block, made);
   if (warp == 3) bulk_take<kRanks>(block, taking);
-  if (warp >= 4 && kReduces) bulk_add<Rule, kRanks>(block, adding, made, rule, count);
+  if (warp == 4) bulk_signal<kRanks>(block);
+  if (warp >= 5 && kReduces) bulk_add<Rule, kRanks>(block, adding, made, rule, count);
   __syncthreads();
 }
 

@@ -6,8 +6,9 @@
 
 namespace ark::device {
 
-inline constexpr int kBulkDepth = 8;         // slots of a ring
-inline constexpr uint32 kBulkThreads = 384;  // four warps that move, eight that add
+inline constexpr int kBulkDepth = 8;        // slots of a ring
+inline constexpr uint32 kBulkMovers = 160;  // threads: four warps that move, one that signals; then
+inline constexpr uint32 kBulkAdders = 256;  // eight that add
 inline constexpr int kPushStages = 8, kTakeStages = 6, kMostAddStages = 4, kResultStages = 4;
 
 ARK_HOST_DEVICE constexpr uint32 bulk_chunk(int ranks) {
@@ -55,7 +56,9 @@ struct BulkBarriers {
   uint64 push[kPushStages], take[kTakeStages];
   uint64 full[kMostAddStages], empty[kMostAddStages];  // contributions to add
   uint64 made[kResultStages], stored[kResultStages];   // results
-  uint32 left;                                         // a warp has given up
+  uint64 written[2][kMaxRanks];  // by set and peer: chunks in the peer's slots, for the signalling warp
+  uint32 senders;                // that have not finished
+  uint32 left;                   // a warp has given up
 };
 
 // Copies by a whole warp, in the widest pieces that the address in global memory allows.
@@ -112,10 +115,25 @@ class BulkBlock {
     return p.arena[owner] + p.slots_at + (ring * kBulkDepth + count % kBulkDepth) * kChunk;
   }
 
-  // The leader's: `count` chunks are in the peer's slots. One thread's: `count` of the peer's chunks are taken.
-  __device__ __forceinline__ void tell_arrived(int peer, int set, uint64 count) const {
-    store_word(word<uint64>(peer, p.arrived_at, set, p.rank), count);
+  // The leader's: `count` chunks are in the peer's slots.
+  __device__ __forceinline__ void note_written(int peer, int set, uint64 count) const {
+    asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(&barriers->written[set][peer])), "l"(count)
+                 : "memory");
   }
+  __device__ __forceinline__ uint64 load_written(int peer, int set) const {
+    uint64 count;
+    asm volatile("ld.acquire.cta.shared.u64 %0, [%1];"
+                 : "=l"(count)
+                 : "r"(shared_address(&barriers->written[set][peer]))
+                 : "memory");
+    return count;
+  }
+  // The leader's, when it has noted its last chunk.
+  __device__ __forceinline__ void finish_sending() const {
+    __threadfence_block();
+    atomicSub(&barriers->senders, 1u);
+  }
+  // One thread's: `count` of the peer's chunks are taken.
   __device__ __forceinline__ void tell_taken(int peer, int set, uint64 count) const {
     store_word(word<uint64>(peer, p.credits_at, set, p.rank), count);
   }
@@ -126,6 +144,13 @@ class BulkBlock {
     uint64 value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
+  }
+  // Between a count that was read and the engine's reads behind it.
+  static __device__ __forceinline__ void acquire_slots() {
+#if !defined(ARK_BULK_NO_READER_FENCE)
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+    fence_async_global();
+#endif
   }
 
   // Whether the block is to leave. `peer`: whom the caller waits for, -1: a warp of this block.

@@ -30,7 +30,7 @@ struct CudaDispatch {
   uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings of lines
   uint64_t bulk_from;         // of one rank's part or message: from here the bulk copy engine
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
-  uint32_t bulk_blocks = 16;  // SMs that the bulk copy engine takes, at most 32
+  uint32_t bulk_blocks = 32;  // SMs that the bulk copy engine takes, at most 32
   static CudaDispatch measured(int ranks);
 };
 

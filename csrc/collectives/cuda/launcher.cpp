@@ -176,8 +176,8 @@ void CudaLauncher::bulk(const Operation& operation, const jit::Kernel& kernel, d
   const unsigned blocks = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, bulk_blocks_));
   const bool reduces = &kernel != bulk_move_;
   const CurrentContext context(device_);
-  jit::launch(kernel, {blocks}, {reduces ? device::kBulkThreads : 128u}, device::bulk_shared_bytes(size_, reduces),
-              stream_of(operation), params, jit::LaunchMode::overlapped);
+  jit::launch(kernel, {blocks}, {device::kBulkMovers + (reduces ? device::kBulkAdders : 0)},
+              device::bulk_shared_bytes(size_, reduces), stream_of(operation), params, jit::LaunchMode::overlapped);
 }
 
 bool CudaLauncher::bulk_reduce(const Operation& operation, const device::TwoShotParams& parts) {

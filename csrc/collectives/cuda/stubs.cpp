@@ -53,12 +53,12 @@ std::string bulk_reduce_stub(RuleKind rule, int ranks) {
   const bool any = rule == RuleKind::any;
   const std::string size = std::to_string(ranks), made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
   return "#include \"cuda/bulk.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("bulk", 384, "BulkParams", "bulk<Rule, " + size + ", true>(p, " + made + ")");
+         entry("bulk", 416, "BulkParams", "bulk<Rule, " + size + ", true>(p, " + made + ")");
 }
 
 std::string bulk_move_stub(int ranks) {
   return "#include \"cuda/bulk.cuh\"\n" +
-         entry("bulk", 384, "BulkParams",
+         entry("bulk", 416, "BulkParams",
                "bulk<ark::device::SumRule<ark::device::Float32>, " + std::to_string(ranks) + ", false>(p, {})");
 }
 
