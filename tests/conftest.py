@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
-from support import launcher, processes, tables
+from support import processes, start, tables
 
 HARD_LIMIT_S = 300.0
 
@@ -63,7 +63,7 @@ def leaves_nothing() -> Iterator[None]:
     deadline = time.monotonic() + 5
     left: list[int] = []
     while True:
-        processes_left = processes.descendants(os.getpid(), skip=launcher.zygote_pids())
+        processes_left = processes.descendants(os.getpid(), skip=start.zygote_pids())
         left = [pid for pid in processes_left if processes.state_of(pid) not in ("", "Z")]
         if not left or time.monotonic() > deadline:
             break

@@ -18,7 +18,7 @@ from support.rank import Rank
 pytestmark = pytest.mark.skipif(BACKEND != "ark", reason="the failure table is ark's promise")
 
 
-# -- row 8: odd tensors (the details are in test_collectives.py and test_bad_input.py)
+# -- row 8: odd tensors (the details are in test_reductions.py, test_data_movement.py and test_bad_input.py)
 
 
 def _odd(rank: Rank) -> None:

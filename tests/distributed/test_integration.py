@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support import processes, tables
-from support.launcher import base_environment
+from support.start import base_environment
 
 SCRIPTS = Path(__file__).with_name("scripts")
 LIMIT_S = 150.0

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.launcher import Job, RanksFailed, run_ranks
+from support.launcher import Job, run_ranks
+from support.outcome import RanksFailed
 from support.rank import Rank
 
 pytestmark = pytest.mark.quick

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import processes, tables
-from support.launcher import BACKEND, Job, base_environment, run_ranks
+from support.launcher import BACKEND, Job, run_ranks
 from support.rank import Rank
+from support.start import base_environment
 
 ark_only = pytest.mark.skipif(BACKEND != "ark", reason="what only ark promises")
 

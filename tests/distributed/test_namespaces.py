@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 from support import processes, tables
-from support.launcher import BACKEND, base_environment
+from support.launcher import BACKEND
+from support.start import base_environment
 
 SCRIPT = Path(__file__).with_name("scripts") / "two_machines.py"
 

@@ -19,7 +19,9 @@ import pytest
 import suite_rank
 import torch
 from support import tables
-from support.launcher import BACKEND, Job, RanksFailed, Zygote, run_ranks
+from support.launcher import BACKEND, Job, run_ranks
+from support.outcome import RanksFailed
+from support.start import Zygote
 
 SKIPS_FILE = Path(__file__).with_name("distributed_suite_skips.json")
 TORCH_MINOR = ".".join(torch.__version__.split(".")[:2])

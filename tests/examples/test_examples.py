@@ -13,15 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import launcher, processes
+from support import launcher, processes, start
 
-EXAMPLES = launcher.TESTS.parent / "examples"
+EXAMPLES = start.TESTS.parent / "examples"
 TINY = ["--steps", "12", "--layers", "2", "--width", "32", "--context", "32", "--batch", "4", "--ranks", "2"]
 
 
 def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
     """Runs a command and ends everything below it, whatever happens (torchrun's ranks have sessions of their own)."""
-    environment = launcher.base_environment(COLUMNS="120")
+    environment = start.base_environment(COLUMNS="120")
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True)
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from support import tables
-from support.launcher import Outcome
+from support.outcome import Outcome
 
 KILL_BOUND_S = 1.0  # a killed local peer is noticed within this
 TIMEOUT_S = 2.0

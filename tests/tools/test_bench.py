@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import launcher
+from support import launcher, start
 from support.rank import Rank
 
 from ark_torch import env
@@ -22,7 +22,7 @@ from ark_torch.tools.bench.config import Config, parse_size, show_size, sizes_be
 from ark_torch.tools.bench.measure import Timing
 from ark_torch.tools.bench.operations import OPERATIONS
 
-TOP = launcher.TESTS.parent
+TOP = start.TESTS.parent
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -31,7 +31,7 @@ def test_every_operation_is_measured_and_right(ranks: int, tmp_path: Path, leave
     command = [sys.executable, "-m", "ark_torch.tools.bench", "--backend", launcher.BACKEND, "--ranks", str(ranks)]
     done = subprocess.run(
         [*command, *options, "--output", str(tmp_path)],
-        env=launcher.base_environment(), capture_output=True, text=True, timeout=200,
+        env=start.base_environment(), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "collectives-quick.json").read_text())

@@ -13,6 +13,10 @@
 
 namespace ark::test {
 
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != text.npos;
+}
+
 inline size_t segment_bytes_of(int rank) {
   return 4096 * static_cast<size_t>(rank + 1) + 1;
 }

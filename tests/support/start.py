@@ -1,0 +1,105 @@
+"""Starting ranks: their environment, the warm process that forks them, and the store that they meet at.
+
+One warm process and one store serve all tests of a run; both end with the test process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from support import processes, wire
+
+TESTS = Path(__file__).resolve().parent.parent
+
+# One thread of arithmetic in a rank: the machines that run the tests have few cores, and a fork must not
+# meet the threads of an OpenMP pool.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def base_environment(**extra: str) -> dict[str, str]:
+    """The environment of every process that tests start: without what other jobs have set."""
+    foreign = ("ARK_", "TORCH_DISTRIBUTED", "MASTER_", "RANK", "WORLD_SIZE")
+    env = {k: v for k, v in os.environ.items() if k.startswith("ARK_TEST_") or not k.startswith(foreign)}
+    path = [str(TESTS), str(TESTS.parent)] if os.environ.get("ARK_TEST_FROM_SOURCE", "1") == "1" else [str(TESTS)]
+    if "PYTHONPATH" in env:
+        path.append(env["PYTHONPATH"])
+    return env | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)} | extra
+
+
+class Zygote:
+    """The test process's end of support.zygote."""
+
+    # Dynamo: functional collectives import it at their first use, three seconds in every rank otherwise.
+    WARM = ("torch", "torch.distributed", "torch._dynamo")
+
+    def __init__(self, preload: tuple[str, ...] = WARM, **env: str) -> None:
+        ours, theirs = socket.socketpair()
+        processes.become_subreaper()
+        self._sock = ours
+        command = [sys.executable, "-m", "support.zygote", str(theirs.fileno()), *preload]
+        self._process = subprocess.Popen(command, env=base_environment(**env), pass_fds=[theirs.fileno()])
+        theirs.close()
+        self.pid = self._process.pid
+        _zygotes.add(self.pid)
+        ours.settimeout(120)
+        ready, _ = wire.receive(ours)
+        if ready != "ready":
+            raise AssertionError(f"zygote said {ready!r}")
+
+    def fork(self, spec: dict[str, Any], fds: tuple[int, ...]) -> list[int]:
+        wire.send(self._sock, spec, fds)
+        return wire.receive(self._sock)[0]
+
+    def close(self) -> None:
+        _zygotes.discard(self.pid)
+        self._sock.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_zygotes: set[int] = set()
+_shared: dict[str, Any] = {}
+
+
+def zygote_pids() -> frozenset[int]:
+    return frozenset(_zygotes)
+
+
+def shared_zygote() -> Zygote:
+    if "zygote" not in _shared:
+        _shared["zygote"] = Zygote()
+    return _shared["zygote"]
+
+
+def store_address() -> tuple[str, int]:
+    if "store" not in _shared:
+        import torch.distributed as dist
+
+        _shared["store"] = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return "127.0.0.1", _shared["store"].port
+
+
+def close_shared() -> None:
+    zygote = _shared.pop("zygote", None)
+    if zygote is not None:
+        zygote.close()
+    _shared.pop("store", None)
+
+
+atexit.register(close_shared)
