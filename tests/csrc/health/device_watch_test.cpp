@@ -1,0 +1,131 @@
+// The watch between host and device, with the host's side of the device's words.
+#include "health/device_watch.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+
+#include <memory>
+#include <thread>
+
+#include "protocol/atomics.hpp"
+
+namespace ark {
+namespace {
+
+using std::chrono::milliseconds;
+
+class DeviceWatchTest : public testing::Test {
+ protected:
+  // Rank 0 of `size`; ends[r] is rank r's end of the socket between them.
+  void make(int size) {
+    blocks = std::make_unique<ControlBlock[]>(size);
+    std::vector<ControlBlock*> control;
+    std::vector<UniqueFd> connections(size);
+    ends.resize(size);
+    for (int r = 0; r < size; ++r) {
+      control.push_back(&blocks[r]);
+      if (r == 0) continue;
+      int pair[2];
+      ASSERT_EQ(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair), 0);
+      connections[r] = UniqueFd(pair[0]);
+      ends[r] = UniqueFd(pair[1]);
+    }
+    health = std::make_unique<GroupHealth>(0, control, std::make_unique<PeerMonitor>(0, std::move(connections)));
+    watch =
+        std::make_unique<DeviceWatch>(*health, &status, [this](const Error& error) { said.push_back(error.what()); });
+  }
+
+  bool aborts_within(milliseconds bound) {
+    const auto until = Clock::now() + bound;
+    while (protocol::load_acquire(status.abort) == 0) {
+      if (Clock::now() > until) return false;
+      std::this_thread::sleep_for(milliseconds(5));
+    }
+    return true;
+  }
+
+  std::string failure() {
+    try {
+      watch->check({"all_reduce", 7, Clock::time_point::max(), milliseconds(0)});
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "none";
+  }
+
+  std::unique_ptr<ControlBlock[]> blocks;
+  std::vector<UniqueFd> ends;
+  device::GroupStatus status{};
+  std::vector<std::string> said;
+  std::unique_ptr<GroupHealth> health;
+  std::unique_ptr<DeviceWatch> watch;
+};
+
+TEST_F(DeviceWatchTest, ALostPeerEndsKernels) {
+  make(3);
+  EXPECT_EQ(failure(), "none");
+  ends[2].reset();
+  EXPECT_TRUE(aborts_within(milliseconds(2000)));
+  EXPECT_NE(failure().find("rank 2 is gone"), std::string::npos) << failure();
+  EXPECT_TRUE(said.empty());
+}
+
+TEST_F(DeviceWatchTest, APeerThatLeftIsToldToTheDevice) {
+  make(3);
+  ASSERT_EQ(::send(ends[1].get(), "G", 1, 0), 1);
+  const auto until = Clock::now() + milliseconds(2000);
+  while (protocol::load_relaxed(status.departed) == 0 && Clock::now() < until)
+    std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_EQ(protocol::load_relaxed(status.departed), 2u);
+  EXPECT_EQ(protocol::load_acquire(status.abort), 0u);
+  EXPECT_EQ(failure(), "none");
+}
+
+TEST_F(DeviceWatchTest, AKernelThatGaveUpFailsTheGroup) {
+  make(2);
+  status.peer = 1;
+  protocol::store_release(status.gave_up, uint32_t{1});
+  const std::string text = failure();
+  EXPECT_NE(text.find("waited for rank 1"), std::string::npos) << text;
+  EXPECT_EQ(blocks[0].abort_state, kAbortSet);  // the peers hear of it
+  ASSERT_EQ(said.size(), 1u);
+}
+
+TEST_F(DeviceWatchTest, APeersFailureEndsKernels) {
+  make(2);
+  blocks[1].abort.culprit = 0;
+  blocks[1].abort.kind = static_cast<uint32_t>(ErrorKind::aborted);
+  protocol::store_release(blocks[1].abort_state, kAbortSet);
+  EXPECT_TRUE(aborts_within(milliseconds(2000)));
+  EXPECT_NE(failure().find("rank 1 reported"), std::string::npos) << failure();
+}
+
+TEST_F(DeviceWatchTest, CopyEnginesThatAreStuckAreReleasedAgainAndAgain) {
+  make(2);
+  device::EngineStatus engine{1, 0};
+  std::atomic<int> releases{0};
+  watch->watch_engine(&engine, [&] { ++releases; });
+  watch->engine_used(milliseconds(300));
+  std::this_thread::sleep_for(milliseconds(250));
+  protocol::store_relaxed(engine.progress, uint32_t{1});  // not stuck: slow
+  std::this_thread::sleep_for(milliseconds(250));
+  EXPECT_EQ(releases, 0);
+  EXPECT_TRUE(aborts_within(milliseconds(3000)));
+  const auto until = Clock::now() + milliseconds(2000);
+  while (releases < 2 && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_GE(releases, 2);
+  EXPECT_NE(failure().find("copy engines"), std::string::npos) << failure();
+  watch->forget_engine();
+}
+
+TEST_F(DeviceWatchTest, NothingIsWatchedAfterTheEnd) {
+  make(2);
+  watch.reset();
+  ends[1].reset();
+  std::this_thread::sleep_for(milliseconds(250));
+  EXPECT_EQ(protocol::load_acquire(status.abort), 0u);
+  EXPECT_FALSE(health->failed());
+}
+
+}  // namespace
+}  // namespace ark
