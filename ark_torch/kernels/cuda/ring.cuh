@@ -171,17 +171,22 @@ class Lane {
     }
   }
 
-  __device__ __forceinline__ bool receive(int peer, const Spread& spread, uint64 rows_left, Unit (&units)[kStepRows]) {
-    Raw raw[kStepRows];
-    for (;;) {
-      poll(peer, spread, rows_left, raw);
-      if (__all_sync(~0u, arrived(peer, spread, rows_left, raw))) break;
+  // Takes the step whose loads poll() has begun.
+  __device__ __forceinline__ bool take(int peer, const Spread& spread, uint64 rows_left, Raw (&raw)[kStepRows],
+                                       Unit (&units)[kStepRows]) {
+    while (!__all_sync(~0u, arrived(peer, spread, rows_left, raw))) {
       if (over(peer)) return false;
+      poll(peer, spread, rows_left, raw);
     }
     release(peer);
     ARK_UNROLL
     for (int j = 0; j < kStepRows; j++) units[j] = unpacked(raw[j]);
     return true;
+  }
+  __device__ __forceinline__ bool receive(int peer, const Spread& spread, uint64 rows_left, Unit (&units)[kStepRows]) {
+    Raw raw[kStepRows];
+    poll(peer, spread, rows_left, raw);
+    return take(peer, spread, rows_left, raw, units);
   }
 
   // Counts a fruitless turn; true when it is time to leave. The whole warp gets the same answer.

@@ -37,6 +37,8 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++) factors[r] = p.factors != nullptr ? p.factors[2 * r] : 1.0;
   const bool takes = (p.receivers >> rank & 1) != 0;
+  constexpr int kGroup = kRanks <= 4 ? (kRanks > 1 ? kRanks - 1 : 1) : 2;  // peers whose loads are under way together
+  const auto wrapped = [](int r) { return r < kRanks ? r : r - kRanks; };
   const auto rows_left = [](uint64 bytes, uint64 row) { return (bytes - row * kRowData + kRowData - 1) / kRowData; };
   Unit units[kStepRows];
   uint64 row;
@@ -44,13 +46,23 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
   for (uint64 i = 0; more; i++) {
     more = false;
     ARK_UNROLL
-    for (int d = 1; d < kRanks; d++) {  // my contributions
-      const int owner = rank + d < kRanks ? rank + d : rank + d - kRanks;
-      const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
-      if (!lane.has(spread, p.bytes[owner], i, row)) continue;
-      more = true;
-      lane.load(p.in[owner], p.bytes[owner], spread, row, units);
-      if (!lane.send(owner, spread, rows_left(p.bytes[owner], row), units)) return;
+    for (int from = 1; from < kRanks; from += kGroup) {  // my contributions
+      Unit parts[kGroup][kStepRows];
+      ARK_UNROLL
+      for (int g = 0; g < kGroup; g++) {
+        const int owner = wrapped(rank + from + g);
+        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
+        if (from + g >= kRanks || !lane.has(spread, p.bytes[owner], i, row)) continue;
+        lane.load(p.in[owner], p.bytes[owner], spread, row, parts[g]);
+      }
+      ARK_UNROLL
+      for (int g = 0; g < kGroup; g++) {
+        const int owner = wrapped(rank + from + g);
+        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
+        if (from + g >= kRanks || !lane.has(spread, p.bytes[owner], i, row)) continue;
+        more = true;
+        if (!lane.send(owner, spread, rows_left(p.bytes[owner], row), parts[g])) return;
+      }
     }
     const uint64 own = p.bytes[rank];
     const Spread spread = spread_of(own, p.most_lanes);
@@ -101,15 +113,26 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
     }
     if (!takes) continue;
     ARK_UNROLL
-    for (int d = 1; d < kRanks; d++) {  // the others' results
-      const int owner = rank - d >= 0 ? rank - d : rank - d + kRanks;
-      const uint64 bytes = p.bytes[owner];
-      const Spread theirs = spread_of(bytes, p.most_lanes);
-      if (i > 0 && lane.has(theirs, bytes, i - 1, row)) more = true;
-      if (i < 2 || !lane.has(theirs, bytes, i - 2, row)) continue;
-      more = true;
-      if (!lane.receive(owner, theirs, rows_left(bytes, row), units)) return;
-      lane.store(p.out[owner], bytes, theirs, row, units);
+    for (int from = 1; from < kRanks; from += kGroup) {  // the others' results
+      Raw raw[kGroup][kStepRows];
+      ARK_UNROLL
+      for (int g = 0; g < kGroup; g++) {
+        const int owner = wrapped(rank + kRanks - from - g);
+        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
+        if (from + g >= kRanks) continue;
+        if (i > 0 && lane.has(spread, p.bytes[owner], i - 1, row)) more = true;
+        if (i < 2 || !lane.has(spread, p.bytes[owner], i - 2, row)) continue;
+        lane.poll(owner, spread, rows_left(p.bytes[owner], row), raw[g]);
+      }
+      ARK_UNROLL
+      for (int g = 0; g < kGroup; g++) {
+        const int owner = wrapped(rank + kRanks - from - g);
+        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
+        if (from + g >= kRanks || i < 2 || !lane.has(spread, p.bytes[owner], i - 2, row)) continue;
+        more = true;
+        if (!lane.take(owner, spread, rows_left(p.bytes[owner], row), raw[g], units)) return;
+        lane.store(p.out[owner], p.bytes[owner], spread, row, units);
+      }
     }
   }
   lane.close(true, true);

@@ -53,7 +53,7 @@ inline ArenaLayout::ArenaLayout(int ranks) {
   scratch = take(16 * (ranks + 1));
   one_shot_capacity = device::one_shot_packets(kMostOneShotBytes);
   one_shot = take(2 * ranks * one_shot_capacity * 16);
-  collectives = ring(ranks <= 2 ? 1024 : ranks <= 4 ? 512 : 256);
+  collectives = ring(ranks <= 4 ? 1024 : 256);
   transfers = ring(128);
   const size_t each = 2 * static_cast<size_t>(ranks) * kMostBulkBlocks;
   bulk.state = take(each * sizeof(device::BulkState));
