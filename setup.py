@@ -168,7 +168,9 @@ def make_extension() -> Extension:
             "-Wall",
             "-Wno-maybe-uninitialized",
         ],
-        extra_link_args=["-Wl,--as-needed"],
+        # Some Pythons (those built to run anywhere) hand the linker -static-libstdc++. A second copy of the C++ library
+        # beside PyTorch's crashes at the first stream; the shared one, named first, leaves nothing to take from it.
+        extra_link_args=["-Wl,--as-needed", "-Wl,-l:libstdc++.so.6"],
     )
 
 
