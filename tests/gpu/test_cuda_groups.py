@@ -1,0 +1,125 @@
+"""Several groups at once, a group beside NCCL, a group that NCCL carries, and the record of what a group did."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import torch.distributed as dist
+from on_gpu import busy, run, same, start, sum_of_ranks
+from support.rank import Rank
+from support.reference import make_input
+
+import ark_torch
+
+
+def _groups(rank: Rank) -> None:
+    """Several groups on several streams and threads at once, in different orders on the device."""
+    device = start(rank)
+    groups = [dist.new_group() for _ in range(3)]
+    alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
+    failures = []
+
+    def loop(index: int) -> None:
+        try:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for step in range(200):
+                    tensor = torch.full((1 + step * 911 % 100_000,), float(rank.rank + 1 + index), device=device)
+                    work = dist.all_reduce(tensor, group=groups[index], async_op=step % 3 == 0)
+                    if work is not None:
+                        work.wait()
+                    expected = sum_of_ranks(rank.world_size, index)
+                    assert tensor[0].item() == tensor[-1].item() == expected, f"group {index}, step {step}"
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=loop, args=(index,)) for index in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for step in range(100):
+        tensor = make_input(torch.float32, 1000, step, rank.rank).to(device)
+        before = tensor.clone()
+        dist.all_reduce(tensor, group=alone)
+        same(tensor, before.cpu(), "a group of one")
+    for thread in threads:
+        thread.join()
+    assert not failures, failures
+
+
+def test_groups_and_threads() -> None:
+    run(_groups)
+
+
+def _beside_nccl(rank: Rank) -> None:
+    device = start(rank)
+    nccl = dist.new_group(backend="nccl")
+    for group in (None, nccl):  # the first operation of a group meets the other ranks, and so must be in one order
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+    ours, theirs = torch.cuda.Stream(), torch.cuda.Stream()
+    count = 1 << 22
+    for step in range(100):
+        a = torch.full((count,), float(rank.rank + 1), device=device)
+        b = a.clone()
+        for stream in (ours, theirs):
+            stream.wait_stream(torch.cuda.current_stream())
+        # The order of issue differs from rank to rank.
+        for mine in (True, False) if (step + rank.rank) % 2 == 0 else (False, True):
+            with torch.cuda.stream(ours if mine else theirs):
+                dist.all_reduce(a if mine else b, group=None if mine else nccl)
+        for stream in (ours, theirs):
+            torch.cuda.current_stream().wait_stream(stream)
+        assert a.unique().tolist() == b.unique().tolist() == [sum_of_ranks(rank.world_size)], f"step {step}"
+
+
+def test_beside_an_nccl_group() -> None:
+    run(_beside_nccl)
+
+
+def _carried(rank: Rank) -> None:
+    """Ranks that share no memory: NCCL is given the same calls."""
+    device = start(rank)
+    world, me = rank.world_size, rank.rank
+    group = dist.group.WORLD
+    assert group is not None
+    tensor = torch.full((1000,), float(me + 1), device=device)
+    dist.all_reduce(tensor)
+    assert tensor[0].item() == sum_of_ranks(world)
+    assert group._get_backend(device).cuda_carrier == "nccl"
+    output = torch.empty(world * 4, device=device)
+    dist.all_gather_into_tensor(output, torch.full((4,), float(me), device=device), async_op=True).wait()
+    assert output.tolist() == [float(r) for r in range(world) for _ in range(4)]
+    if world > 1:
+        got = torch.empty(3, device=device)
+        ops = [
+            dist.P2POp(dist.isend, torch.full((3,), float(me), device=device), (me + 1) % world),
+            dist.P2POp(dist.irecv, got, (me - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert got.tolist() == [float((me - 1) % world)] * 3
+    dist.barrier()
+    on_host = torch.ones(3)
+    dist.all_reduce(on_host)
+    assert on_host.tolist() == [world] * 3
+
+
+def test_carried_by_nccl() -> None:
+    run(_carried, env={"ARK_SHARED_MEMORY": "off"})
+
+
+def _flight(rank: Rank) -> list[str]:
+    device = start(rank)
+    for _ in range(50):
+        dist.all_reduce(torch.ones(10, device=device))
+    busy(100)
+    dist.all_reduce(torch.ones(10, device=device))
+    states = [entry["state"] for entry in ark_torch.flight_record()["entries"]]
+    assert states[-1] in ("scheduled", "started"), states[-5:]
+    torch.cuda.synchronize()
+    return [entry["state"] for entry in ark_torch.flight_record()["entries"]]
+
+
+def test_flight_record_follows_the_device() -> None:
+    for states in run(_flight):
+        assert states[-51:] == ["completed"] * 51, states
