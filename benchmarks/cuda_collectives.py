@@ -235,13 +235,45 @@ def line(entry: dict[str, Any]) -> str:
     )
 
 
+def table(report: dict[str, Any]) -> str:
+    """The README's table of a report."""
+    lines = [
+        f"{report['machine'].split(',')[0]}, PyTorch {report['versions']['torch']}, NCCL {report['versions']['nccl']},",
+        f"NVLink multicast off; bfloat16, microseconds a call, the slowest rank; {report['date'][:10]}.",
+        "",
+        "| | ranks | bytes | ark, in a graph | best rival, in a graph | ratio | eager: ark / NCCL |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report["rows"]:
+        rivals = {name: us for name, us in row["graph_us"].items() if name != "ark"}
+        best = min(rivals, key=lambda name: rivals[name])
+        eager = f"{row['eager_us']['ark']:.0f} / {row['eager_us']['nccl']:.0f}" if row["eager_us"] else ""
+        size = row["bytes"]
+        shown = f"{size >> 30} GB" if size >= 1 << 30 else f"{size >> 20} MB" if size >= 1 << 20 else f"{size >> 10} KB"
+        lines.append(
+            f"| {row['operation']} | {row['ranks']} | {shown} | {row['graph_us']['ark']:.1f} | {rivals[best]:.1f} "
+            f"({best}) | {row['ratio']:.2f} | {eager} |"
+        )
+    return "\n".join(lines)
+
+
+def write_readme(report: dict[str, Any]) -> None:
+    readme = Path(__file__).resolve().parents[1] / "README.md"
+    begin, end = "<!-- cuda: begin -->\n", "<!-- cuda: end -->"
+    head, _, rest = readme.read_text().partition(begin)
+    readme.write_text(head + begin + table(report) + "\n" + end + rest.partition(end)[2])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--output", default="benchmarks/results/cuda_collectives.json")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: bring the README's table up to date")
     arguments = parser.parse_args()
+    if arguments.readme:
+        return write_readme(json.loads(Path(arguments.output).read_text()))
     rows = []
     for ranks in arguments.ranks:
         if ranks > torch.cuda.device_count():
