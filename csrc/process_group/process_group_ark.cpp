@@ -16,7 +16,9 @@ constexpr auto kPatience = std::chrono::seconds(10);  // how long shutdown() wai
 
 // What is enqueued on a device may stand behind much other work, and nobody has waited for it; it ends by its timeout.
 std::chrono::milliseconds device_patience_of(const GroupCore& core) {
-  return std::chrono::milliseconds(core.timeout_ms.load()) + kPatience;
+  return std::min<std::chrono::milliseconds>(std::chrono::milliseconds(core.timeout_ms.load()),
+                                             std::chrono::hours(24)) +
+         kPatience;
 }
 
 }  // namespace
