@@ -138,7 +138,7 @@ class Rank {
     for (int from = 0; from < n; ++from)
       for (int to = 0; to < n; ++to) {
         size_t size = random() % 4 == 0 ? 0 : random() % (bytes + 1);
-        if (transfer && (from == to || (from + 1) % n != to)) size = 0;  // a ring of messages
+        if (transfer && from == to) size = 0;
         if (from == rank_) sends[to] = size;
         if (to == rank_) receives[from] = size;
       }
@@ -223,17 +223,17 @@ class Rank {
     group.all_to_all(op, from.data(), to.data());
   }
 
-  // A message to the next rank and one from the former, on two streams.
+  // Messages to and from every peer at once, each on a stream of its own.
   void transfers(Operation op, CUdeviceptr in, CUdeviceptr out, const std::vector<size_t>& sends,
                  const std::vector<size_t>& receives) {
-    const int n = arguments_.ranks, next = (rank_ + 1) % n, former = (rank_ + n - 1) % n;
-    if (n == 1) return;
-    op.stream = streams_[1];
-    if (sends[next] != 0) gpu_->send(op, reinterpret_cast<void*>(in), sends[next], next);
-    op.stream = streams_[2];
-    if (receives[former] != 0) gpu_->recv(op, reinterpret_cast<void*>(out), receives[former], former);
-    check(driver().stream_synchronize(streams_[1]), "stream");
-    check(driver().stream_synchronize(streams_[2]), "stream");
+    for (int peer = 0; peer < arguments_.ranks; ++peer) {
+      op.stream = streams_[1 + 2 * peer];
+      if (sends[peer] != 0) gpu_->send(op, reinterpret_cast<void*>(in), sends[peer], peer);
+      op.stream = streams_[2 + 2 * peer];
+      if (receives[peer] != 0) gpu_->recv(op, reinterpret_cast<void*>(out), receives[peer], peer);
+      in += sends[peer], out += receives[peer];
+    }
+    for (CUstream stream : streams_) check(driver().stream_synchronize(stream), "stream");
   }
 
   void copy(CUdeviceptr to, const std::vector<unsigned char>::pointer from, size_t bytes) {
@@ -249,7 +249,7 @@ class Rank {
   std::unique_ptr<ShmCommunicator> cpu_;
   std::unique_ptr<CudaCommunicator> gpu_;
   std::optional<CurrentContext> context_;
-  CUstream streams_[3] = {};
+  CUstream streams_[1 + 2 * 8] = {};
   CUdeviceptr in_ = 0, out_ = 0;
   int number_ = 0;
   uint64_t sequence_ = 0;

@@ -28,7 +28,7 @@ __device__ inline void move(const MoveParams& p) {
   Lane lane(p.rings);
   const int ranks = p.rings.ranks, rank = p.rings.rank;
   Unit units[kStepRows];
-  bool sends = false, receives = false, more = true;
+  bool more = true;
   for (uint64 i = 0; more; i++) {
     more = false;
     bool loaded = false;
@@ -46,7 +46,6 @@ __device__ inline void move(const MoveParams& p) {
         lane.store(p.receive[rank], bytes, spread, row, units);
         continue;
       }
-      sends = true;
       if (!lane.send(peer, spread, (bytes - row * kRowData + kRowData - 1) / kRowData, units)) return;
     }
     for (int d = 1; d < ranks; d++) {
@@ -56,12 +55,12 @@ __device__ inline void move(const MoveParams& p) {
       uint64 row;
       if (lane.has(spread, bytes, i, row)) more = true;
       if (i == 0 || !lane.has(spread, bytes, i - 1, row)) continue;
-      receives = more = true;
+      more = true;
       if (!lane.receive(peer, spread, (bytes - row * kRowData + kRowData - 1) / kRowData, units)) return;
       lane.store(p.receive[peer], bytes, spread, row, units);
     }
   }
-  lane.close(sends, receives);
+  lane.close();
 }
 
 #endif

@@ -77,15 +77,17 @@ class Lane {
       const uint64 at = static_cast<uint64>(thread) * rings.lanes + lane;
       load_packet(own<RingState>(rings.state_at) + at, sent_, received_);
       credit_ = load_credit(at);
+      sent_before_ = sent_, received_before_ = received_;
     }
   }
 
-  // Keeps the counters for the next launch.
-  __device__ __forceinline__ void close(bool sends, bool receives) {
+  // Keeps the counters for the next launch: those that this one moved, since messages to and from other peers may be
+  // under way beside it.
+  __device__ __forceinline__ void close() {
     if (lane >= rings.lanes || thread >= rings.ranks) return;
     RingState* state = own<RingState>(rings.state_at) + static_cast<uint64>(thread) * rings.lanes + lane;
-    if (sends) state->sent = sent_;
-    if (receives) state->received = received_;
+    if (sent_ != sent_before_) state->sent = sent_;
+    if (received_ != received_before_) state->received = received_;
   }
 
   // The first unit of step i and whether this lane has one.
@@ -225,6 +227,7 @@ class Lane {
   }
 
   uint64 sent_ = 0, received_ = 0, credit_ = 0;  // of peer `thread`
+  uint64 sent_before_ = 0, received_before_ = 0;
   uint64 began_ = 0;
   uint32 turns_ = 0;
 };

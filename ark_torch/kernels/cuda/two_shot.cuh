@@ -135,7 +135,7 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
       }
     }
   }
-  lane.close(true, true);
+  lane.close();
 }
 
 #endif
