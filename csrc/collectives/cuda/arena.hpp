@@ -54,7 +54,7 @@ inline ArenaLayout::ArenaLayout(int ranks) {
   one_shot_capacity = device::one_shot_packets(kMostOneShotBytes);
   one_shot = take(2 * ranks * one_shot_capacity * 16);
   collectives = ring(ranks <= 4 ? 1024 : 256);
-  transfers = ring(128);
+  transfers = ring(ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128);
   const size_t each = 2 * static_cast<size_t>(ranks) * kMostBulkBlocks;
   bulk.state = take(each * sizeof(device::BulkState));
   bulk.arrived = take(each * sizeof(uint64_t));
