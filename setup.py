@@ -120,6 +120,7 @@ class PrecompiledHeaders:
         text = "".join(f"#include <{name}>\n" for name in names)
         # ccache takes this text for the result's contents, and must be told that it may.
         identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text])
+        identity = identity.replace(str(ROOT), ".")
         self.identity, self.identity_file = identity, Path(f"{self.result}.sum")
         os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")
         os.environ.setdefault("CCACHE_PCH_EXTSUM", "1")
@@ -142,6 +143,8 @@ class PrecompiledHeaders:
 
 def use_ccache(folder: Path) -> None:
     """Compile through ccache where it is installed; newer PyTorch does so by itself."""
+    # What one clone has compiled serves another, and the build of an sdist.
+    os.environ.setdefault("CCACHE_BASEDIR", str(ROOT))
     ccache = shutil.which("ccache")
     if ccache is None or "CXX" in os.environ or hasattr(cpp_extension, "_wrap_compiler"):
         return

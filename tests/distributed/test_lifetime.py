@@ -69,29 +69,6 @@ def test_a_plain_script_starts_and_exits() -> None:
     assert [p.wait(60) for p in ranks] == [0, 0]
 
 
-IMPORTS = ("import torch\n", "import ark_torch\n", "import torch, ark_torch, ark_torch\n", "import ark_torch, torch\n")
-
-
-# Without autoload somebody has to import it.
-@pytest.mark.parametrize(
-    "autoload, first", [(auto, first) for auto in "10" for first in IMPORTS if auto == "1" or "ark_torch" in first]
-)
-@ark_only
-def test_import_orders(autoload: str, first: str) -> None:
-    code = first + (
-        "import torch, torch.distributed as dist, tempfile\n"
-        "store = dist.HashStore()\n"
-        "dist.init_process_group('ark', store=store, rank=0, world_size=1)\n"
-        "t = torch.ones(3); dist.all_reduce(t); assert t.tolist() == [1.0] * 3\n"
-        "dist.destroy_process_group()\n"
-    )
-    env = base_environment(TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env=env, timeout=60, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def _figures() -> dict[str, int]:
     gc.collect()
     found = processes.open_descriptors()

@@ -34,13 +34,14 @@ ORDERS = {
 @pytest.mark.quick
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order_gives_a_working_group(python, order: str) -> None:
-    done = python(ORDERS[order] + GROUP_OF_ONE.format(backend="ark"))
+    done = python(["-W", "error", "-c", ORDERS[order] + GROUP_OF_ONE.format(backend="ark")])
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
 
 
 @pytest.mark.parametrize("order", ["ark_torch first", "torch first", "twice", "distributed first"])
 def test_explicit_import_is_enough_without_autoload(python, order: str) -> None:
-    done = python(ORDERS[order] + GROUP_OF_ONE.format(backend="ark"), TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    script = ORDERS[order] + GROUP_OF_ONE.format(backend="ark")
+    done = python(["-W", "error", "-c", script], TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
 
 
