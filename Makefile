@@ -55,10 +55,10 @@ $(BUILT): $(SOURCES) | $(STAMP)
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
 	$(PY) examples/train_gpt.py --output demo-output
 
-test: setup test-cpp ## everything but the nightly runs (20 minutes on two cores)
+test: setup test-cpp ## everything but the nightly runs (about 25 minutes on two cores)
 	$(PYTEST) -m "not nightly"
 
-test-quick: setup test-cpp-plain ## the fast tests (under 3 minutes)
+test-quick: setup test-cpp-plain ## the fast tests
 	$(PYTEST) -m quick
 
 test-nightly: setup test-cpp ## every test, the long ones too
