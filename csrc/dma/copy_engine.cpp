@@ -46,10 +46,13 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, d
 }
 
 CopyEngine::~CopyEngine() {
-  const RelaxedCapture relaxed;
-  const CurrentContext context(device_);
-  driver().event_destroy(event_);
-  for (CUstream stream : {scatter_, add_, gather_, out_, release_}) driver().stream_destroy(stream);
+  try {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(device_);
+    driver().event_destroy(event_);
+    for (CUstream stream : {scatter_, add_, gather_, out_, release_}) driver().stream_destroy(stream);
+  } catch (const Error&) {  // at exit the driver may be gone already
+  }
 }
 
 CUdeviceptr CopyEngine::word(int owner, Word which, int writer, int set) const {

@@ -125,7 +125,13 @@ class Thread {
       changed_.wait(lock, [&] { return !looks_.empty(); });
       const auto looks = looks_;
       lock.unlock();
-      for (const auto& [key, look] : looks) look();
+      for (const auto& [key, look] : looks) {
+        try {
+          look();
+        } catch (const std::exception&) {
+          // A device that has failed, or a dump that could not be written: no reason to end the process.
+        }
+      }
       lock.lock();
       changed_.wait_for(lock, kSlice, [] { return false; });
     }

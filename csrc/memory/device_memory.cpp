@@ -34,13 +34,16 @@ DeviceMemory& DeviceMemory::operator=(DeviceMemory&& other) noexcept {
 
 DeviceMemory::~DeviceMemory() {
   if (device_ < 0) return;
-  // No check: at exit the driver may be gone already, and with it the memory.
-  const RelaxedCapture relaxed;
-  if (pointer_ != 0) {
-    driver().mem_unmap(pointer_, bytes_);
-    driver().mem_address_free(pointer_, bytes_);
+  // No complaint: at exit the driver may be gone already, and with it the memory.
+  try {
+    const RelaxedCapture relaxed;
+    if (pointer_ != 0) {
+      driver().mem_unmap(pointer_, bytes_);
+      driver().mem_address_free(pointer_, bytes_);
+    }
+    if (handle_ != 0) driver().mem_release(handle_);
+  } catch (const Error&) {
   }
-  if (handle_ != 0) driver().mem_release(handle_);
 }
 
 DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
@@ -115,9 +118,12 @@ PinnedMemory::PinnedMemory(int device, size_t bytes) : ordinal_(device) {
 }
 
 PinnedMemory::~PinnedMemory() {
-  const RelaxedCapture relaxed;
-  const CurrentContext context(ordinal_);
-  driver().mem_free_host(host_);
+  try {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(ordinal_);
+    driver().mem_free_host(host_);
+  } catch (const Error&) {
+  }
 }
 
 }  // namespace ark

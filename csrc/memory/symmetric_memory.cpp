@@ -17,8 +17,8 @@ namespace {
 
 // At the head of every rank's page.
 struct Page {
-  uint32_t stage;  // 1: allocated or failed, 2: mapped or failed
-  uint32_t failed;
+  uint32_t stage;   // 1: allocated or failed, 2: mapped or failed
+  uint32_t failed;  // 1: it cannot share memory; 2: an error that every rank raises
   uint64_t bytes;
   CUuuid device;
   char text[512];
@@ -60,6 +60,7 @@ class Meeting {
     publish(1);
     if (!all_at(1, why)) return {};
     attempt([&] {
+      check_sizes();
       check_devices();
       const UniqueFd own = memory[options_.rank].export_fd();
       const std::vector<uint8_t> message(8, static_cast<uint8_t>(options_.rank));
@@ -79,16 +80,18 @@ class Meeting {
   }
 
  private:
-  // Failures of this rank's own are published, not thrown: the peers must not wait for it.
+  // What fails on this rank is published, so that no peer waits for it; what only this machine lacks is not thrown.
   template <class Step>
   void attempt(Step&& step) {
     Page& own = page_of(hood_, options_.rank);
     try {
       step();
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::system) throw;
-      own.failed = 1;
       std::strncpy(own.text, error.what(), sizeof own.text - 1);
+      own.failed = error.kind() == ErrorKind::system ? 1 : 2;
+      if (own.failed == 1) return;
+      publish(2);
+      throw;
     }
   }
 
@@ -103,6 +106,10 @@ class Meeting {
       const Page& page = page_of(hood_, peer);
       if (page.failed == 0) continue;
       why = "rank " + std::to_string(peer) + ": " + std::string(page.text, strnlen(page.text, sizeof page.text));
+      if (page.failed == 2) {
+        throw Error(ErrorKind::mismatch, why,
+                    ErrorContext{options_.rank, peer, "", 0, "Mend that on every rank, and create the group again."});
+      }
       return false;
     }
     return true;
@@ -119,6 +126,18 @@ class Meeting {
                                "collectives on CUDA tensors."});
     }
     std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+
+  void check_sizes() {
+    const uint64_t own = page_of(hood_, options_.rank).bytes;
+    for (int peer = 0; peer < options_.size; ++peer) {
+      const uint64_t theirs = page_of(hood_, peer).bytes;
+      if (theirs == own) continue;
+      throw Error(ErrorKind::mismatch,
+                  "rank " + std::to_string(peer) + " shares " + std::to_string(theirs) +
+                      " bytes of GPU memory, this rank " + std::to_string(own),
+                  ErrorContext{options_.rank, peer, "", 0, "Install the same version of ark_torch for every rank."});
+    }
   }
 
   // One device a rank, and every peer's in reach. A device that this process does not see (CUDA_VISIBLE_DEVICES) is

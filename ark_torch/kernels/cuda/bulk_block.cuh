@@ -147,10 +147,8 @@ class BulkBlock {
   }
   // Between a count that was read and the engine's reads behind it.
   static __device__ __forceinline__ void acquire_slots() {
-#if !defined(ARK_BULK_NO_READER_FENCE)
     asm volatile("fence.acq_rel.sys;" ::: "memory");
     fence_async_global();
-#endif
   }
 
   // Whether the block is to leave. `peer`: whom the caller waits for, -1: a warp of this block.
@@ -184,7 +182,8 @@ class BulkBlock {
     return number < kBulkDepth ||
            await_word(word<uint64>(p.rank, p.credits_at, set, peer), known, number - kBulkDepth + 1, peer);
   }
-  // Copies into shared memory that were begun must come in before the block may end.
+  // Copies into shared memory that were begun must come in before the block may end. They read this GPU's own memory
+  // and wait for nobody, so the hardware bounds this.
   __device__ __forceinline__ void drain(uint64* ring, int stages_of_ring, uint32 from, uint32 to) const {
     for (uint32 i = from; i < to; i++)
       while (!passed(&ring[i % stages_of_ring], i / stages_of_ring & 1))

@@ -59,10 +59,6 @@ ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
 
 #if defined(__CUDACC__)
 
-struct Raw {
-  uint64 lo, hi;
-};
-
 // One warp's end of its rings. All functions are called by whole warps; those that return bool return false when it is
 // time to leave.
 class Lane {
@@ -138,17 +134,17 @@ class Lane {
   }
 
   // Starts (or repeats) the loads of the next step from a peer.
-  __device__ __forceinline__ void poll(int peer, const Spread& spread, uint64 rows_left, Raw (&raw)[kStepRows]) const {
+  __device__ __forceinline__ void poll(int peer, const Spread& spread, uint64 rows_left, Unit (&raw)[kStepRows]) const {
     const char* from = slot(rings.rank, peer, __shfl_sync(~0u, received_, peer));
     ARK_UNROLL
     for (int j = 0; j < kStepRows; j++) {
-      raw[j] = Raw{0, 0};
+      raw[j] = Unit{0, 0};
       if (j < static_cast<int>(spread.rows) && j < rows_left) load_packet(from + j * kRowBytes, raw[j].lo, raw[j].hi);
     }
   }
   // Whether this thread's share of what poll() loaded was there.
   __device__ __forceinline__ bool arrived(int peer, const Spread& spread, uint64 rows_left,
-                                          const Raw (&raw)[kStepRows]) const {
+                                          const Unit (&raw)[kStepRows]) const {
     const uint64 epoch = __shfl_sync(~0u, received_, peer) + 1;
     bool there = true;
     ARK_UNROLL
@@ -157,7 +153,7 @@ class Lane {
     }
     return there;
   }
-  __device__ __forceinline__ Unit unpacked(const Raw& raw) const {
+  __device__ __forceinline__ Unit unpacked(const Unit& raw) const {
     const uint64 upper = __shfl_sync(~0u, raw.lo, thread | 15);
     return Unit{raw.lo, (thread & 15) == 7 ? upper : raw.hi};
   }
@@ -174,7 +170,7 @@ class Lane {
   }
 
   // Takes the step whose loads poll() has begun.
-  __device__ __forceinline__ bool take(int peer, const Spread& spread, uint64 rows_left, Raw (&raw)[kStepRows],
+  __device__ __forceinline__ bool take(int peer, const Spread& spread, uint64 rows_left, Unit (&raw)[kStepRows],
                                        Unit (&units)[kStepRows]) {
     while (!__all_sync(~0u, arrived(peer, spread, rows_left, raw))) {
       if (over(peer)) return false;
@@ -186,7 +182,7 @@ class Lane {
     return true;
   }
   __device__ __forceinline__ bool receive(int peer, const Spread& spread, uint64 rows_left, Unit (&units)[kStepRows]) {
-    Raw raw[kStepRows];
+    Unit raw[kStepRows];
     poll(peer, spread, rows_left, raw);
     return take(peer, spread, rows_left, raw, units);
   }

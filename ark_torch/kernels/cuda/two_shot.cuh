@@ -71,7 +71,7 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
       more = true;
       const uint64 left = rows_left(own, row);
       lane.load(p.in[rank], own, spread, row, units);
-      Raw raw[kRanks][kStepRows];
+      Unit raw[kRanks][kStepRows];
       for (;;) {  // all peers' loads in flight together
         ARK_UNROLL
         for (int r = 0; r < kRanks; r++) {
@@ -114,7 +114,7 @@ __device__ void two_shot(const TwoShotParams& p, Rule rule) {
     if (!takes) continue;
     ARK_UNROLL
     for (int from = 1; from < kRanks; from += kGroup) {  // the others' results
-      Raw raw[kGroup][kStepRows];
+      Unit raw[kGroup][kStepRows];
       ARK_UNROLL
       for (int g = 0; g < kGroup; g++) {
         const int owner = wrapped(rank + kRanks - from - g);

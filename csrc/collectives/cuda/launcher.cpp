@@ -66,9 +66,13 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
 
 CudaLauncher::~CudaLauncher() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
-  const RelaxedCapture relaxed;
-  const CurrentContext context(device_);
-  const bool over = driver().ctx_synchronize() == CUDA_SUCCESS;
+  bool over = false;
+  try {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(device_);
+    over = driver().ctx_synchronize() == CUDA_SUCCESS;
+  } catch (const Error&) {  // at exit the driver may be gone already
+  }
   watch_.forget_engine();
   if (over) return;
   // A capture is under way, or the context is gone: memory that may be in use is not taken away.
