@@ -33,18 +33,22 @@ def bodies(rank: Rank) -> dict[str, str]:
     return {name: getattr(getattr(case, name), "__unittest_skip_why__", "") for name in names}
 
 
-def run_body(rank: Rank, name: str) -> str:
-    """ "" when it passed, else why it skipped itself; raises what the body raises."""
+def run_body(rank: Rank, name: str, seen_as: str = "") -> str:
+    """ "" when it passed, else why it skipped itself; raises what the body raises.
+
+    `seen_as` is what BACKEND says while the body runs.
+    """
     import torch.distributed as dist
     from torch.testing._internal import common_utils
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     suite = _suite()
-    folder = str(rank.scratch)
+    folder = f"{rank.scratch}/{rank.job.rpartition('/')[2]}"  # ranks that run several bodies need one for each
     init = f"file://{folder}/init_dir/file"
     os.environ.update(TEMP_DIR=folder, INIT_METHOD=init, MASTER_ADDR="127.0.0.1")
     # Bodies for the group [1, 2] skip themselves below 8 ranks unless this says "mpi"; they need three.
-    os.environ["BACKEND"] = "mpi" if rank.world_size > 2 else "gloo"
+    os.environ["BACKEND"] = seen_as or ("mpi" if rank.world_size > 2 else "gloo")
+    suite.Barrier.barrier_id = 0
     for sub in ("barrier", "test_dir", "init_dir"):
         os.makedirs(os.path.join(folder, sub), exist_ok=True)
     case = _case()(name)

@@ -1,9 +1,12 @@
 // Random operations of CudaCommunicator against the shared-memory communicator, bit for bit, without PyTorch.
 //
-// usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR
+// usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR [RANK FOLDER]
 // One process a rank, rank r on device r. Every operation is drawn from (SEED, number) alike on all ranks, every rank's
 // input from (SEED, number, rank): sizes from nothing to megabytes, any alignment, values that are random bits half of
-// the time. Outputs are poisoned, some operations repeated without a pause. Also what compute-sanitizer runs.
+// the time. Outputs are poisoned, some operations repeated without a pause.
+//
+// With RANK and FOLDER this process is that rank alone and meets the others in the folder (new, empty), with nothing
+// large and six times the patience: so compute-sanitizer runs it, a process each.
 #include <sys/prctl.h>
 
 #include <csignal>
@@ -30,6 +33,8 @@ struct Arguments {
   int operations;
   uint64_t seed;
   std::string kernels;
+  int patience = 1;
+  int largest = 23;  // class of sizes
 };
 
 void fill(std::vector<unsigned char>& bytes, DType dtype, uint64_t seed) {
@@ -60,10 +65,10 @@ class Rank {
     connecting.rank = rank;
     connecting.size = arguments.ranks;
     connecting.segment_bytes = ShmCommunicator::segment_bytes(arguments.ranks);
-    connecting.timeout = std::chrono::seconds(60);
+    connecting.timeout = std::chrono::seconds(60) * arguments.patience;
     ConnectResult result = connect(store, connecting);
     ShmOptions shm;
-    shm.timeout = std::chrono::seconds(60);
+    shm.timeout = std::chrono::seconds(60) * arguments.patience;
     cpu_ = std::make_unique<ShmCommunicator>(rank, arguments.ranks, std::move(*result.neighbourhood), shm);
   }
 
@@ -71,10 +76,10 @@ class Rank {
     context_.emplace(rank_);
     CudaCommunicator::Options options;
     options.device = rank_;
-    options.timeout = std::chrono::seconds(60);
+    options.timeout = std::chrono::seconds(60) * arguments_.patience;
     // The paths of large sizes for smaller ones too.
-    if (arguments_.seed % 3 == 1) options.dispatch = CudaDispatch{16 * 1024, 2 * 1024, ~uint64_t{0}};
-    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, 64 * 1024, 256 * 1024};
+    if (arguments_.seed % 3 == 1) options.dispatch = CudaDispatch{4 * 1024, 2 * 1024, ~uint64_t{0}};
+    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, ~uint64_t{0}, 256 * 1024};
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);
     if (!gpu_) return "no communicator: " + why;
@@ -97,7 +102,8 @@ class Rank {
  private:
   Operation operation(Kind kind, DType dtype, ReduceOp op, int root) {
     Operation made;
-    made.context = {name_of(kind), ++sequence_, Clock::now() + std::chrono::seconds(20), std::chrono::seconds(20)};
+    const auto limit = std::chrono::seconds(20) * arguments_.patience;
+    made.context = {name_of(kind), ++sequence_, Clock::now() + limit, limit};
     made.descriptor.sequence = sequence_;
     made.descriptor.kind = kind;
     made.descriptor.dtype = dtype;
@@ -127,7 +133,7 @@ class Rank {
     const bool rooted =
         kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;
     const int root = rooted ? static_cast<int>(random() % n) : -1;
-    const int size_class = static_cast<int>(random() % 24);
+    const int size_class = std::min(static_cast<int>(random() % 24), arguments_.largest);
     size_t count = random() % ((size_t{1} << std::min(size_class, 20)) + 1);
     if (size_class == 23) count = (size_t{1} << (22 + random() % 3)) + random() % 1000;
     count = std::min(count, kPool / 2 / element / n);
@@ -259,23 +265,38 @@ class Rank {
 }  // namespace
 
 int main(int count, char** values) {
-  if (count != 5) {
-    std::cerr << "usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR\n";
+  if (count != 5 && count != 7) {
+    std::cerr << "usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR [RANK FOLDER]\n";
     return 2;
   }
-  const Arguments arguments{std::stoi(values[1]), std::stoi(values[2]), std::stoull(values[3]), values[4]};
-  test::TemporaryDirectory directory;
-  for (const char* name : {"cpu", "cuda"}) std::filesystem::create_directory(directory.path() / name);
-  test::Ranks ranks(arguments.ranks, [&](int rank) {
-    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  Arguments arguments{std::stoi(values[1]), std::stoi(values[2]), std::stoull(values[3]), values[4]};
+  auto run = [&](int rank, const std::filesystem::path& folder) {
     jit::Settings settings;
     settings.version = "test";
     settings.kernels_dir = arguments.kernels;
     settings.toolkit_dirs = {"/usr/local/cuda"};
     jit::configure(settings);
-    test::DirectoryStore store(directory.path() / "cpu");
-    const auto cuda_store = std::make_shared<test::DirectoryStore>(directory.path() / "cuda");
+    for (const char* name : {"cpu", "cuda"}) std::filesystem::create_directory(folder / name);
+    test::DirectoryStore store(folder / "cpu");
+    const auto cuda_store = std::make_shared<test::DirectoryStore>(folder / "cuda");
     return Rank(arguments, rank, store).run(cuda_store);
+  };
+  if (count == 7) {
+    arguments.patience = 6;
+    arguments.largest = 18;
+    try {
+      const std::string text = run(std::stoi(values[5]), values[6]);
+      std::cout << text << std::endl;
+      return text.starts_with("right:") ? 0 : 1;
+    } catch (const std::exception& error) {
+      std::cout << error.what() << std::endl;
+      return 1;
+    }
+  }
+  test::TemporaryDirectory directory;
+  test::Ranks ranks(arguments.ranks, [&](int rank) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    return run(rank, directory.path());
   });
   bool right = true;
   for (const test::Result& result : ranks.wait(400)) {

@@ -10,12 +10,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import native
 import pytest
 import torch
+from support import crew
 
 from ark_torch import _C
 
-_NEED_TWO = ["test_send_recv.py", "test_cuda_failures.py"]
+_NEED_TWO = [f"test_{name}.py" for name in ("send_recv", "cuda_failures", "libraries", "pytorch_suite", "against_nccl")]
 collect_ignore_glob = ["test_*.py"] if not _C._has_cuda_driver() else _NEED_TWO if torch.cuda.device_count() < 2 else []
 
 
@@ -31,6 +33,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     kept = set(mine[int(index) - 1 :: int(count)])
     items[:] = [item for item in items if item not in mine or item in kept]
     print(f"\nshard {shard}: {len(kept)} of {len(mine)} tests")
+
+
+@pytest.fixture(scope="session")
+def communicator_random(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native.build(tmp_path_factory.mktemp("communicator"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _crews() -> Iterator[None]:
+    yield
+    crew.finish_all()
 
 
 @pytest.fixture(autouse=True)

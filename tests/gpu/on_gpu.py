@@ -10,21 +10,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.crew import crew_of
 from support.launcher import run_ranks
 from support.rank import Rank
 from support.reference import ALL_DTYPES, assert_same_bits, supported
 
 GPUS = torch.cuda.device_count()
 WORLD = 4 if GPUS >= 4 else 2 if GPUS >= 2 else 1
-ENV: dict[str, str | None] = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+ENV: dict[str, str | None] = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "ARK_TEST_DEVICE": "cuda",  # for the scripts of tests/distributed
+}
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 SPREAD = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.bool)
 SMALL = (0, 1, 3, 1023)
 LARGE = (65537, (1 << 20) + 3)
 
 
-def run(body: Any, *args: Any, world: int = WORLD, timeout: float = 240, **options: Any) -> list[Any]:
-    """The body on every GPU, within a time limit."""
+def run(
+    body: Any, *args: Any, world: int = WORLD, timeout: float = 240, own: bool = False, **options: Any
+) -> list[Any]:
+    """The body on every GPU, within a time limit; on ranks that are there already, unless it asks for its own."""
+    if not options and not own:
+        return crew_of(world, ENV).run(body, *args, timeout=timeout)
     env = ENV | options.pop("env", {})
     return run_ranks(body, world, *args, env=env, timeout=timeout, **options)
 

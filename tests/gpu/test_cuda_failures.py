@@ -125,25 +125,3 @@ def test_a_rank_that_does_not_call() -> None:
     with Job(_uneven, WORLD, env=ENV, destroy=False) as job:
         for value in job.values(60)[1:]:
             assert "rank 0" in value, value
-
-
-def _destroyed(rank: Rank) -> list[int]:
-    """Groups come and go; the device's memory does not."""
-    device = start(rank)
-    free = []
-    for step in range(30):
-        group = dist.new_group()
-        tensor = torch.ones(1 << 20, device=device)
-        dist.all_reduce(tensor, group=group)
-        assert tensor[0].item() == rank.world_size
-        dist.destroy_process_group(group)
-        if step % 10 == 9:
-            dist.barrier()
-            free.append(torch.cuda.mem_get_info(device)[0])
-    return free
-
-
-def test_destroyed_groups_leave_no_memory() -> None:
-    with Job(_destroyed, WORLD, env=ENV) as job:
-        for free in job.values(120):
-            assert max(free) - min(free) < 8 << 20, free

@@ -180,7 +180,7 @@ def _kernels_first_met_under_capture(rank: Rank) -> None:
 
 
 def test_kernels_first_met_under_capture() -> None:
-    run(_kernels_first_met_under_capture)
+    run(_kernels_first_met_under_capture, own=True)
 
 
 def _waits_refused(rank: Rank) -> str:

@@ -145,26 +145,31 @@ class Job:
                 if self._readers[rank].closed:
                     self._selector.unregister(key.fileobj)
 
-    def _wait_until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+    def has_ended(self, rank: int) -> bool:
+        return rank in self._ended
+
+    def wait_until(self, done: Callable[[], bool], timeout: float, what: str) -> None:
+        """Takes in what the ranks tell until `done()`; asks for their stacks, ends them and raises when it is late."""
         deadline = time.monotonic() + timeout
         while not done():
             if time.monotonic() >= deadline:
-                self._fail(f"{what}: not within {timeout:.1f} s")
+                self.fail(f"{what}: not within {timeout:.1f} s")
             self._step(deadline)
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Ask for stacks, end everything, raise."""
         alive = [rank for rank in range(self.count) if rank not in self._ended]
         for rank in alive:
             processes.signal_quietly(self.pids[rank], signal.SIGCONT)
             processes.signal_quietly(self.pids[rank], signal.SIGUSR1)
         time.sleep(0.7 if alive else 0.0)
-        self._read_logs()
+        self.read_logs()
         error = RanksFailed(reason, self.outcomes)
         self.close()
         raise error
 
-    def _read_logs(self) -> None:
+    def read_logs(self) -> None:
+        """What the ranks have printed so far, into their outcomes."""
         for outcome in self.outcomes:
             path = self.scratch / f"rank{outcome.rank}.log"
             outcome.log = path.read_text(errors="replace") if path.exists() else ""
@@ -174,9 +179,9 @@ class Job:
     def wait_event(self, rank: int, name: str, timeout: float = DEFAULT_TIMEOUT) -> Any:
         """Wait until the rank reports the event; fails at once when it ends before that."""
         outcome = self.outcomes[rank]
-        self._wait_until(lambda: name in outcome.events or rank in self._ended, timeout, f"rank {rank}: {name}")
+        self.wait_until(lambda: name in outcome.events or rank in self._ended, timeout, f"rank {rank}: {name}")
         if name not in outcome.events:
-            self._fail(f"rank {rank} ended before {name!r}")
+            self.fail(f"rank {rank} ended before {name!r}")
         return outcome.events[name]
 
     def wait_all(self, name: str, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:
@@ -209,14 +214,14 @@ class Job:
 
     def wait_outcomes(self, ranks: list[int], timeout: float) -> list[Outcome]:
         """Wait until these ranks have said what became of them (they may still be exiting)."""
-        self._wait_until(lambda: all(self.outcomes[r].kind != "running" for r in ranks), timeout, f"ranks {ranks}")
+        self.wait_until(lambda: all(self.outcomes[r].kind != "running" for r in ranks), timeout, f"ranks {ranks}")
         return [self.outcomes[rank] for rank in ranks]
 
     def finish(self, timeout: float = DEFAULT_TIMEOUT, ranks: list[int] | None = None) -> list[Outcome]:
         """Wait until the ranks (all of them) have ended."""
         wanted = range(self.count) if ranks is None else ranks
-        self._wait_until(lambda: all(r in self._ended for r in wanted), timeout, "the ranks end")
-        self._read_logs()
+        self.wait_until(lambda: all(r in self._ended for r in wanted), timeout, "the ranks end")
+        self.read_logs()
         return [self.outcomes[rank] for rank in wanted]
 
     def values(self, timeout: float = DEFAULT_TIMEOUT) -> list[Any]:

@@ -34,9 +34,14 @@ class Rank:
         self.world_size: int = spec["count"]
         self.backend: str = spec["backend"]
         self.scratch = Path(spec["scratch"])
+        self.job: str = spec["job"]
         self._spec = spec
         self._sock = sock
         self._inits = 0
+
+    def fresh(self, job: str) -> None:
+        """Begins anew under another name: stores of before are not met again."""
+        self.job, self._inits = job, 0
 
     def report(self, name: str, value: Any = None) -> None:
         """Tell the test process that a point has been reached."""
@@ -56,7 +61,7 @@ class Rank:
         host, port = self._spec["store"]
         timeout = timedelta(seconds=self._spec["store_timeout"])
         tcp = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-        return dist.PrefixStore(f"{self._spec['job']}/{name}", tcp)
+        return dist.PrefixStore(f"{self.job}/{name}", tcp)
 
     def init(self, backend: str | None = None, timeout: float = 60.0, **options: Any) -> dist.ProcessGroup:
         """init_process_group over this job's store; may be called again after destroy."""
@@ -77,7 +82,7 @@ class Rank:
         return group
 
 
-def _load(path: str, name: str) -> Any:
+def load(path: str, name: str) -> Any:
     """The test module by file, registered so that its classes can be pickled."""
     module_name = Path(path).stem
     if module_name not in sys.modules:
@@ -103,7 +108,8 @@ def _redirect(path: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
-def _describe(error: BaseException) -> dict[str, Any]:
+def describe(error: BaseException) -> dict[str, Any]:
+    """The error as it travels to the test process."""
     return {
         "type": type(error).__name__,
         "bases": [base.__name__ for base in type(error).__mro__],
@@ -141,7 +147,7 @@ def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
     rank = Rank(spec, index, sock)
     code = 0
     try:
-        body: Callable[..., Any] = _load(spec["path"], spec["name"])
+        body: Callable[..., Any] = load(spec["path"], spec["name"])
         value = body(rank, *spec["args"], **spec["kwargs"])
         if spec["destroy"] and dist.is_initialized():
             dist.destroy_process_group()
@@ -152,7 +158,7 @@ def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
     except BaseException as error:  # whatever it is, the test process has to hear of it
         code = 1
         traceback.print_exc()
-        wire.send(sock, ("error", _describe(error), None))
+        wire.send(sock, ("error", describe(error), None))
     sys.exit(code)
 
 

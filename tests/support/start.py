@@ -74,11 +74,22 @@ class Zygote:
 
 
 _zygotes: set[int] = set()
+_kept: set[int] = set()
 _shared: dict[str, Any] = {}
 
 
 def zygote_pids() -> frozenset[int]:
-    return frozenset(_zygotes)
+    """The processes that outlive a test on purpose."""
+    return frozenset(_zygotes | _kept)
+
+
+def keep(pids: list[int]) -> None:
+    """These ranks outlive the test that starts them (support/crew.py)."""
+    _kept.update(pids)
+
+
+def forget(pids: list[int]) -> None:
+    _kept.difference_update(pids)
 
 
 def shared_zygote() -> Zygote:

@@ -38,7 +38,7 @@ def main() -> None:
     dcp.save(state, checkpoint_id=f"{folder[0]}/sync")
     pending = dcp.async_save(state, checkpoint_id=f"{folder[0]}/async", process_group=own_group)
     for _ in range(50):  # the world works while the checkpoint is written from another thread
-        tensor = torch.ones(1000)
+        tensor = torch.ones(1000, device=common.DEVICE)
         dist.all_reduce(tensor)
         assert tensor[0].item() == world
     pending.result()

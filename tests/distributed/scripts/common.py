@@ -1,4 +1,8 @@
-"""What the scripts share: the group, a model, one batch a step, and the answer of one process."""
+"""What the scripts share: the group, a model, one batch a step, and the answer of one process.
+
+ARK_TEST_DEVICE=cuda puts everything on GPUs, rank r on the GPU r. tests/gpu calls main() in ranks that have a group
+already, which is then used and left as it is.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,38 @@ import torch.distributed as dist
 from torch import nn
 
 BACKEND = os.environ.get("ARK_TEST_BACKEND", "ark")
+KIND = os.environ.get("ARK_TEST_DEVICE", "cpu")
+DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if KIND == "cuda" else torch.device(KIND)
+OWN_GROUP = not dist.is_initialized()
 
 
 def start() -> tuple[int, int]:
     torch.set_num_threads(1)
-    dist.init_process_group(BACKEND)
+    if DEVICE.type == "cuda":
+        torch.cuda.set_device(DEVICE)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    if not dist.is_initialized():
+        dist.init_process_group(BACKEND)
     return dist.get_rank(), dist.get_world_size()
 
 
 def finish() -> None:
     dist.barrier()
     print(f"ok from rank {dist.get_rank()}", flush=True)
-    dist.destroy_process_group()
+    if OWN_GROUP:
+        dist.destroy_process_group()
 
 
 def make_model(width: int = 32) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8))
+    return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 8)).to(
+        DEVICE
+    )
 
 
 def batch(step: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(size, 16, generator=generator), torch.randn(size, 8, generator=generator)
+    return torch.randn(size, 16, generator=generator).to(DEVICE), torch.randn(size, 8, generator=generator).to(DEVICE)
 
 
 def mine(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:

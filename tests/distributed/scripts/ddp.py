@@ -56,11 +56,11 @@ def main() -> None:
     train(model, rank, world, accumulate=True)
     common.assert_same_weights(model.module.state_dict(), alone)
 
-    model = DDP(Branches(), find_unused_parameters=True)
+    model = DDP(Branches().to(common.DEVICE), find_unused_parameters=True)
     for step in range(4):
         x, y = (common.mine(t, rank, world) for t in common.batch(step))
         nn.functional.mse_loss(model(x, step % 2 == 0), y).backward()
-    whole = Branches()
+    whole = Branches().to(common.DEVICE)
     for step in range(4):
         x, y = common.batch(step)
         nn.functional.mse_loss(whole(x, step % 2 == 0), y).backward()

@@ -50,9 +50,9 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
 def main() -> None:
     rank, world = common.start()
     alone = train_alone()
-    meshes = [init_device_mesh("cpu", (world,))]
+    meshes = [init_device_mesh(common.KIND, (world,))]
     if world == 4:
-        meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        meshes.append(init_device_mesh(common.KIND, (2, 2), mesh_dim_names=("replicate", "shard")))
     for mesh in meshes:
         for options in ({}, {"reshard_after_forward": False}):
             model = sharded(mesh=mesh, **options)

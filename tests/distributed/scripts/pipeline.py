@@ -10,13 +10,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 def layers(count: int) -> list[nn.Module]:
     torch.manual_seed(4)
-    return [nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(count)]
+    return [nn.Sequential(nn.Linear(24, 24), nn.Tanh()).to(common.DEVICE) for _ in range(count)]
 
 
 def main() -> None:
     rank, world = common.start()
-    x = torch.randn(16, 24, generator=torch.Generator().manual_seed(2))
-    y = torch.randn(16, 24, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(16, 24, generator=torch.Generator().manual_seed(2)).to(common.DEVICE)
+    y = torch.randn(16, 24, generator=torch.Generator().manual_seed(3)).to(common.DEVICE)
     loss = nn.functional.mse_loss
     for schedule_class, per_rank in ((ScheduleGPipe, 1), (Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
         count = world * per_rank
@@ -26,9 +26,7 @@ def main() -> None:
             losses.append(loss(nn.Sequential(*alone)(part_x), part_y))
         torch.stack(losses).sum().div(8).backward()
         own = layers(count)
-        stages = [
-            PipelineStage(own[rank + world * i], rank + world * i, count, torch.device("cpu")) for i in range(per_rank)
-        ]
+        stages = [PipelineStage(own[rank + world * i], rank + world * i, count, common.DEVICE) for i in range(per_rank)]
         schedule = schedule_class(stages if per_rank > 1 else stages[0], n_microbatches=8, loss_fn=loss)
         last = count - 1 in [stage.stage_index for stage in stages]
         for _ in range(3):

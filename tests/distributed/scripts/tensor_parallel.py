@@ -31,9 +31,9 @@ class Block(nn.Module):
 
 
 def redistributions(world: int) -> None:
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(common.KIND, (world,))
     torch.manual_seed(5)
-    whole = torch.randn(10, 12)  # dimensions that the ranks do not divide evenly
+    whole = torch.randn(10, 12).to(common.DEVICE)  # dimensions that the ranks do not divide evenly
     places = [Replicate(), Shard(0), Shard(1)]
     for before, after in itertools.product(places, places):
         moved = distribute_tensor(whole, mesh, [before]).redistribute(mesh, [after])
@@ -49,9 +49,9 @@ def redistributions(world: int) -> None:
 def main() -> None:
     rank, world = common.start()
     redistributions(world)
-    mesh = init_device_mesh("cpu", (world,))
-    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(9))
-    alone = Block()
+    mesh = init_device_mesh(common.KIND, (world,))
+    x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(9)).to(common.DEVICE)
+    alone = Block().to(common.DEVICE)
     alone(x).square().mean().backward()
     plans = (
         {"up": ColwiseParallel(), "down": RowwiseParallel()},
@@ -62,15 +62,15 @@ def main() -> None:
         },
     )
     for plan in plans:
-        model = parallelize_module(Block(), mesh, plan)
+        model = parallelize_module(Block().to(common.DEVICE), mesh, plan)
         out = model(x.chunk(world, 1)[rank] if "norm" in plan else x)
         torch.testing.assert_close(out, alone(x))
         out.square().mean().backward()
         for (name, one), two in zip(model.named_parameters(), alone.parameters(), strict=True):
             grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
             torch.testing.assert_close(grad, two.grad, msg=lambda m, n=name: f"{n}: {m}")
-    head = parallelize_module(nn.Linear(16, 8 * world), mesh, ColwiseParallel(use_local_output=False))
-    target = torch.arange(32) % (8 * world)
+    head = parallelize_module(nn.Linear(16, 8 * world).to(common.DEVICE), mesh, ColwiseParallel(use_local_output=False))
+    target = torch.arange(32, device=common.DEVICE) % (8 * world)
     with loss_parallel():
         loss = nn.functional.cross_entropy(head(x.view(32, 16)), target)
         loss.backward()

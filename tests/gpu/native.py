@@ -1,0 +1,31 @@
+"""Builds communicator_random, the torch-free program of tests/gpu, with the compiler of the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[2]
+KERNELS = REPO / "ark_torch" / "kernels"
+
+
+def build(folder: Path) -> Path:
+    """The program, made in the folder."""
+    includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc")]
+    sources = [source for source in (REPO / "csrc").rglob("*.cpp") if source.parent.name != "process_group"]
+    sources = [source for source in sources if source.name != "bindings.cpp"]
+    sources.append(REPO / "tests" / "gpu" / "communicator_random.cpp")
+
+    def compile_one(source: Path) -> Path:
+        target = folder / (str(source.relative_to(REPO)).replace("/", "_") + ".o")
+        command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", *includes, "-c", source, "-o", target]
+        subprocess.run(command, check=True, timeout=300)
+        return target
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    linked = folder / "communicator_random"
+    subprocess.run(["g++", "-o", linked, *objects, "-ldl", "-lpthread"], check=True, timeout=100)
+    return linked

@@ -1,0 +1,98 @@
+"""Every family of kernels under compute-sanitizer: no access out of bounds, no race in shared memory.
+
+communicator_random is run once a rank, each under a sanitizer of its own; the seed chooses the families (0: packets and
+rings; 1: TMA chunks from small sizes on; 2: copy engines and the kernel that adds). First a planted error, because a
+sanitizer that does not work on this machine (some virtual ones) finds nothing either. ARK_TEST_SANITIZER_OPERATIONS
+says how many operations each run has.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from native import KERNELS
+from support import processes, tables
+
+OPERATIONS = os.environ.get("ARK_TEST_SANITIZER_OPERATIONS", "40")
+RANKS = min(2, torch.cuda.device_count())
+LIMIT_S = 200.0
+FOUND = 9  # the exit code of a run in which the sanitizer found something
+
+PLANTED = r"""
+__global__ void beyond(int* values) { values[threadIdx.x + 1000000] = 1; }
+__global__ void races(int* out) {
+  __shared__ int slot[64];
+  slot[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = slot[(threadIdx.x + 33) % 64];
+}
+int main(int count, char**) {
+  int* values = nullptr;
+  cudaMalloc(&values, 64 * sizeof(int));
+  if (count > 1) races<<<1, 64>>>(values); else beyond<<<1, 64>>>(values);
+  cudaDeviceSynchronize();
+}
+"""
+
+
+def tool(name: str) -> str:
+    """The full path of a program of the CUDA Toolkit."""
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)])
+    found = shutil.which(name, path=path)
+    assert found, f"no {name}: these tests need the CUDA Toolkit (CUDA_HOME or PATH)"
+    return found
+
+
+def sanitizer(check: str) -> list[str]:
+    return [tool("compute-sanitizer"), "--tool", check, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "planted.cu").write_text(PLANTED)
+    command = [tool("nvcc"), "-arch=native", "-o", folder / "planted", folder / "planted.cu"]
+    subprocess.run(command, check=True, timeout=100)
+    return folder / "planted"
+
+
+@pytest.mark.parametrize("check", ["memcheck", "racecheck"])
+def test_it_finds_what_is_planted(planted: Path, check: str) -> None:
+    command = [*sanitizer(check), planted, *(["races"] if check == "racecheck" else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    what = "Invalid __global__ write" if check == "memcheck" else "hazard"
+    assert done.returncode == FOUND and what in done.stdout, f"{check} does not work here:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.parametrize(
+    "check, seed",
+    [("memcheck", 0), ("memcheck", 1), ("memcheck", 2), ("racecheck", 0), ("racecheck", 1), ("synccheck", 1)],
+)
+def test_kernels(communicator_random: Path, tmp_path: Path, check: str, seed: int) -> None:
+    begun = time.monotonic()
+    folder = tmp_path / "store"
+    folder.mkdir()
+    ranks = []
+    for rank in range(RANKS):
+        program = [communicator_random, str(RANKS), OPERATIONS, str(seed), KERNELS, str(rank), folder]
+        with open(tmp_path / f"rank{rank}.log", "wb") as log:
+            ranks.append(subprocess.Popen([*sanitizer(check), *program], stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [rank.wait(max(1.0, begun + LIMIT_S - time.monotonic())) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        codes = [-1]
+    finally:
+        processes.end_tree([rank.pid for rank in ranks])
+    texts = [(tmp_path / f"rank{rank}.log").read_text(errors="replace") for rank in range(RANKS)]
+    tables.add("sanitizer", check=check, seed=seed, operations=OPERATIONS, codes=codes, s=time.monotonic() - begun)
+    for rank, text in enumerate(texts):
+        story = f"rank {rank} of {check}, seed {seed}, exit codes {codes}:\n{text[:6000]}\n...\n{text[-3000:]}"
+        assert codes == [0] * RANKS, story
+        assert "right:" in text and ("0 errors" in text or "0 hazards" in text), story
