@@ -10,7 +10,8 @@ import time
 
 import pytest
 from on_gpu import WORLD, run, start
-from random_operations import Runner, make_groups
+from random_operations import Runner
+from random_plan import make_groups
 from support import tables
 from support.rank import Rank
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpu import ENV, WORLD, start
-from random_operations import Runner, make_groups
+from random_operations import Runner
+from random_plan import make_groups
 from support import tables
 from support.launcher import Job
 from support.rank import Rank

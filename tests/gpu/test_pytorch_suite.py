@@ -35,7 +35,7 @@ EXPECTED_SKIPS = re.compile(
     r"^Only (MPI|gloo|Gloo)|^GLOO Batch|Gloo-only test|nccl does not support (send/recv from any|allgather_coalesced|"
     r"all_gather_coalesced|CPU barrier)|requires backend nccl to be one of \{'gloo'\}|^Requires file|"
     r"small world size|odd world size|(requires|Requires) (an exact )?world size|Need at least \d CUDA devices|"
-    r"no torchvision|Test is failing|Skipped due to flakiness|Currently failing in NVIDIA|does not support DDP on CPU",
+    r"no torchvision|github.com/pytorch/pytorch/issues|Test is failing|Skipped due to flakiness|Currently failing in NVIDIA|does not support DDP on CPU",
 )
 # body -> what its failure must say: the name that PyTorch itself checks, and nothing else.
 FAIL_BY_NAME = {
