@@ -79,7 +79,7 @@ class Rank {
     options.timeout = std::chrono::seconds(60) * arguments_.patience;
     // The paths of large sizes for smaller ones too.
     if (arguments_.seed % 3 == 1) options.dispatch = CudaDispatch{4 * 1024, 2 * 1024, ~uint64_t{0}};
-    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, ~uint64_t{0}, 256 * 1024};
+    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, 64 * 1024, 256 * 1024};
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);
     if (!gpu_) return "no communicator: " + why;

@@ -1,47 +1,50 @@
-// Rings of 128-byte lines: one ring for every ordered pair of ranks and every lane, a lane being one warp on each side.
+// Rings of slots: one ring for every ordered pair of ranks and every lane, a lane being one warp on each side.
 //
-// A line is 120 bytes of data and 8 of epoch, stored by eight threads of a warp at once; four lines (480 bytes of data,
-// 30 units) are what a warp moves by one instruction, a *row*. A *step* of up to kStepRows rows takes one of kRingDepth
-// slots in the receiver's memory. Sender and receiver of a lane count its steps; both counters live on the device and
-// only grow, so a graph's replay needs no host, and a message may have any size, one that differs from pair to pair.
+// A message's units of 16 bytes go in *rows*, what a warp stores by one instruction; a *step* of some rows takes one of
+// kDepth slots in the receiver's memory, and a warp works on a *piece* of a step at a time. Sender and receiver of a
+// lane count its steps; both counters live on the device and only grow, so a graph's replay needs no host, and a
+// message may have any size, one that differs from pair to pair. How a receiver knows that a step is there is the
+// protocol's: lines.cuh (soonest) and chunks.cuh (most bytes a second).
 //
-// Ordering, data: the hardware carries the 128 bytes that eight threads of a warp store to one aligned line whole
-// (NCCL's LL128 rests on the same), so whoever reads the epoch of a step has its data: no fence. A slot never holds the
-// awaited epoch before its data, because epochs grow and slots are zero at first. Ordering, reuse: the sender writes
-// step s only when the receiver's credit word says that step s - kRingDepth was taken. The receiver stores the credit
-// behind a vote over values that its loads returned; an issued store cannot overtake loads that are complete. Liveness:
-// see the loops of the kernels: every rank sends before it waits, and waits for nothing that is more than kRingDepth
-// steps behind what it sent. A lane waits for the same lane of peers alone, and blocks start in order of their numbers,
-// so not even all blocks of a kernel need to be resident at once.
+// Ordering, reuse: the sender writes step s only when the receiver's credit word says that step s - kDepth was
+// taken. The receiver stores the credit behind a vote over values that its loads returned; an issued store cannot
+// overtake loads that are complete.
+//
+// Liveness: every message of a lane has a warp at either end, so no message waits for another and the link is not idle
+// because a warp waits for data. A receiver waits for data alone; a sender waits for credits, which receivers give. A
+// lane waits for the same lane of peers alone, all its warps are of one block, and blocks start in order of their
+// numbers, so not even all blocks of a kernel need to be resident at once.
 #pragma once
 
 #include "cuda/packet.cuh"
 
 namespace ark::device {
 
-inline constexpr int kRingDepth = 4;
-inline constexpr int kStepRows = 4;
-inline constexpr int kRowUnits = 30;   // of data
 inline constexpr int kRowBytes = 512;  // of memory
-inline constexpr int kRowData = 16 * kRowUnits;
-inline constexpr int kSlotBytes = kStepRows * kRowBytes;
 
 // A lane's own counters towards and from one peer.
 struct alignas(16) RingState {
   uint64 sent, received;
 };
 
-// A set of rings as one rank sees it. Offsets are equal on all ranks.
+// Where the rings of one protocol lie in the symmetric memory of each rank. 0 lanes: it has none here.
+struct RingTable {
+  uint64 slots;    // [source but the owner][lane][kDepth] slots, written by the source
+  uint64 arrived;  // [source][lane] words, written by the source: steps that it has put there (chunks)
+  uint64 credits;  // [peer][lane] words: steps that the peer has taken of what this rank sent
+  uint64 state;    // [peer][lane] RingState, the owner's alone
+  uint32 lanes;
+  uint32 reserved;
+};
+
+// A set of rings as one rank sees it.
 struct Rings {
   char* arena[kMaxRanks];  // rank r's symmetric memory as mapped here
-  uint64 slots_at;         // [source rank][lane][kRingDepth] slots, written by the source
-  uint64 credits_at;       // [peer][lane] words: steps that the peer has taken of what this rank sent
-  uint64 state_at;         // [peer][lane] RingState, the owner's alone
+  RingTable lines, chunks;
+  uint64 chunks_from;  // messages of so many bytes and more are sent in chunks
   GroupStatus* status;
   uint64 limit_ns;
-  uint32 lanes;  // of this set
   int rank, ranks;
-  uint32 reserved;
 };
 
 // How a message lies on the lanes; sender and receiver compute it from its size. Step i of a lane begins at row
@@ -49,183 +52,145 @@ struct Rings {
 struct Spread {
   uint32 lanes, rows;
 };
+// Longer messages are cut by the caller, a launch each: lanes drift apart by as much as they like, and over a message
+// of 256 MB that is more pages under way at once than address translation holds (H200: ten times slower).
+inline constexpr uint64 kMostMessageBytes = uint64{64} << 20;
+template <class Protocol>
 ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
-  const uint64 rows = (bytes + kRowData - 1) / kRowData;
+  const uint64 rows = (bytes + Protocol::kRowData - 1) / Protocol::kRowData;
   const uint64 each = (rows + most_lanes - 1) / most_lanes;
-  const uint32 step = each < 1 ? 1 : each > kStepRows ? kStepRows : static_cast<uint32>(each);
+  const uint32 step = each < 1 ? 1 : each > Protocol::kStepRows ? Protocol::kStepRows : static_cast<uint32>(each);
   const uint64 lanes = (rows + step - 1) / step;
   return {lanes < most_lanes ? static_cast<uint32>(lanes) : most_lanes, step};
 }
 
+// Warps of a lane: one for what stays within the rank, one for what goes to every peer, one for what comes from it.
+ARK_HOST_DEVICE constexpr int ring_roles(int ranks) {
+  return 2 * ranks - 1;
+}
+// Lanes of a block, at most: so many that a warp that adds has registers for every rank's rows.
+ARK_HOST_DEVICE constexpr int ring_lanes(int ranks) {
+  return ranks <= 2 ? 4 : ranks <= 4 ? 2 : 1;
+}
+
 #if defined(__CUDACC__)
 
-// One warp's end of its rings. All functions are called by whole warps; those that return bool return false when it is
-// time to leave.
-class Lane {
+// Up to kRows rows of one step of a lane's share of a message.
+template <class Protocol, int kRows>
+struct Piece {
+  uint64 step = 0, row = 0;
+  int first = 0, rows = 0;  // of the step's rows; how many
+  bool there = false;
+
+  __device__ __forceinline__ void find(const Spread& spread, uint32 lane, uint64 bytes) {
+    const uint64 all = (bytes + Protocol::kRowData - 1) / Protocol::kRowData;
+    if (first >= static_cast<int>(spread.rows)) step++, first = 0;
+    row = (step * spread.lanes + lane) * spread.rows + first;
+    there = lane < spread.lanes && row < all;
+    rows = static_cast<int>(min(all - row, uint64{min(spread.rows - first, uint32{kRows})}));
+  }
+  __device__ __forceinline__ Piece after(const Spread& spread, uint32 lane, uint64 bytes) const {
+    Piece next = *this;
+    next.first += kRows;
+    next.find(spread, lane, bytes);
+    return next;
+  }
+};
+
+// A warp at one end of a lane. All functions here and of the protocols are called by whole warps; those that return
+// bool about waiting return false when it is time to leave.
+class LaneEnd {
  public:
-  const Rings& rings;
-  const int thread;
-  const uint32 lane;
-
-  __device__ __forceinline__ explicit Lane(const Rings& mine)
-      : rings(mine), thread(threadIdx.x & 31), lane((blockIdx.x * blockDim.x + threadIdx.x) >> 5) {
-    if (lane < rings.lanes && thread < rings.ranks) {  // thread p keeps the counters of peer p
-      const uint64 at = static_cast<uint64>(thread) * rings.lanes + lane;
-      load_packet(own<RingState>(rings.state_at) + at, sent_, received_);
-      credit_ = load_credit(at);
-      sent_before_ = sent_, received_before_ = received_;
-    }
+  __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int other) {
+    rings_ = &mine, table_ = &table, lane_ = number, peer_ = other;
   }
-
-  // Keeps the counters for the next launch: those that this one moved, since messages to and from other peers may be
-  // under way beside it.
-  __device__ __forceinline__ void close() {
-    if (lane >= rings.lanes || thread >= rings.ranks) return;
-    RingState* state = own<RingState>(rings.state_at) + static_cast<uint64>(thread) * rings.lanes + lane;
-    if (sent_ != sent_before_) state->sent = sent_;
-    if (received_ != received_before_) state->received = received_;
-  }
-
-  // The first unit of step i and whether this lane has one.
-  __device__ __forceinline__ bool has(const Spread& spread, uint64 bytes, uint64 i, uint64& row) const {
-    row = (i * spread.lanes + lane) * spread.rows;
-    return lane < spread.lanes && row * kRowData < bytes;
-  }
-
-  // A thread's units of a step: one of each row, none for threads 15 and 31.
-  __device__ __forceinline__ void load(const void* from, uint64 bytes, const Spread& spread, uint64 row,
-                                       Unit (&units)[kStepRows]) const {
-    const bool aligned = (reinterpret_cast<uint64>(from) & 15) == 0;
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) {
-      const uint64 unit = unit_of(row + j);
-      units[j] = Unit{0, 0};
-      if (j < static_cast<int>(spread.rows) && owns_unit() && unit * 16 < bytes)
-        units[j] = load_unit(from, unit, bytes, aligned);
-    }
-  }
-  __device__ __forceinline__ void store(void* to, uint64 bytes, const Spread& spread, uint64 row,
-                                        const Unit (&units)[kStepRows]) const {
-    const bool aligned = (reinterpret_cast<uint64>(to) & 15) == 0;
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) {
-      const uint64 unit = unit_of(row + j);
-      if (j < static_cast<int>(spread.rows) && owns_unit() && unit * 16 < bytes)
-        store_unit(to, unit, bytes, aligned, units[j]);
-    }
-  }
-
-  __device__ __forceinline__ bool send(int peer, const Spread& spread, uint64 rows_left,
-                                       const Unit (&units)[kStepRows]) {
-    const uint64 step = __shfl_sync(~0u, sent_, peer);
-    if (step >= __shfl_sync(~0u, credit_, peer) + kRingDepth && !await_credit(peer, step)) return false;
-    char* to = slot(peer, rings.rank, step);
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) {
-      if (j >= static_cast<int>(spread.rows) || j >= rows_left) continue;
-      // Units 7 and 22 are cut in two: their upper halves travel in the places of threads 15 and 31, the threads of
-      // which have no unit, and the epoch in the upper halves of all four.
-      const uint64 upper = __shfl_sync(~0u, units[j].hi, (thread & 16) | 7);
-      const bool flag = (thread & 7) == 7;
-      store_packet(to + j * kRowBytes, (thread & 15) == 15 ? upper : units[j].lo, flag ? step + 1 : units[j].hi);
-    }
-    if (thread == peer) sent_++;
-    return true;
-  }
-
-  // Starts (or repeats) the loads of the next step from a peer.
-  __device__ __forceinline__ void poll(int peer, const Spread& spread, uint64 rows_left, Unit (&raw)[kStepRows]) const {
-    const char* from = slot(rings.rank, peer, __shfl_sync(~0u, received_, peer));
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) {
-      raw[j] = Unit{0, 0};
-      if (j < static_cast<int>(spread.rows) && j < rows_left) load_packet(from + j * kRowBytes, raw[j].lo, raw[j].hi);
-    }
-  }
-  // Whether this thread's share of what poll() loaded was there.
-  __device__ __forceinline__ bool arrived(int peer, const Spread& spread, uint64 rows_left,
-                                          const Unit (&raw)[kStepRows]) const {
-    const uint64 epoch = __shfl_sync(~0u, received_, peer) + 1;
-    bool there = true;
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) {
-      if (j < static_cast<int>(spread.rows) && j < rows_left && (thread & 7) == 7) there &= raw[j].hi == epoch;
-    }
-    return there;
-  }
-  __device__ __forceinline__ Unit unpacked(const Unit& raw) const {
-    const uint64 upper = __shfl_sync(~0u, raw.lo, thread | 15);
-    return Unit{raw.lo, (thread & 15) == 7 ? upper : raw.hi};
-  }
-  // The step was taken: the peer may use its slot again.
-  __device__ __forceinline__ void release(int peer) {
-    if (thread == peer) {
-      received_++;
-      auto* credits = reinterpret_cast<uint64*>(rings.arena[peer] + rings.credits_at);
-      asm volatile(
-          "st.relaxed.sys.global.u64 [%0], %1;" ::"l"(credits + static_cast<uint64>(rings.rank) * rings.lanes + lane),
-          "l"(received_)
-          : "memory");
-    }
-  }
-
-  // Takes the step whose loads poll() has begun.
-  __device__ __forceinline__ bool take(int peer, const Spread& spread, uint64 rows_left, Unit (&raw)[kStepRows],
-                                       Unit (&units)[kStepRows]) {
-    while (!__all_sync(~0u, arrived(peer, spread, rows_left, raw))) {
-      if (over(peer)) return false;
-      poll(peer, spread, rows_left, raw);
-    }
-    release(peer);
-    ARK_UNROLL
-    for (int j = 0; j < kStepRows; j++) units[j] = unpacked(raw[j]);
-    return true;
-  }
-  __device__ __forceinline__ bool receive(int peer, const Spread& spread, uint64 rows_left, Unit (&units)[kStepRows]) {
-    Unit raw[kStepRows];
-    poll(peer, spread, rows_left, raw);
-    return take(peer, spread, rows_left, raw, units);
-  }
-
   // Counts a fruitless turn; true when it is time to leave. The whole warp gets the same answer.
   __device__ __forceinline__ bool over(int peer) {
     if ((++turns_ & 1023) != 0) return false;
-    if (thread == 0) began_ = look_up(rings.status, rings.limit_ns, began_, peer, turns_);
+    if (thread_ == 0) began_ = look_up(rings_->status, rings_->limit_ns, began_, peer, turns_);
     return __shfl_sync(~0u, began_ == kOver, 0);
   }
 
- private:
-  __device__ __forceinline__ bool owns_unit() const { return (thread & 15) != 15; }
-  __device__ __forceinline__ uint64 unit_of(uint64 row) const { return row * kRowUnits + thread - (thread >> 4); }
-
+ protected:
+  __device__ __forceinline__ uint64 at(int peer) const { return static_cast<uint64>(peer) * table_->lanes + lane_; }
   template <class T>
-  __device__ __forceinline__ T* own(uint64 at) const {
-    return reinterpret_cast<T*>(rings.arena[rings.rank] + at);
+  __device__ __forceinline__ T* word(int owner, uint64 table, int peer) const {
+    return reinterpret_cast<T*>(rings_->arena[owner] + table) + at(peer);
   }
+  __device__ __forceinline__ RingState* state() const { return word<RingState>(rings_->rank, table_->state, peer_); }
+  template <class Protocol>
   __device__ __forceinline__ char* slot(int owner, int source, uint64 step) const {
-    const uint64 number = (static_cast<uint64>(source) * rings.lanes + lane) * kRingDepth + (step & (kRingDepth - 1));
-    return rings.arena[owner] + rings.slots_at + number * kSlotBytes + thread * 16;
+    const uint64 number = at(source - (source > owner)) * Protocol::kDepth + step % Protocol::kDepth;
+    return rings_->arena[owner] + table_->slots + number * Protocol::kSlotBytes + thread_ * 16;
   }
-  __device__ __forceinline__ uint64 load_credit(uint64 at) const {
+  static __device__ __forceinline__ uint64 load_word(const uint64* from) {
     uint64 value;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];"
-                 : "=l"(value)
-                 : "l"(own<uint64>(rings.credits_at) + at)
-                 : "memory");
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
   }
-  __device__ __forceinline__ bool await_credit(int peer, uint64 step) {
-    for (;;) {
-      if (thread == peer) credit_ = load_credit(static_cast<uint64>(peer) * rings.lanes + lane);
-      if (step < __shfl_sync(~0u, credit_, peer) + kRingDepth) return true;
-      if (over(peer)) return false;
-    }
+  static __device__ __forceinline__ void store_word(uint64* to, uint64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
   }
 
-  uint64 sent_ = 0, received_ = 0, credit_ = 0;  // of peer `thread`
-  uint64 sent_before_ = 0, received_before_ = 0;
+  const Rings* rings_ = nullptr;
+  const RingTable* table_ = nullptr;
+  uint32 lane_ = 0;
+  int peer_ = 0;
+  const int thread_ = threadIdx.x & 31;
+
+ private:
   uint64 began_ = 0;
   uint32 turns_ = 0;
+};
+
+// The sender's end but for how bytes are stored. Keeps its counter for the next launch by close().
+class SenderEnd : public LaneEnd {
+ public:
+  __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int to) {
+    LaneEnd::open(mine, table, number, to);
+    sent_ = state()->sent;
+    load_credit();
+  }
+  __device__ __forceinline__ void close() const {
+    if (thread_ == 0) state()->sent = sent_;
+  }
+  // Until the next step has a slot.
+  __device__ __forceinline__ bool await_room(int depth) {
+    while (sent_ >= credit_ + depth) {
+      if (over(peer_)) return false;
+      load_credit();
+    }
+    return true;
+  }
+
+ protected:
+  uint64 sent_ = 0;
+
+ private:
+  __device__ __forceinline__ void load_credit() {
+    credit_ = load_word(word<uint64>(rings_->rank, table_->credits, peer_));
+  }
+  uint64 credit_ = 0;
+};
+
+// The receiver's end but for how it knows that bytes are there.
+class ReceiverEnd : public LaneEnd {
+ public:
+  __device__ __forceinline__ void open(const Rings& mine, const RingTable& table, uint32 number, int from) {
+    LaneEnd::open(mine, table, number, from);
+    received_ = state()->received;
+  }
+  __device__ __forceinline__ void close() const {
+    if (thread_ == 0) state()->received = received_;
+  }
+  // The step was taken: the peer may use its slot again.
+  __device__ __forceinline__ void release() {
+    received_++;
+    if (thread_ == 0) store_word(word<uint64>(peer_, table_->credits, rings_->rank), received_);
+  }
+
+ protected:
+  uint64 received_ = 0;
 };
 
 #endif

@@ -2,24 +2,24 @@
 // in rank order (float32, rounded once) and pushes the result to whoever is to have it. With all ranks receiving it is
 // a two-shot all_reduce, with one a reduce, with none a reduce_scatter.
 //
-// Liveness: in turn i a lane sends step i of every part to its owner, then adds step i - 1 of its own part and sends
-// the results, then takes the results of step i - 2. Senders and receivers of a pair thus have the same order of steps
-// (S0, S1, G0, S2, G1, ...), and a send waits only for credits that the peer gave at least one turn before: by
-// induction over turns every rank reaches every turn.
+// Warps of a lane: one adds, one contributes to every peer, one takes results from every peer; contributions and
+// results have rings of their own. Liveness: takers wait for nothing but data, the adder for contributions and for
+// credits of takers, contributors for credits of adders: no cycle. In place: an adder writes what nobody else reads, a
+// taker what was added from what this rank's contributor had sent of the same place.
 #pragma once
 
-#include "cuda/ring.cuh"
+#include "cuda/message.cuh"
 
 namespace ark::device {
 
 struct TwoShotParams {
-  Rings rings;
+  Rings rings;  // of contributions
+  Rings results;
   const void* in[kMaxRanks];  // this rank's contribution to each part
   void* out[kMaxRanks];       // where the result of each part goes here; null: not wanted. out[r] may be in[r]
   uint64 bytes[kMaxRanks];    // of each part; whole elements
   const double* factors;      // [ranks], 16 bytes apart, for PREMUL_SUM; else null
   uint32 receivers;           // bit r: rank r is sent the results
-  uint32 most_lanes;
   uint32 average;
   DType dtype;  // for GenericRule
   ReduceOp op;
@@ -28,114 +28,117 @@ struct TwoShotParams {
 
 #if defined(__CUDACC__)
 
-template <class Rule, int kRanks>
-__device__ void two_shot(const TwoShotParams& p, Rule rule) {
-  begin_kernel();
-  Lane lane(p.rings);
-  const int rank = p.rings.rank;
+// This rank's part: all contributions, added in rank order.
+template <class Protocol, class Rule, int kRanks, int kRank>
+__device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule rule) {
+  constexpr int kRows = kRanks <= 2 ? 4 : kRanks <= 4 ? 2 : 1;  // at a time: so many of every rank are in registers
+  constexpr bool kAhead = kRanks <= 2;                          // as many again, asked for a piece ahead
+  const uint64 bytes = p.bytes[kRank];
+  const RingTable& table = Protocol::table(p.rings);
+  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  Piece<Protocol, kRows> piece;
+  piece.find(spread, lane, bytes);
+  if (!piece.there) return;
+  LaneEnd patience;
+  patience.open(p.rings, table, lane, kRank);
+  typename Protocol::Receiver from[kRanks];
+  typename Protocol::Sender to[kRanks];
   double factors[kRanks];
+  const auto sends_to = [&](int r) { return r != kRank && (p.receivers >> r & 1) != 0; };
   ARK_UNROLL
-  for (int r = 0; r < kRanks; r++) factors[r] = p.factors != nullptr ? p.factors[2 * r] : 1.0;
-  const bool takes = (p.receivers >> rank & 1) != 0;
-  constexpr int kGroup = kRanks <= 4 ? (kRanks > 1 ? kRanks - 1 : 1) : 2;  // peers whose loads are under way together
-  const auto wrapped = [](int r) { return r < kRanks ? r : r - kRanks; };
-  const auto rows_left = [](uint64 bytes, uint64 row) { return (bytes - row * kRowData + kRowData - 1) / kRowData; };
-  Unit units[kStepRows];
-  uint64 row;
-  bool more = true;
-  for (uint64 i = 0; more; i++) {
-    more = false;
+  for (int r = 0; r < kRanks; r++) {
+    factors[r] = p.factors != nullptr ? p.factors[2 * r] : 1.0;
+    if (r != kRank) from[r].open(p.rings, table, lane, r);
+    if (sends_to(r)) to[r].open(p.results, Protocol::table(p.results), lane, r);
+  }
+  using Parts = Unit[kRanks][kRows];
+  using Loaded = bool[kRanks];
+  Parts parts, next_parts;
+  Loaded loaded, next_loaded;
+  const auto ask = [&](const Piece<Protocol, kRows>& which, int ahead, Parts& units, Loaded& there) {
     ARK_UNROLL
-    for (int from = 1; from < kRanks; from += kGroup) {  // my contributions
-      Unit parts[kGroup][kStepRows];
-      ARK_UNROLL
-      for (int g = 0; g < kGroup; g++) {
-        const int owner = wrapped(rank + from + g);
-        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
-        if (from + g >= kRanks || !lane.has(spread, p.bytes[owner], i, row)) continue;
-        lane.load(p.in[owner], p.bytes[owner], spread, row, parts[g]);
-      }
-      ARK_UNROLL
-      for (int g = 0; g < kGroup; g++) {
-        const int owner = wrapped(rank + from + g);
-        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
-        if (from + g >= kRanks || !lane.has(spread, p.bytes[owner], i, row)) continue;
-        more = true;
-        if (!lane.send(owner, spread, rows_left(p.bytes[owner], row), parts[g])) return;
-      }
+    for (int r = 0; r < kRanks; r++) {
+      if (r == kRank)
+        load_piece(p.in[r], bytes, which, units[r]);
+      else
+        there[r] = from[r].ask(which, ahead, units[r]);
     }
-    const uint64 own = p.bytes[rank];
-    const Spread spread = spread_of(own, p.most_lanes);
-    if (lane.has(spread, own, i, row)) more = true;
-    if (i > 0 && lane.has(spread, own, i - 1, row)) {  // my part
-      more = true;
-      const uint64 left = rows_left(own, row);
-      lane.load(p.in[rank], own, spread, row, units);
-      Unit raw[kRanks][kStepRows];
-      for (;;) {  // all peers' loads in flight together
-        ARK_UNROLL
-        for (int r = 0; r < kRanks; r++) {
-          if (r != rank) lane.poll(r, spread, left, raw[r]);
-        }
-        int missing = -1;
-        ARK_UNROLL
-        for (int r = 0; r < kRanks; r++) {
-          if (r != rank && !__all_sync(~0u, lane.arrived(r, spread, left, raw[r]))) missing = r;
-        }
-        if (missing < 0) break;
-        if (lane.over(missing)) return;
-      }
+  };
+  if (kAhead) ask(piece, 0, next_parts, next_loaded);
+  while (piece.there) {
+    const auto next = piece.after(spread, lane, bytes);
+    const bool ends = !next.there || next.step != piece.step;
+    if (kAhead) {
       ARK_UNROLL
       for (int r = 0; r < kRanks; r++) {
-        if (r != rank) lane.release(r);
-      }
-      ARK_UNROLL
-      for (int j = 0; j < kStepRows; j++) {
-        if (j >= static_cast<int>(spread.rows)) continue;
-        typename Rule::Accumulator sum;
+        loaded[r] = next_loaded[r];
         ARK_UNROLL
-        for (int r = 0; r < kRanks; r++) {
-          const Unit theirs = lane.unpacked(raw[r][j]);
-          const Unit part = r == rank ? units[j] : theirs;
-          if (r == 0)
-            sum = rule.first(part, factors[0]);
-          else
-            rule.add(sum, part, factors[r]);
-        }
-        units[j] = rule.finish(sum, kRanks, p.average != 0);
+        for (int j = 0; j < kRows; j++) parts[r][j] = next_parts[r][j];
       }
-      ARK_UNROLL
-      for (int d = 1; d < kRanks; d++) {
-        const int to = rank + d < kRanks ? rank + d : rank + d - kRanks;
-        if ((p.receivers >> to & 1) != 0 && !lane.send(to, spread, left, units)) return;
-      }
-      if (p.out[rank] != nullptr) lane.store(p.out[rank], own, spread, row, units);
+      if (next.there) ask(next, static_cast<int>(next.step - piece.step), next_parts, next_loaded);
+    } else {
+      ask(piece, 0, parts, loaded);
     }
-    if (!takes) continue;
+    for (;;) {
+      int missing = -1;
+      ARK_UNROLL
+      for (int r = 0; r < kRanks; r++) {
+        if (r == kRank || from[r].arrived(piece, loaded[r], parts[r])) continue;
+        missing = r;
+        loaded[r] = from[r].ask(piece, 0, parts[r]);
+      }
+      if (missing < 0) break;
+      if (patience.over(missing)) return;
+    }
+    Unit sums[kRows];
     ARK_UNROLL
-    for (int from = 1; from < kRanks; from += kGroup) {  // the others' results
-      Unit raw[kGroup][kStepRows];
+    for (int j = 0; j < kRows; j++) {
+      typename Rule::Accumulator sum;
       ARK_UNROLL
-      for (int g = 0; g < kGroup; g++) {
-        const int owner = wrapped(rank + kRanks - from - g);
-        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
-        if (from + g >= kRanks) continue;
-        if (i > 0 && lane.has(spread, p.bytes[owner], i - 1, row)) more = true;
-        if (i < 2 || !lane.has(spread, p.bytes[owner], i - 2, row)) continue;
-        lane.poll(owner, spread, rows_left(p.bytes[owner], row), raw[g]);
+      for (int r = 0; r < kRanks; r++) {
+        const Unit part = r == kRank ? parts[r][j] : Protocol::Receiver::unpacked(parts[r][j]);
+        if (r == 0)
+          sum = rule.first(part, factors[0]);
+        else
+          rule.add(sum, part, factors[r]);
       }
-      ARK_UNROLL
-      for (int g = 0; g < kGroup; g++) {
-        const int owner = wrapped(rank + kRanks - from - g);
-        const Spread spread = spread_of(p.bytes[owner], p.most_lanes);
-        if (from + g >= kRanks || i < 2 || !lane.has(spread, p.bytes[owner], i - 2, row)) continue;
-        more = true;
-        if (!lane.take(owner, spread, rows_left(p.bytes[owner], row), raw[g], units)) return;
-        lane.store(p.out[owner], p.bytes[owner], spread, row, units);
-      }
+      sums[j] = rule.finish(sum, kRanks, p.average != 0);
     }
+    ARK_UNROLL
+    for (int r = 0; r < kRanks; r++) {
+      if (r != kRank && ends) from[r].release();
+    }
+    ARK_UNROLL
+    for (int d = 1; d < kRanks; d++) {
+      const int r = (kRank + d) % kRanks;
+      if (!sends_to(r)) continue;
+      if (!to[r].put(piece, sums)) return;
+      if (ends) to[r].end_step();
+    }
+    if (p.out[kRank] != nullptr) store_piece(p.out[kRank], bytes, piece, sums);
+    piece = next;
   }
-  lane.close();
+  ARK_UNROLL
+  for (int r = 0; r < kRanks; r++) {
+    if (r != kRank) from[r].close();
+    if (sends_to(r)) to[r].close();
+  }
+}
+
+template <class Protocol, class Rule, int kRanks, int kRank>
+__device__ __forceinline__ void two_shot(const TwoShotParams& p, Rule rule) {
+  begin_kernel();
+  const uint32 lanes = blockDim.x / 32 / ring_roles(kRanks), warp = threadIdx.x / 32, role = warp / lanes;
+  const uint32 lane = blockIdx.x * lanes + warp % lanes;
+  if (role == 0) {
+    add_up<Protocol, Rule, kRanks, kRank>(p, lane, rule);
+  } else if (role < kRanks) {
+    const int owner = (kRank + role) % kRanks;
+    send_message<Protocol>(p.rings, lane, owner, p.in[owner], p.bytes[owner]);
+  } else if ((p.receivers >> kRank & 1) != 0) {
+    const int owner = (kRank + 2 * kRanks - 1 - role) % kRanks;
+    receive_message<Protocol>(p.results, lane, owner, p.out[owner], p.bytes[owner]);
+  }
 }
 
 #endif

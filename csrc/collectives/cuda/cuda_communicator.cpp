@@ -2,7 +2,6 @@
 #include "collectives/cuda/cuda_communicator.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "collectives/cuda/launcher.hpp"
 #include "memory/symmetric_memory.hpp"
@@ -10,11 +9,10 @@
 namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // H200, 2 and 4 ranks. Alone the rings are faster than copy engines and the bulk engine at all sizes so far, so those
-  // are taken only when asked for.
+  // H200, 2 and 4 ranks. Copy engines are slower alone, so they are taken only when asked for.
   constexpr uint64_t kNever = ~uint64_t{0};
-  const uint64_t one_shot_to = ranks <= 2 ? kMostOneShotBytes : (ranks <= 4 ? 160 : 64) * 1024;
-  return {one_shot_to, kNever, kNever};
+  const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
+  return {one_shot_to, 8 << 20, kNever};
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
@@ -56,19 +54,19 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
-  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, kMostOneShotBytes) && !factors)
+  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, most_one_shot_bytes(size_)) && !factors)
     return launcher_->one_shot(operation, in, out, bytes);
   if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && launcher_->bucket(operation, in, out, bytes))
     return;
-  reduce_parts(operation, launcher_->parts_of(in, out, bytes, ~uint32_t{0}));
+  launcher_->two_shot(operation, launcher_->parts_of(in, out, bytes, ~uint32_t{0}));
 }
 
 void CudaCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
   launcher_->watch().check(operation.context);
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
-  reduce_parts(operation, launcher_->parts_of(in, rank_ == operation.descriptor.root ? out : nullptr, bytes,
-                                              uint32_t{1} << operation.descriptor.root));
+  launcher_->two_shot(operation, launcher_->parts_of(in, rank_ == operation.descriptor.root ? out : nullptr, bytes,
+                                                     uint32_t{1} << operation.descriptor.root));
 }
 
 void CudaCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
@@ -80,53 +78,24 @@ void CudaCommunicator::reduce_scatter(const Operation& operation, const void* co
     parts.bytes[r] = count * size_of(operation.descriptor.dtype);
   }
   parts.out[rank_] = out;
-  reduce_parts(operation, parts);
-}
-
-void CudaCommunicator::reduce_parts(const Operation& operation, device::TwoShotParams parts) {
-  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only the rings carry them
-  if (size_ > 1 && !factors && parts.bytes[0] >= dispatch_.bulk_from && launcher_->bulk_reduce(operation, parts))
-    return;
   launcher_->two_shot(operation, parts);
-}
-
-// Each message of a pair by its size, which both know; all ranks launch the one kernel before the other.
-void CudaCommunicator::move(const Operation& operation, device::MoveParams& params) {
-  device::MoveParams large{};
-  bool any = false;
-  for (int r = 0; r < size_ && launcher_->has_bulk() && size_ > 1; ++r) {
-    if (params.send_bytes[r] >= dispatch_.bulk_from) {
-      large.send[r] = params.send[r];
-      large.send_bytes[r] = std::exchange(params.send_bytes[r], 0);
-      any = true;
-    }
-    if (params.receive_bytes[r] >= dispatch_.bulk_from) {
-      large.receive[r] = params.receive[r];
-      large.receive_bytes[r] = std::exchange(params.receive_bytes[r], 0);
-      any = true;
-    }
-  }
-  launcher_->move(operation, params);
-  if (any) launcher_->bulk_move(operation, large);
 }
 
 void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   launcher_->watch().check(operation.context);
   device::MoveParams params{};
-  params.same = 1;
   for (int r = 0; r < size_; ++r) {
     params.send[r] = in;
     params.receive[r] = outs[r];
     params.send_bytes[r] = params.receive_bytes[r] = bytes;
   }
-  move(operation, params);
+  launcher_->move(operation, params);
 }
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   launcher_->watch().check(operation.context);
   const int root = operation.descriptor.root;
   device::MoveParams params{};
-  params.same = 1;
   for (int r = 0; r < size_ && rank_ == root; ++r) {
     if (r == root) continue;
     params.send[r] = data;
@@ -136,7 +105,7 @@ void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t 
     params.receive[root] = data;
     params.receive_bytes[root] = bytes;
   }
-  move(operation, params);
+  launcher_->move(operation, params);
 }
 
 void CudaCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
@@ -149,7 +118,7 @@ void CudaCommunicator::gather(const Operation& operation, const void* in, void* 
     params.receive[r] = outs[r];
     params.receive_bytes[r] = bytes;
   }
-  move(operation, params);
+  launcher_->move(operation, params);
 }
 
 void CudaCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
@@ -162,7 +131,7 @@ void CudaCommunicator::scatter(const Operation& operation, const void* const* in
     params.send[r] = ins[r];
     params.send_bytes[r] = bytes;
   }
-  move(operation, params);
+  launcher_->move(operation, params);
 }
 
 void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
@@ -174,7 +143,7 @@ void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, 
     params.receive[r] = outs[r].data;
     params.receive_bytes[r] = outs[r].size;
   }
-  move(operation, params);
+  launcher_->move(operation, params);
 }
 
 void CudaCommunicator::barrier(const Operation& operation) {

@@ -20,17 +20,12 @@
 namespace ark {
 
 class CudaLauncher;
-namespace device {
-struct MoveParams;
-struct TwoShotParams;
-}  // namespace device
 
 // Which algorithm carries an operation, by its bytes. Alike on all ranks.
 struct CudaDispatch {
-  uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings of lines
-  uint64_t bulk_from;         // of one rank's part or message: from here the bulk copy engine
+  uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings
+  uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
-  uint32_t bulk_blocks = 32;  // SMs that the bulk copy engine takes, at most 32
   static CudaDispatch measured(int ranks);
 };
 
@@ -72,8 +67,6 @@ class CudaCommunicator final : public Communicator {
 
  private:
   CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher, const CudaDispatch& dispatch);
-  void reduce_parts(const Operation& operation, device::TwoShotParams parts);
-  void move(const Operation& operation, device::MoveParams& params);
 
   std::unique_ptr<CudaLauncher> launcher_;
   const CudaDispatch dispatch_;

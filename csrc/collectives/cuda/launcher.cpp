@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "cuda/add.cuh"
 #include "memory/symmetric_memory.hpp"
@@ -20,13 +21,14 @@ uint64_t nanoseconds_of(const OperationContext& context) {
   return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
 }
 
-// Blocks of few warps while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+// Blocks of few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
 template <class Params>
 void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, const Operation& operation, const Params& params) {
-  const unsigned warps = lanes <= 256 ? 4 : 8;
+  const int ranks = params.rings.ranks;
+  const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(ranks));
   const CurrentContext context(kernel.device);
-  jit::launch(kernel, {(lanes + warps - 1) / warps}, {warps * 32}, 0, stream_of(operation), params,
-              jit::LaunchMode::overlapped);
+  jit::launch(kernel, {(lanes + each - 1) / each}, {each * device::ring_roles(ranks) * 32}, 0, stream_of(operation),
+              params, jit::LaunchMode::overlapped);
 }
 
 template <class Params>
@@ -34,6 +36,16 @@ void describe_reduction(const Operation& operation, Params& params) {
   params.average = operation.descriptor.op == ReduceOp::avg;
   params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
   params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
+}
+
+// What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
+uint64_t slice(uint64_t bytes, uint64_t at) {
+  return at < bytes ? std::min(bytes - at, device::kMostMessageBytes) : 0;
+}
+template <class Pointer>
+Pointer slice(Pointer from, uint64_t at) {
+  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
+  return from == nullptr ? from : static_cast<Byte*>(from) + at;
 }
 
 }  // namespace
@@ -61,8 +73,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       memory_(std::move(memory)),
       status_(options.device, sizeof(Status)),
       watch_(health, &host_status()->group, options.log),
-      has_bulk_(jit::KernelLibrary::of(options.device).target().major >= 9),
-      bulk_blocks_(std::clamp<uint32_t>(options.dispatch->bulk_blocks, 1, kMostBulkBlocks)) {}
+      chunks_from_(options.dispatch->chunks_from) {}
 
 CudaLauncher::~CudaLauncher() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
@@ -94,38 +105,64 @@ const CudaLauncher::Reduce& CudaLauncher::reducing(const Operation& operation) {
     const std::string stub = reduce_stub(rule, size_, rank_);
     jit::KernelLibrary& library = jit::KernelLibrary::of(device_);
     reduce.one_shot = &library.get(stub, "one_shot");
-    reduce.two_shot = &library.get(stub, "two_shot");
-    if (has_bulk()) reduce.bulk = &library.get(bulk_reduce_stub(rule, size_), "bulk");
     reduce.add = &library.get(stub, "add");
   }
   return reduce;
 }
 
-device::Rings CudaLauncher::rings(const Operation& operation, const RingPlace& place) const {
+const jit::Kernel& CudaLauncher::adding_by_parts(const Operation& operation, bool chunked) {
+  const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+  std::lock_guard lock(mutex_);
+  const jit::Kernel*& kernel = reduces_[static_cast<int>(rule)].two_shot[chunked];
+  if (kernel == nullptr)
+    kernel = &jit::KernelLibrary::of(device_).get(two_shot_stub(rule, size_, rank_, chunked), "two_shot");
+  return *kernel;
+}
+
+device::Rings CudaLauncher::rings(const Operation& operation, const RingSet& set) const {
   device::Rings rings{};
   for (int r = 0; r < size_; ++r) rings.arena[r] = memory_[r].data();
-  rings.slots_at = place.slots, rings.credits_at = place.credits, rings.state_at = place.state;
+  rings.lines = set.lines, rings.chunks = set.chunks;
+  rings.chunks_from = chunks_from_;
   rings.status = &device_status()->group;
   rings.limit_ns = nanoseconds_of(operation.context);
-  rings.lanes = place.lanes;
   rings.rank = rank_, rings.ranks = size_;
   return rings;
 }
 
-void CudaLauncher::move(const Operation& operation, const RingPlace& place, device::MoveParams& params) {
-  params.rings = rings(operation, place);
-  params.most_lanes = place.lanes;
+uint32_t CudaLauncher::lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const {
+  if (bytes == 0) return 0;
+  return chunked ? device::spread_of<device::Chunks>(bytes, set.chunks.lanes).lanes
+                 : device::spread_of<device::Lines>(bytes, set.lines.lanes).lanes;
+}
+
+void CudaLauncher::launch_move(const Operation& operation, const RingSet& set, device::MoveParams& params) {
+  params.rings = rings(operation, set);
   uint32_t lanes = 0;
   for (int r = 0; r < size_; ++r) {
-    lanes = std::max(lanes, device::spread_of(params.send_bytes[r], place.lanes).lanes);
-    lanes = std::max(lanes, device::spread_of(params.receive_bytes[r], place.lanes).lanes);
+    for (const uint64_t bytes : {params.send_bytes[r], params.receive_bytes[r]})
+      lanes = std::max(lanes, lanes_of(set, bytes, r == rank_ || bytes >= chunks_from_));
   }
   if (lanes != 0) launch_lanes(moving(), lanes, operation, params);
 }
 
+void CudaLauncher::move(const Operation& operation, const RingSet& set, const device::MoveParams& whole) {
+  uint64_t most = 0;
+  for (int r = 0; r < size_; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
+  for (uint64_t at = 0; at < most; at += device::kMostMessageBytes) {
+    device::MoveParams params = whole;
+    for (int r = 0; r < size_; ++r) {
+      params.send[r] = slice(whole.send[r], at);
+      params.receive[r] = slice(whole.receive[r], at);
+      params.send_bytes[r] = slice(whole.send_bytes[r], at);
+      params.receive_bytes[r] = slice(whole.receive_bytes[r], at);
+    }
+    launch_move(operation, set, params);
+  }
+}
+
 void CudaLauncher::gather_words(const Operation& operation, uint64_t bytes) {
   device::MoveParams params{};
-  params.same = 1;
   for (int r = 0; r < size_; ++r) {
     params.send[r] = reinterpret_cast<const void*>(own_word());
     params.receive[r] = reinterpret_cast<void*>(words() + 16 * r);
@@ -134,10 +171,17 @@ void CudaLauncher::gather_words(const Operation& operation, uint64_t bytes) {
   move(operation, params);
 }
 
-void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams& params) {
+void CudaLauncher::launch_two_shot(const Operation& operation, device::TwoShotParams& params) {
   params.rings = rings(operation, layout_.collectives);
-  params.most_lanes = layout_.collectives.lanes;
-  describe_reduction(operation, params);
+  params.results = rings(operation, layout_.results);
+  const uint64_t most = *std::max_element(params.bytes, params.bytes + size_);
+  const bool chunked = most >= chunks_from_;
+  const uint32_t lanes = lanes_of(layout_.collectives, most, chunked);
+  launch_lanes(adding_by_parts(operation, chunked), lanes, operation, params);
+}
+
+void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams whole) {
+  describe_reduction(operation, whole);
   if (operation.descriptor.op == ReduceOp::premul_sum) {  // every rank needs every rank's factor
     uint32_t halves[2];
     std::memcpy(halves, &operation.factor, sizeof halves);
@@ -145,11 +189,18 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams& p
     for (int i = 0; i < 2; ++i)
       check(driver().memset_d32_async(own_word() + 4 * i, halves[i], 1, stream_of(operation)), "cuMemsetD32Async");
     gather_words(operation, sizeof(double));
-    params.factors = reinterpret_cast<const double*>(words());
+    whole.factors = reinterpret_cast<const double*>(words());
   }
-  uint32_t lanes = 0;
-  for (int r = 0; r < size_; ++r) lanes = std::max(lanes, device::spread_of(params.bytes[r], params.most_lanes).lanes);
-  launch_lanes(*reducing(operation).two_shot, lanes, operation, params);
+  const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size_);
+  for (uint64_t at = 0; at < most; at += device::kMostMessageBytes) {
+    device::TwoShotParams params = whole;
+    for (int r = 0; r < size_; ++r) {
+      params.in[r] = slice(whole.in[r], at);
+      params.out[r] = slice(whole.out[r], at);
+      params.bytes[r] = slice(whole.bytes[r], at);
+    }
+    launch_two_shot(operation, params);
+  }
 }
 
 device::TwoShotParams CudaLauncher::parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const {
@@ -163,70 +214,6 @@ device::TwoShotParams CudaLauncher::parts_of(const void* in, void* out, uint64_t
   }
   params.receivers = receivers;
   return params;
-}
-
-void CudaLauncher::bulk(const Operation& operation, const jit::Kernel& kernel, device::BulkParams& params,
-                        uint64_t most_bytes) {
-  for (int r = 0; r < size_; ++r) params.arena[r] = memory_[r].data();
-  params.slots_at = layout_.bulk.slots, params.arrived_at = layout_.bulk.arrived;
-  params.credits_at = layout_.bulk.credits, params.state_at = layout_.bulk.state;
-  params.status = &device_status()->group;
-  params.limit_ns = nanoseconds_of(operation.context);
-  params.most_blocks = kMostBulkBlocks;
-  params.rank = rank_, params.ranks = size_;
-  describe_reduction(operation, params);
-  // All ranks must come to the same number: it says which block a chunk is.
-  const uint64_t chunks = (most_bytes + device::bulk_chunk(size_) - 1) / device::bulk_chunk(size_);
-  const unsigned blocks = static_cast<unsigned>(std::clamp<uint64_t>(chunks, 1, bulk_blocks_));
-  const bool reduces = &kernel != bulk_move_;
-  const CurrentContext context(device_);
-  jit::launch(kernel, {blocks}, {device::kBulkMovers + (reduces ? device::kBulkAdders : 0)},
-              device::bulk_shared_bytes(size_, reduces), stream_of(operation), params, jit::LaunchMode::overlapped);
-}
-
-bool CudaLauncher::bulk_reduce(const Operation& operation, const device::TwoShotParams& parts) {
-  const jit::Kernel* const kernel = reducing(operation).bulk;
-  if (kernel == nullptr) return false;
-  device::BulkParams params{};
-  uint64_t most = 0;
-  for (int r = 0; r < size_; ++r) {
-    most = std::max(most, parts.bytes[r]);
-    if (r == rank_) continue;
-    params.push[r] = parts.in[r];
-    params.push_bytes[r] = parts.bytes[r];
-    params.take[r] = parts.out[r];
-    params.take_bytes[r] = (parts.receivers >> rank_ & 1) != 0 ? parts.bytes[r] : 0;
-  }
-  params.in = parts.in[rank_];
-  params.out = parts.out[rank_];
-  params.bytes = parts.bytes[rank_];
-  params.receivers = parts.receivers;
-  bulk(operation, *kernel, params, most);
-  return true;
-}
-
-void CudaLauncher::bulk_move(const Operation& operation, const device::MoveParams& moves) {
-  {
-    std::lock_guard lock(mutex_);
-    if (bulk_move_ == nullptr) bulk_move_ = &jit::KernelLibrary::of(device_).get(bulk_move_stub(size_), "bulk");
-  }
-  device::BulkParams params{};
-  for (int r = 0; r < size_; ++r) {
-    if (r == rank_) continue;
-    params.push[r] = moves.send[r];
-    params.push_bytes[r] = moves.send_bytes[r];
-    params.take[r] = moves.receive[r];
-    params.take_bytes[r] = moves.receive_bytes[r];
-  }
-  if (moves.send_bytes[rank_] != 0 && moves.send[rank_] != moves.receive[rank_]) {
-    const CurrentContext context(device_);
-    check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(moves.receive[rank_]),
-                                reinterpret_cast<CUdeviceptr>(moves.send[rank_]), moves.send_bytes[rank_],
-                                stream_of(operation)),
-          "cuMemcpyAsync");
-  }
-  // Messages of a pair differ in size, so the number of blocks is the same for all.
-  bulk(operation, *bulk_move_, params, ~uint64_t{0} >> 8);
 }
 
 void CudaLauncher::one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes) {

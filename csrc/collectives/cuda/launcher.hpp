@@ -35,16 +35,16 @@ class CudaLauncher {
   int device() const { return device_; }
   DeviceWatch& watch() { return watch_; }
 
-  // Sends and receives; `params` but for its rings.
-  void move(const Operation& operation, device::MoveParams& params) { move(operation, layout_.collectives, params); }
-  void transfer(const Operation& operation, device::MoveParams& params) { move(operation, layout_.transfers, params); }
+  // Sends and receives. `params` but for its rings; long messages go by several launches.
+  void move(const Operation& operation, const device::MoveParams& params) {
+    move(operation, layout_.collectives, params);
+  }
+  void transfer(const Operation& operation, const device::MoveParams& params) {
+    move(operation, layout_.transfers, params);
+  }
   // params.in, out, bytes and receivers are set.
-  void two_shot(const Operation& operation, device::TwoShotParams& params);
+  void two_shot(const Operation& operation, device::TwoShotParams params);
   void one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes);
-  // The same by the bulk copy engine. False, and nothing done, where the device has none.
-  bool bulk_reduce(const Operation& operation, const device::TwoShotParams& parts);
-  void bulk_move(const Operation& operation, const device::MoveParams& moves);
-  bool has_bulk() const { return has_bulk_; }
   // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
   // result, in `out`.
   device::TwoShotParams parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const;
@@ -58,9 +58,8 @@ class CudaLauncher {
  private:
   struct Reduce {
     const jit::Kernel* one_shot = nullptr;
-    const jit::Kernel* two_shot = nullptr;
     const jit::Kernel* add = nullptr;
-    const jit::Kernel* bulk = nullptr;  // null before compute capability 9.0
+    const jit::Kernel* two_shot[2] = {};  // in lines, in chunks
   };
   // In host memory that kernels, copy engines and the host write.
   struct Status {
@@ -68,12 +67,15 @@ class CudaLauncher {
     device::EngineStatus engine;
   };
 
-  void move(const Operation& operation, const RingPlace& place, device::MoveParams& params);
+  void move(const Operation& operation, const RingSet& set, const device::MoveParams& params);
+  void launch_move(const Operation& operation, const RingSet& set, device::MoveParams& params);
+  void launch_two_shot(const Operation& operation, device::TwoShotParams& params);
+  uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const;
   const jit::Kernel& moving();
   const Reduce& reducing(const Operation& operation);
-  device::Rings rings(const Operation& operation, const RingPlace& place) const;
+  const jit::Kernel& adding_by_parts(const Operation& operation, bool chunked);
+  device::Rings rings(const Operation& operation, const RingSet& set) const;
   CopyEngine* copy_engine(const Operation& operation);
-  void bulk(const Operation& operation, const jit::Kernel& kernel, device::BulkParams& params, uint64_t most_bytes);
   Status* host_status() const { return static_cast<Status*>(status_.host()); }
   Status* device_status() const { return static_cast<Status*>(status_.device()); }
 
@@ -85,11 +87,9 @@ class CudaLauncher {
   std::vector<DeviceMemory> memory_;
   PinnedMemory status_;
   DeviceWatch watch_;
-  const bool has_bulk_;
-  const uint32_t bulk_blocks_;
+  const uint64_t chunks_from_;
   std::mutex mutex_;
   const jit::Kernel* move_ = nullptr;
-  const jit::Kernel* bulk_move_ = nullptr;
   std::array<Reduce, kRuleKinds> reduces_;
   std::unique_ptr<CopyEngine> engine_;
   bool engine_refused_ = false;

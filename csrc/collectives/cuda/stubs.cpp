@@ -1,6 +1,7 @@
 // The texts behind stubs.hpp. A new kernel header adds its stub here.
 #include "collectives/cuda/stubs.hpp"
 
+#include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
 
 namespace ark {
@@ -16,6 +17,10 @@ DType scalar_of(DType dtype) {
 std::string rule_text(RuleKind rule) {
   if (rule == RuleKind::any) return "ark::device::GenericRule";
   return std::string("ark::device::SumRule<ark::device::") + kFormats[static_cast<int>(rule)] + ">";
+}
+
+std::string made_of(RuleKind rule) {
+  return rule == RuleKind::any ? "Rule{p.dtype, p.op}" : "Rule{}";
 }
 
 std::string entry(const std::string& name, int threads, const std::string& params, const std::string& call) {
@@ -36,49 +41,39 @@ RuleKind rule_of(DType dtype, ReduceOp op) {
 }
 
 std::string reduce_stub(RuleKind rule, int ranks, int rank) {
-  const bool any = rule == RuleKind::any;
-  const std::string size = std::to_string(ranks), made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
-  std::string text;
-  for (const char* header : {"add", "one_shot", "two_shot"})
-    text += std::string("#include \"cuda/") + header + ".cuh\"\n";
-  text += "using Rule = " + rule_text(rule) + ";\n";
-  text += entry("one_shot", 512, "OneShotParams",
-                "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")");
-  text += entry("two_shot", 256, "TwoShotParams", "two_shot<Rule, " + size + ">(p, " + made + ")");
-  text += entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
-  return text;
+  const std::string size = std::to_string(ranks), made = made_of(rule);
+  return "#include \"cuda/add.cuh\"\n#include \"cuda/one_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("one_shot", 512, "OneShotParams",
+               "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")") +
+         entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
 }
 
-std::string bulk_reduce_stub(RuleKind rule, int ranks) {
-  const bool any = rule == RuleKind::any;
-  const std::string size = std::to_string(ranks), made = any ? "Rule{p.dtype, p.op}" : "Rule{}";
-  return "#include \"cuda/bulk.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("bulk", 416, "BulkParams", "bulk<Rule, " + size + ", true>(p, " + made + ")");
-}
-
-std::string bulk_move_stub(int ranks) {
-  return "#include \"cuda/bulk.cuh\"\n" +
-         entry("bulk", 416, "BulkParams",
-               "bulk<ark::device::SumRule<ark::device::Float32>, " + std::to_string(ranks) + ", false>(p, {})");
+std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked) {
+  return "#include \"cuda/two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("two_shot", device::ring_lanes(ranks) * device::ring_roles(ranks) * 32, "TwoShotParams",
+               std::string("two_shot<ark::device::") + (chunked ? "Chunks" : "Lines") + ", Rule, " +
+                   std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) + ")");
 }
 
 std::string move_stub() {
-  return "#include \"cuda/move.cuh\"\n" + entry("move", 512, "MoveParams", "move(p)");
+  return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)");
 }
 
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"move", move_stub()});
-  for (RuleKind rule : {RuleKind::bf16, RuleKind::f16, RuleKind::f32, RuleKind::any})
-    stubs.push_back({"reduce_" + std::to_string(static_cast<int>(rule)) + "_2", reduce_stub(rule, 2, 0)});
-  stubs.push_back({"reduce_bf16_4", reduce_stub(RuleKind::bf16, 4, 1)});
-  stubs.push_back({"reduce_bf16_8", reduce_stub(RuleKind::bf16, 8, 7)});
-  stubs.push_back({"reduce_any_1", reduce_stub(RuleKind::any, 1, 0)});
-  stubs.push_back({"bulk_reduce_bf16_2", bulk_reduce_stub(RuleKind::bf16, 2), 90});
-  stubs.push_back({"bulk_reduce_any_4", bulk_reduce_stub(RuleKind::any, 4), 90});
-  stubs.push_back({"bulk_reduce_f32_8", bulk_reduce_stub(RuleKind::f32, 8), 90});
-  stubs.push_back({"bulk_move_4", bulk_move_stub(4), 90});
+  const char* const names[] = {"bf16", "f16", "f32", "any"};
+  const auto add = [&](RuleKind rule, int ranks, int rank) {
+    const std::string name = std::string("_") + names[static_cast<int>(rule)] + "_" + std::to_string(ranks);
+    stubs.push_back({"reduce" + name, reduce_stub(rule, ranks, rank)});
+    stubs.push_back({"lines" + name, two_shot_stub(rule, ranks, rank, false)});
+    stubs.push_back({"chunks" + name, two_shot_stub(rule, ranks, rank, true)});
+  };
+  for (RuleKind rule : {RuleKind::bf16, RuleKind::f16, RuleKind::f32, RuleKind::any}) add(rule, 2, 0);
+  add(RuleKind::bf16, 4, 1);
+  add(RuleKind::bf16, 8, 7);
+  stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
   return stubs;
 }
 

@@ -14,13 +14,11 @@ enum class RuleKind : uint8_t { bf16, f16, f32, any };
 inline constexpr int kRuleKinds = 4;
 RuleKind rule_of(DType dtype, ReduceOp op);
 
-// Entries "one_shot", "two_shot" and "add" for this place in a group of `ranks`.
+// For this place in a group of `ranks`: entries "one_shot" and "add"; entry "two_shot", in lines or in chunks.
 std::string reduce_stub(RuleKind rule, int ranks, int rank);
+std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked);
 // Entry "move".
 std::string move_stub();
-// Entry "bulk"; from compute capability 9.0.
-std::string bulk_reduce_stub(RuleKind rule, int ranks);
-std::string bulk_move_stub(int ranks);
 
 struct Stub {
   std::string name;   // "probe"

@@ -1,0 +1,108 @@
+// One message between two ranks, or within one: the loops of one warp of a lane.
+//
+// Each piece is loaded (or asked for) before the one before it is stored (or awaited), so that a warp always has two
+// under way.
+#pragma once
+
+#include "cuda/chunks.cuh"
+#include "cuda/lines.cuh"
+
+namespace ark::device {
+
+#if defined(__CUDACC__)
+
+template <class Protocol, int kRows>
+__device__ __forceinline__ void load_piece(const void* from, uint64 bytes, const Piece<Protocol, kRows>& piece,
+                                           Unit (&units)[kRows]) {
+  const bool aligned = (reinterpret_cast<uint64>(from) & 15) == 0;
+  ARK_UNROLL
+  for (int j = 0; j < kRows; j++) {
+    const uint64 unit = Protocol::unit_of(piece.row + j);
+    units[j] = Unit{0, 0};
+    if (j < piece.rows && Protocol::owns_unit() && unit * 16 < bytes) units[j] = load_unit(from, unit, bytes, aligned);
+  }
+}
+
+template <class Protocol, int kRows>
+__device__ __forceinline__ void store_piece(void* to, uint64 bytes, const Piece<Protocol, kRows>& piece,
+                                            const Unit (&units)[kRows]) {
+  const bool aligned = (reinterpret_cast<uint64>(to) & 15) == 0;
+  ARK_UNROLL
+  for (int j = 0; j < kRows; j++) {
+    const uint64 unit = Protocol::unit_of(piece.row + j);
+    if (j < piece.rows && Protocol::owns_unit() && unit * 16 < bytes) store_unit(to, unit, bytes, aligned, units[j]);
+  }
+}
+
+inline constexpr int kMessageRows = 4;  // of a piece
+
+template <class Protocol>
+__device__ __forceinline__ void send_message(const Rings& rings, uint32 lane, int peer, const void* from,
+                                             uint64 bytes) {
+  const RingTable& table = Protocol::table(rings);
+  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  Piece<Protocol, kMessageRows> piece;
+  piece.find(spread, lane, bytes);
+  if (!piece.there) return;
+  typename Protocol::Sender sender;
+  sender.open(rings, table, lane, peer);
+  Unit units[kMessageRows], next_units[kMessageRows];
+  load_piece(from, bytes, piece, next_units);
+  while (piece.there) {
+    const auto next = piece.after(spread, lane, bytes);
+    ARK_UNROLL
+    for (int j = 0; j < kMessageRows; j++) units[j] = next_units[j];
+    if (next.there) load_piece(from, bytes, next, next_units);
+    if (!sender.put(piece, units)) return;
+    if (!next.there || next.step != piece.step) sender.end_step();
+    piece = next;
+  }
+  sender.close();
+}
+
+template <class Protocol>
+__device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes) {
+  const RingTable& table = Protocol::table(rings);
+  const Spread spread = spread_of<Protocol>(bytes, table.lanes);
+  Piece<Protocol, kMessageRows> piece;
+  piece.find(spread, lane, bytes);
+  if (!piece.there) return;
+  typename Protocol::Receiver receiver;
+  receiver.open(rings, table, lane, peer);
+  Unit raw[kMessageRows], next_raw[kMessageRows];
+  bool asked = receiver.ask(piece, 0, next_raw);
+  while (piece.there) {
+    const auto next = piece.after(spread, lane, bytes);
+    bool loaded = asked;
+    ARK_UNROLL
+    for (int j = 0; j < kMessageRows; j++) raw[j] = next_raw[j];
+    if (next.there) asked = receiver.ask(next, static_cast<int>(next.step - piece.step), next_raw);
+    while (!receiver.arrived(piece, loaded, raw)) {
+      if (receiver.over(peer)) return;
+      loaded = receiver.ask(piece, 0, raw);
+    }
+    ARK_UNROLL
+    for (int j = 0; j < kMessageRows; j++) raw[j] = Protocol::Receiver::unpacked(raw[j]);
+    if (!next.there || next.step != piece.step) receiver.release();
+    store_piece(to, bytes, piece, raw);
+    piece = next;
+  }
+  receiver.close();
+}
+
+template <class Protocol>
+__device__ __forceinline__ void copy_message(const Rings& rings, uint32 lane, void* to, const void* from,
+                                             uint64 bytes) {
+  if (to == from) return;
+  const Spread spread = spread_of<Protocol>(bytes, Protocol::table(rings).lanes);
+  Piece<Protocol, kMessageRows> piece;
+  Unit units[kMessageRows];
+  for (piece.find(spread, lane, bytes); piece.there; piece = piece.after(spread, lane, bytes)) {
+    load_piece(from, bytes, piece, units);
+    store_piece(to, bytes, piece, units);
+  }
+}
+
+#endif
+
+}  // namespace ark::device
