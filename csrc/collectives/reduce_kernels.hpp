@@ -1,8 +1,9 @@
 // The loops over elements and ranks, and the table of them for one instruction set. Private to reduce_<isa>.cpp.
 //
-// Up to K::kFused ranks go in one pass from the sources to the result. More ranks go block by block through an
-// accumulator that stays in the L1 cache, kFused ranks a pass, always in rank order. Every pass loads a block's or
-// vector's sources before it stores the result there, which is what lets the result replace one of the sources.
+// Ranks are combined in rank order, always. Hot kernels take four ranks a pass from the sources to the result; more
+// ranks go block by block through an accumulator that stays in the L1 cache. Cold ones loop over the ranks for each
+// vector: one function instead of ten, which is what lets this file compile in seconds. Every pass loads a vector's or
+// block's sources before it stores the result there, which is what lets the result replace one of the sources.
 #pragma once
 
 #include "reduce_formats.hpp"
@@ -11,17 +12,19 @@
 namespace ark::ARK_REDUCE_ISA {
 
 // One (format, operation) pair.
-template <class Format_, class Op_, int kFused_>
+template <class Format_, class Op_, bool kHot_>
 struct Kernel {
   using Format = Format_;
   using Op = Op_;
   using Raw = typename Format::Raw;
   using Acc = typename Format::Acc;
-  static constexpr int kFused = kFused_;
+  static constexpr bool kHot = kHot_;
   static constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);  // scalars of one vector
   static constexpr size_t kBytes = sizeof(ElementOf<Raw>);               // of one scalar in memory
   static constexpr size_t kBlock = 2048 / sizeof(Acc);                   // vectors of the accumulator
 };
+
+inline constexpr int kFused = 4;  // ranks of one pass of a hot kernel
 
 struct Job {
   unsigned char* out;
@@ -32,96 +35,113 @@ struct Job {
 };
 
 template <class K, bool kWhole>
-ARK_INLINE typename K::Acc take(const unsigned char* from, size_t lanes, [[maybe_unused]] const double* factor) {
+ARK_INLINE typename K::Acc take(const void* source, size_t at, size_t lanes, [[maybe_unused]] const double* factor) {
+  const unsigned char* from = static_cast<const unsigned char*>(source) + at;
   auto x = K::Format::decode(load<typename K::Raw, kWhole>(from, lanes));
   if constexpr (K::Op::kPremultiply) x = x * static_cast<ElementOf<typename K::Acc>>(*factor);
   return x;
 }
 
-// Combines `kRanks` sources at scalar `begin`, after the accumulator if kFromAcc, into the result or accumulator.
-template <class K, bool kFromAcc, bool kToOut, int kRanks, bool kWhole>
-ARK_INLINE void step(const Job& job, const unsigned char* const* from, typename K::Acc* acc, size_t at, size_t lanes) {
-  using Op = typename K::Op;
-  using Acc = typename K::Acc;
-  constexpr int kFirst = kFromAcc ? 0 : 1;
-  Acc x = kFromAcc ? *acc : take<K, kWhole>(from[0] + at, lanes, job.factors);
-#pragma GCC unroll 4
-  for (int r = kFirst; r < kRanks; r++) {
-    x = Op::combine(x, take<K, kWhole>(from[r] + at, lanes, K::Op::kPremultiply ? job.factors + r : nullptr));
-  }
-  if constexpr (kToOut) {
-    if constexpr (Op::kAverage) x = x / static_cast<ElementOf<Acc>>(job.ranks);
-    const auto raw = K::Format::encode(canonical(x));
-    store<kWhole>(job.out + at, raw, lanes);
-    if (job.out2) store<kWhole>(job.out2 + at, raw, lanes);
-  } else {
-    *acc = x;
-  }
+template <class K, bool kWhole>
+ARK_INLINE void give(const Job& job, typename K::Acc x, size_t at, size_t lanes) {
+  if constexpr (K::Op::kAverage) x = x / static_cast<ElementOf<typename K::Acc>>(job.ranks);
+  const auto raw = K::Format::encode(canonical(x));
+  store<kWhole>(job.out + at, raw, lanes);
+  if (job.out2) store<kWhole>(job.out2 + at, raw, lanes);
 }
 
-// Scalars [begin, end) of the buffers.
+// One vector of all ranks: of a cold kernel, and the last, incomplete one of every kernel.
+template <class K, bool kWhole>
+ARK_INLINE void all_ranks(const Job& job, size_t at, size_t lanes) {
+  auto x = take<K, kWhole>(job.sources[0], at, lanes, job.factors);
+  for (int r = 1; r < job.ranks; r++) {
+    x = K::Op::combine(x, take<K, kWhole>(job.sources[r], at, lanes, K::Op::kPremultiply ? job.factors + r : nullptr));
+  }
+  give<K, kWhole>(job, x, at, lanes);
+}
+
+// Combines `kRanks` sources, after the accumulator if kFromAcc, into the result or accumulator: scalars [begin, end),
+// whole vectors.
 template <class K, bool kFromAcc, bool kToOut, int kRanks>
 __attribute__((noinline)) void pass(const Job& given, typename K::Acc* acc, size_t begin, size_t end) {
   const Job job = given;  // a copy that stores through out cannot change
-  const unsigned char* from[kRanks];
-  for (int r = 0; r < kRanks; r++) from[r] = static_cast<const unsigned char*>(job.sources[r]);
-  constexpr size_t kAdvance = (kFromAcc || !kToOut) ? 1 : 0;
-  size_t i = begin;
-  for (; i + K::kStep <= end; i += K::kStep, acc += kAdvance) {
-    step<K, kFromAcc, kToOut, kRanks, true>(job, from, acc, i * K::kBytes, K::kStep);
+  const void* from[kRanks];
+  for (int r = 0; r < kRanks; r++) from[r] = job.sources[r];
+  constexpr int kFirst = kFromAcc ? 0 : 1;
+  for (size_t i = begin; i < end; i += K::kStep) {
+    const size_t at = i * K::kBytes;
+    typename K::Acc x = kFromAcc ? *acc : take<K, true>(from[0], at, K::kStep, job.factors);
+#pragma GCC unroll 4
+    for (int r = kFirst; r < kRanks; r++) {
+      const double* factor = K::Op::kPremultiply ? job.factors + r : nullptr;
+      x = K::Op::combine(x, take<K, true>(from[r], at, K::kStep, factor));
+    }
+    if constexpr (kToOut) {
+      give<K, true>(job, x, at, K::kStep);
+    } else {
+      *acc = x;
+    }
+    if constexpr (kFromAcc || !kToOut) ++acc;
   }
-  if (i < end) step<K, kFromAcc, kToOut, kRanks, false>(job, from, acc, i * K::kBytes, end - i);
 }
 
 // The last 1 to kFused ranks, into the result.
 template <class K, bool kFromAcc>
 ARK_INLINE void last_pass(const Job& job, int ranks, typename K::Acc* acc, size_t begin, size_t end) {
-  if constexpr (K::kFused == 1) {
-    pass<K, kFromAcc, true, 1>(job, acc, begin, end);
-  } else {
-    switch (ranks) {
-      case 1: return pass<K, kFromAcc, true, 1>(job, acc, begin, end);
-      case 2: return pass<K, kFromAcc, true, 2>(job, acc, begin, end);
-      case 3: return pass<K, kFromAcc, true, 3>(job, acc, begin, end);
-      default: return pass<K, kFromAcc, true, 4>(job, acc, begin, end);
+  switch (ranks) {
+    case 1: return pass<K, kFromAcc, true, 1>(job, acc, begin, end);
+    case 2: return pass<K, kFromAcc, true, 2>(job, acc, begin, end);
+    case 3: return pass<K, kFromAcc, true, 3>(job, acc, begin, end);
+    default: return pass<K, kFromAcc, true, 4>(job, acc, begin, end);
+  }
+}
+
+// Whole vectors up to `end`, four ranks a pass.
+template <class K>
+ARK_INLINE void fused(const Job& whole, size_t end) {
+  static_assert(kFused == 4, "last_pass and the pass's unrolling know it");
+  if (whole.ranks <= kFused) return last_pass<K, false>(whole, whole.ranks, nullptr, 0, end);
+  typename K::Acc acc[K::kBlock];
+  constexpr size_t kScalars = K::kBlock * K::kStep;
+  for (size_t begin = 0; begin < end; begin += kScalars) {
+    const size_t stop = end - begin < kScalars ? end : begin + kScalars;
+    Job job = whole;
+    pass<K, false, false, kFused>(job, acc, begin, stop);
+    int left = whole.ranks;
+    while ((left -= kFused) > 0) {
+      job.sources += kFused;
+      if (K::Op::kPremultiply) job.factors += kFused;
+      if (left <= kFused) {
+        last_pass<K, true>(job, left, acc, begin, stop);
+      } else {
+        pass<K, true, false, kFused>(job, acc, begin, stop);
+      }
     }
   }
 }
 
 template <class K>
 void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t end, const double* factors) {
-  static_assert(K::kFused == 1 || K::kFused == 4, "last_pass and the step's unrolling know these");
   const DefaultFloatMode mode;
-  const Job whole{static_cast<unsigned char*>(out), static_cast<unsigned char*>(out2), sources, factors, ranks};
-  if (ranks <= K::kFused) return last_pass<K, false>(whole, ranks, nullptr, 0, end);
-
-  typename K::Acc acc[K::kBlock];
-  constexpr size_t kScalars = K::kBlock * K::kStep;
-  for (size_t begin = 0; begin < end; begin += kScalars) {
-    const size_t stop = end - begin < kScalars ? end : begin + kScalars;
-    Job job = whole;
-    pass<K, false, false, K::kFused>(job, acc, begin, stop);
-    int left = ranks;
-    while ((left -= K::kFused) > 0) {
-      job.sources += K::kFused;
-      if (K::Op::kPremultiply) job.factors += K::kFused;
-      if (left <= K::kFused) {
-        last_pass<K, true>(job, left, acc, begin, stop);
-      } else {
-        pass<K, true, false, K::kFused>(job, acc, begin, stop);
-      }
-    }
+  const Job job{static_cast<unsigned char*>(out), static_cast<unsigned char*>(out2), sources, factors, ranks};
+  const size_t whole = end - end % K::kStep;
+  if constexpr (K::kHot) {
+    if (whole > 0) fused<K>(job, whole);
+  } else {
+    for (size_t i = 0; i < whole; i += K::kStep) all_ranks<K, true>(job, i * K::kBytes, K::kStep);
   }
+  if (whole < end) all_ranks<K, false>(job, whole * K::kBytes, end - whole);
 }
 
-inline constexpr int kHot = 4;   // kFused where speed matters: SUM and AVG of the types that models are trained in
-inline constexpr int kCold = 1;  // elsewhere: few instantiations, so that this compiles in seconds
+// Hot where speed matters: SUM and AVG of the types that models are trained in.
+inline constexpr bool kHot = true;
+inline constexpr bool kCold = false;
 
-template <class Format, int kFused>
+template <class Format, bool kHotSum>
 ReduceFn float_kernel(ReduceOp op) {
   switch (op) {
-    case ReduceOp::sum: return reduce<Kernel<Format, Sum, kFused>>;
-    case ReduceOp::avg: return reduce<Kernel<Format, Average, kFused>>;
+    case ReduceOp::sum: return reduce<Kernel<Format, Sum, kHotSum>>;
+    case ReduceOp::avg: return reduce<Kernel<Format, Average, kHotSum>>;
     case ReduceOp::product: return reduce<Kernel<Format, Product, kCold>>;
     case ReduceOp::min: return reduce<Kernel<Format, Min, kCold>>;
     case ReduceOp::max: return reduce<Kernel<Format, Max, kCold>>;

@@ -7,16 +7,16 @@ namespace ark {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x48'4b'52'41;  // "ARKH" in memory
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kHandleMagic = 0x48'4b'52'41;  // "ARKH" in memory
+constexpr uint32_t kHandleVersion = 1;
 constexpr char kName[] = "handle record";
 
 }  // namespace
 
 std::vector<uint8_t> HandleRecord::encode() const {
   wire::Writer out(kEncodedBytes);
-  out.number(kMagic);
-  out.number(kVersion);
+  out.number(kHandleMagic);
+  out.number(kHandleVersion);
   out.number(rank);
   out.number(size);
   out.number(static_cast<uint32_t>(sharing));
@@ -34,8 +34,8 @@ std::vector<uint8_t> HandleRecord::encode() const {
 HandleRecord HandleRecord::decode(std::span<const uint8_t> bytes) {
   wire::Reader in(kName, bytes, kEncodedBytes);
   HandleRecord record;
-  in.constant("magic", kMagic);
-  in.constant("version", kVersion);
+  in.constant("magic", kHandleMagic);
+  in.constant("version", kHandleVersion);
   record.rank = in.number<uint32_t>();
   record.size = in.number<uint32_t>();
   const uint32_t sharing = in.number<uint32_t>();

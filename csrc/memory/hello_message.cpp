@@ -10,7 +10,7 @@ namespace {
 constexpr uint32_t kHelloMagic = 0x4f'4c'4b'41;    // "AKLO" in memory
 constexpr uint32_t kOfferMagic = 0x46'4f'4b'41;    // "AKOF"
 constexpr uint32_t kOutcomeMagic = 0x43'4f'4b'41;  // "AKOC"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kHelloVersion = 1;
 constexpr size_t kOfferHead = 32;
 
 template <typename Kind>
@@ -31,7 +31,7 @@ std::string printable(std::string text) {
 std::vector<uint8_t> HelloMessage::encode() const {
   wire::Writer out(kEncodedBytes);
   out.number(kHelloMagic);
-  out.number(kVersion);
+  out.number(kHelloVersion);
   out.number(static_cast<uint32_t>(kind));
   out.number(from);
   out.number(to);
@@ -46,7 +46,7 @@ HelloMessage HelloMessage::decode(std::span<const uint8_t> bytes) {
   wire::Reader in(kName, bytes, kEncodedBytes);
   HelloMessage hello;
   in.constant("magic", kHelloMagic);
-  in.constant("version", kVersion);
+  in.constant("version", kHelloVersion);
   hello.kind = checked_kind(kName, in.number<uint32_t>(), Kind::refuse);
   hello.from = in.number<uint32_t>();
   hello.to = in.number<uint32_t>();
@@ -74,7 +74,7 @@ std::vector<uint8_t> OfferMessage::encode() const {
   const auto size = static_cast<uint32_t>(tokens.size());
   wire::Writer out(encoded_bytes(size));
   out.number(kOfferMagic);
-  out.number(kVersion);
+  out.number(kHelloVersion);
   out.number(size);
   out.number(uint32_t{0});
   out.raw(nonce);
@@ -86,7 +86,7 @@ OfferMessage OfferMessage::decode(std::span<const uint8_t> bytes, uint32_t expec
   wire::Reader in("offer", bytes, encoded_bytes(expected_size));
   OfferMessage offer;
   in.constant("magic", kOfferMagic);
-  in.constant("version", kVersion);
+  in.constant("version", kHelloVersion);
   in.constant("group size", expected_size);
   in.constant("reserved field", uint32_t{0});
   offer.nonce = in.raw<16>();
@@ -99,7 +99,7 @@ OfferMessage OfferMessage::decode(std::span<const uint8_t> bytes, uint32_t expec
 std::vector<uint8_t> OutcomeMessage::encode() const {
   wire::Writer out(kEncodedBytes);
   out.number(kOutcomeMagic);
-  out.number(kVersion);
+  out.number(kHelloVersion);
   out.number(static_cast<uint32_t>(kind));
   out.number(rank);
   out.number(peer);
@@ -114,7 +114,7 @@ OutcomeMessage OutcomeMessage::decode(std::span<const uint8_t> bytes) {
   wire::Reader in(kName, bytes, kEncodedBytes);
   OutcomeMessage outcome;
   in.constant("magic", kOutcomeMagic);
-  in.constant("version", kVersion);
+  in.constant("version", kHelloVersion);
   outcome.kind = checked_kind(kName, in.number<uint32_t>(), Kind::gave_up);
   outcome.rank = in.number<uint32_t>();
   outcome.peer = in.number<uint32_t>();
