@@ -76,7 +76,7 @@ def check_machine(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu":
         return
     if not torch.cuda.is_available():
-        sys.exit(f"{Path(sys.argv[0]).name}: this PyTorch sees no GPU (--device cpu only shows that the script works)")
+        sys.exit(f"{Path(sys.argv[0]).name}: this PyTorch sees no GPU")
     most = max(arguments.ranks)
     if most > torch.cuda.device_count():
         sys.exit(f"{Path(sys.argv[0]).name}: --ranks {most}, and this machine has {torch.cuda.device_count()} GPUs")
