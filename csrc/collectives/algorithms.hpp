@@ -26,6 +26,8 @@ void gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t
 void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t bytes, size_t chunk);
 void all_to_all(Rounds&, const Operation&, const Bytes* ins, const MutableBytes* outs, size_t chunk);
 void barrier(Rounds&, const Operation&);
+// `number` counts these barriers of the group, from 1.
+void monitored_barrier(GroupHealth&, uint64_t number, const OperationContext&, bool wait_all);
 
 // The per-rank multipliers of a premul_sum, read from the operation's first round; null for other operations.
 const double* gather_factors(const Rounds& rounds, const Operation& operation, uint64_t first_round,

@@ -239,44 +239,7 @@ void ShmCommunicator::barrier(const Operation& operation) {
 }
 
 void ShmCommunicator::monitored_barrier(const OperationContext& context, bool wait_all) {
-  const uint64_t number = ++monitored_barriers_;
-  ControlBlock& own = health_->own();
-  advance_and_wake(own.barrier_arrived, number);
-  auto wait_for = [&](protocol::Counter& counter, int peer) {
-    constexpr auto kSlice = std::chrono::milliseconds(20);
-    for (;;) {
-      const uint64_t seen = protocol::current(counter);
-      if (seen >= number) return true;
-      if (const auto alarm = health_->alarm(context, peer)) {
-        if (protocol::reached(counter, number)) return true;
-        if (alarm->kind == GroupHealth::Alarm::late) return false;
-        health_->raise(*alarm, context, peer);
-      }
-      sleep_on(counter, seen, kSlice);
-    }
-  };
-  auto give_up = [&](const std::vector<int>& missing) {
-    std::string names;
-    for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
-    throw Error(ErrorKind::timeout,
-                "Rank " + std::to_string(rank_) +
-                    " timed out in monitoredBarrier: " + (missing.size() > 1 ? "ranks " : "rank ") + names +
-                    " failed to pass monitoredBarrier in " + std::to_string(context.timeout.count()) + " ms",
-                ErrorContext{rank_, missing.front(), context.name, context.sequence,
-                             "Look at what these ranks are doing, or allow them more time."});
-  };
-  if (rank_ != 0) {
-    if (!wait_for(head_of(segments_[0]).control.barrier_passed, 0)) give_up({0});
-    return;
-  }
-  std::vector<int> missing;
-  for (int peer = 1; peer < size_; ++peer) {
-    if (wait_for(head_of(segments_[peer]).control.barrier_arrived, peer)) continue;
-    missing.push_back(peer);
-    if (!wait_all) break;
-  }
-  if (!missing.empty()) give_up(missing);
-  advance_and_wake(own.barrier_passed, number);
+  ark::monitored_barrier(*health_, ++monitored_barriers_, context, wait_all);
 }
 
 }  // namespace ark

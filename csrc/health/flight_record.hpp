@@ -15,7 +15,7 @@
 //   so it survives wrap-around.
 // - Times are steady-clock nanoseconds; wall time is added on output from one offset taken then.
 //
-// JSON: schema in flight_record_json.hpp. Reading side: ark_torch/tools/flight.py.
+// JSON: schema in flight_record_json.cpp. Reading side: ark_torch/tools/flight.py.
 #pragma once
 
 #include <array>

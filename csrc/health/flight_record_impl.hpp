@@ -1,4 +1,4 @@
-// Inside of the flight record, shared by its two source files only.
+// Inside of the flight record, shared by its source files only.
 //
 // A slot is written and read under its lock alone; a group's counters are atomics, its names are guarded by the
 // record's mutex (they are read on output only).

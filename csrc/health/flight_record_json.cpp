@@ -1,6 +1,32 @@
 // The flight record as JSON, and its way to disk. Runs on failure or on demand, never on the hot path.
-#include "health/flight_record_json.hpp"
-
+//
+// Schema, version 1 (bump the major on changed meaning, the minor on added fields).
+//
+// {
+//   "schema": "ark_flight_record", "version": "1.0",
+//   "process": {"pid", "host", "global_rank", "world_size", "written_ns"},  unknown ranks are -1
+//   "capacity", "recorded", "dropped",         entries ever recorded; updates given up (see flight_record.hpp)
+//   "groups": [{
+//     "id", "name", "description", "rank", "size", "global_ranks": [...], "retired",
+//     "collective": {"last_scheduled", "last_started", "last_completed"},   sequence numbers; 0: none yet
+//     "p2p":        {"last_scheduled", "last_started", "last_completed"}
+//   }],
+//   "entries": [{                                                           oldest first
+//     "id", "group", "operation", "is_p2p", "sequence", "p2p_sequence", "state",
+//     "peer", "tag", "root",                                                ranks in the group; null: none
+//     "dtype", "output_dtype", "reduce_op",                                 PyTorch's names; null: none
+//     "input_bytes", "input_elements", "output_elements",
+//     "input_sizes": [[...]], "output_sizes": [[...]], "inputs", "outputs",  sizes kept; tensors in all
+//     "truncated",                                                          sizes are folded or cut
+//     "timeout_ms", "time_created_ns", "time_started_ns", "time_ended_ns",  wall clock; null: not yet
+//     "duration_ns", "error"                                                null unless ended; null unless failed
+//   }],
+//   "failures": [{                                                          first cause first
+//     "time_ns", "group", "error", "peer", "operation", "sequence", "frame",
+//     "peers": [{"rank", "last_enqueued", "last_started", "last_completed", "waiting_on", "operation", "lost"}]
+//   }]
+// }
+// Integers are below 2^63; text is valid UTF-8 (bytes that are not become U+FFFD).
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -8,11 +34,11 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstdio>
 
 #include "collectives/dtype.hpp"
 #include "health/flight_record.hpp"
 #include "health/flight_record_impl.hpp"
+#include "health/json_writer.hpp"
 
 namespace ark {
 
@@ -33,29 +59,6 @@ const char* name_of_state(FlightState state) {
     case FlightState::failed: return "failed";
   }
   return "unknown";
-}
-
-// Bytes of the UTF-8 character at the front of `text`; 0 when it is not one (overlong and surrogates included).
-size_t utf8_length(std::string_view text) {
-  const auto byte = [&](size_t index) { return static_cast<unsigned char>(text[index]); };
-  const unsigned char first = byte(0);
-  size_t length = 0;
-  uint32_t code = 0;
-  uint32_t least = 0;
-  if (first < 0x80) return 1;
-  if ((first & 0xE0) == 0xC0) {
-    length = 2, code = first & 0x1F, least = 0x80;
-  } else if ((first & 0xF0) == 0xE0) {
-    length = 3, code = first & 0x0F, least = 0x800;
-  } else if ((first & 0xF8) == 0xF0) {
-    length = 4, code = first & 0x07, least = 0x10000;
-  }
-  if (length == 0 || text.size() < length) return 0;
-  for (size_t index = 1; index < length; ++index) {
-    if ((byte(index) & 0xC0) != 0x80) return 0;
-    code = code << 6 | (byte(index) & 0x3F);
-  }
-  return code < least || code > 0x10FFFF || (code >= 0xD800 && code <= 0xDFFF) ? 0 : length;
 }
 
 void write_sizes(JsonWriter& json, const char* name, const FlightSizes& sizes) {
@@ -121,78 +124,6 @@ void write_failure(JsonWriter& json, int64_t time, const FlightFailure& failure)
 }
 
 }  // namespace
-
-void JsonWriter::separate() {
-  if (!fresh_) out_ += ',';
-  fresh_ = false;
-}
-
-JsonWriter& JsonWriter::open(char bracket) {
-  separate();
-  out_ += bracket;
-  fresh_ = true;
-  return *this;
-}
-
-JsonWriter& JsonWriter::close(char bracket) {
-  out_ += bracket;
-  fresh_ = false;
-  return *this;
-}
-
-JsonWriter& JsonWriter::key(std::string_view name) {
-  text(name);
-  out_ += ':';
-  fresh_ = true;
-  return *this;
-}
-
-JsonWriter& JsonWriter::text(std::string_view value) {
-  separate();
-  out_ += '"';
-  while (!value.empty()) {
-    const size_t length = utf8_length(value);
-    const auto first = static_cast<unsigned char>(value[0]);
-    if (length == 0) {
-      out_ += "\xEF\xBF\xBD";
-    } else if (first == '"' || first == '\\') {
-      out_ += '\\';
-      out_ += value[0];
-    } else if (first < 0x20 || first == 0x7F) {
-      char escaped[8];
-      std::snprintf(escaped, sizeof escaped, "\\u%04x", first);
-      out_ += escaped;
-    } else {
-      out_.append(value.substr(0, length));
-    }
-    value.remove_prefix(std::max<size_t>(length, 1));
-  }
-  out_ += '"';
-  return *this;
-}
-
-JsonWriter& JsonWriter::number(int64_t value) {
-  separate();
-  out_ += std::to_string(value);
-  return *this;
-}
-
-JsonWriter& JsonWriter::boolean(bool value) {
-  separate();
-  out_ += value ? "true" : "false";
-  return *this;
-}
-
-JsonWriter& JsonWriter::null() {
-  separate();
-  out_ += "null";
-  return *this;
-}
-
-JsonWriter& JsonWriter::number_or_null(std::string_view name, int64_t value, bool present) {
-  key(name);
-  return present ? number(value) : null();
-}
 
 std::string FlightRecord::to_json() const {
   std::vector<std::string> errors;

@@ -39,6 +39,7 @@ class GroupHealth {
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(control_.size()); }
   ControlBlock& own() { return *control_[rank_]; }
+  ControlBlock& of(int rank) { return *control_[rank]; }
   const ControlBlock& of(int rank) const { return *control_[rank]; }
 
   // True once this rank has failed the group or seen a peer do so: the fast test at the start of an operation.

@@ -14,7 +14,7 @@
 #include <span>
 #include <thread>
 
-#include "health/flight_record_json.hpp"
+#include "health/json_writer.hpp"
 #include "jit/nvrtc.hpp"
 #include "jit/sha256.hpp"
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,8 @@ def installed(package: str) -> bool:
     return any(package == distribution.name for distribution in importlib.metadata.distributions())
 
 
-pytestmark = [
-    pytest.mark.quick,
-    pytest.mark.skipif(not installed("nvidia-cuda-nvrtc"), reason="nvidia-cuda-nvrtc is not installed"),
-]
+pytestmark = pytest.mark.skipif(not installed("nvidia-cuda-nvrtc"), reason="nvidia-cuda-nvrtc is not installed")
+QUICK = "sm_90a"
 
 SMALL = """
 struct Params { float* values; };
@@ -38,24 +37,27 @@ def configured(tmp_path: Path) -> None:
     _jit.configure(env.read({"ARK_CACHE": str(tmp_path / "kernels")}))
 
 
-@pytest.mark.parametrize("arch", compile_kernels.ARCHITECTURES)
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=pytest.mark.quick if arch == QUICK else ()) for arch in compile_kernels.ARCHITECTURES],
+)
 def test_every_kernel_compiles(arch: str) -> None:
-    compiled = 0
-    for name, text, oldest in _C._kernel_stubs():
-        if compile_kernels.number_of(arch) < oldest:
-            continue
-        cubin, kernels = _C._compile_kernel(text, arch)
+    stubs = [(name, text) for name, text, oldest in _C._kernel_stubs() if compile_kernels.number_of(arch) >= oldest]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        compiled = list(threads.map(lambda stub: _C._compile_kernel(stub[1], arch), stubs))
+    for (name, _), (cubin, kernels) in zip(stubs, compiled, strict=True):
         assert cubin[:4] == b"\x7fELF", f"{name} for {arch} is no cubin"
         assert kernels and all(0 < registers <= 255 for _, registers, _, _ in kernels), f"{name} for {arch}: {kernels}"
-        compiled += 1
-    assert compiled > 0
+    assert compiled
 
 
+@pytest.mark.quick
 def test_the_list_names_each_kernel_once() -> None:
     names = [name for name, _, _ in _C._kernel_stubs()]
     assert "probe" in names and len(names) == len(set(names))
 
 
+@pytest.mark.quick
 def test_resources_are_those_of_the_kernel() -> None:
     spilling = """
     struct Params { float* values; int n; };
@@ -71,6 +73,7 @@ def test_resources_are_those_of_the_kernel() -> None:
     assert (name, spilled, stack) == ("twice", 0, 0)
 
 
+@pytest.mark.quick
 def test_errors_say_what_is_wrong() -> None:
     with pytest.raises(RuntimeError, match=r"does not compile for sm_80 .*identifier \"nonsense\" is undefined"):
         _C._compile_kernel("__device__ int x = nonsense;", "sm_80")
@@ -85,6 +88,7 @@ def test_errors_say_what_is_wrong() -> None:
     assert len(str(caught.value)) < 4000, "the log is cut"
 
 
+@pytest.mark.quick
 def test_a_library_that_is_none_is_told_with_the_remedy(tmp_path: Path) -> None:
     broken = tmp_path / "libnvrtc.so.13"
     broken.write_text("no library")
@@ -118,6 +122,7 @@ def in_a_process(stub: str, cache: Path) -> dict[str, object]:
     return result
 
 
+@pytest.mark.quick
 def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = in_a_process(SMALL, cache)

@@ -1,5 +1,4 @@
 // The flight record as JSON and the file it leaves: valid whatever the names hold, whole, private, once a failure.
-#include "health/flight_record_json.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>
