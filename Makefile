@@ -68,6 +68,10 @@ test-nightly: setup test-cpp ## every test, the long ones too
 test-gpu: setup ## the tests on GPUs; SHARD=2/3 runs every third, from the second on
 	ARK_TEST_SHARD=$(SHARD) NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) tests/gpu
 
+.PHONY: test-kernels
+test-kernels: setup ## every instantiation of every CUDA kernel for six architectures, without a GPU (half an hour on two cores)
+	$(PY) -m ark_torch.tools.compile_kernels --every --all
+
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: plain, ThreadSanitizer, Address and UB Sanitizer
 
 test-cpp-plain: setup
@@ -106,5 +110,5 @@ format: $(STAMP) ## rewrites the sources as `make lint` wants them
 	$(VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean: ## removes what was built; keeps .venv
-	rm -rf build dist demo-output compile_commands.json *.egg-info ark_torch/_C.*.so $(BUILT)
+	rm -rf build dist demo-output compile_commands.json *.egg-info ark_torch/_C.*.so ark_torch/prebuilt $(BUILT)
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

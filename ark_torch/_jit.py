@@ -24,11 +24,17 @@ def configure(settings: env.Settings | None = None) -> None:
     jit.version = __version__
     jit.kernels_dir = str(Path(__file__).resolve().parent / "kernels")
     jit.cache_dir = settings.cache or default_cache()
+    jit.prebuilt_dir = str(prebuilt_folder())
     jit.nvrtc = settings.nvrtc
     jit.library_roots = library_roots()
     jit.toolkit_dirs = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]
     jit.log = logging.getLogger("ark_torch").info
     _C._configure_jit(jit)
+
+
+def prebuilt_folder() -> Path:
+    """Kernels that the wheel brings; there when it was built with ARK_AOT=1 (build_backend/ark_aot.py)."""
+    return Path(__file__).resolve().parent / "prebuilt"
 
 
 def default_cache() -> str:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "ARK_"
+# Read when the package is built, by build_backend/ark_aot.py alone.
+BUILD = ("ARK_AOT", "ARK_AOT_ARCHS", "ARK_AOT_RANKS")
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
 def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
     """Variables that start with ARK_ and are not ours: a misspelt name does nothing, and should be told."""
     environ = os.environ if environ is None else environ
-    known = {variable.name for variable in VARIABLES}
+    known = {variable.name for variable in VARIABLES} | set(BUILD)
     return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
 
 

@@ -10,7 +10,10 @@ import importlib.util
 import runpy
 import sys
 import sysconfig
+from pathlib import Path
 from typing import Any
+
+import ark_aot
 
 for _name in ("purelib", "platlib"):
     _path = sysconfig.get_path(_name)
@@ -44,3 +47,21 @@ def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
 def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
     _need_torch()
     return list(build_meta.get_requires_for_build_editable(config_settings))
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """setuptools' wheel; with ARK_AOT=1 the kernels in it too."""
+    with_kernels = ark_aot.requested()
+    name = str(build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
+    if with_kernels:
+        ark_aot.add_to_wheel(Path(wheel_directory, name))
+    return name
+
+
+def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """setuptools' link to this folder, into which the kernels go with ARK_AOT=1."""
+    with_kernels = ark_aot.requested()
+    name = str(build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
+    if with_kernels:
+        ark_aot.fill(Path.cwd())
+    return name

@@ -9,10 +9,16 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <map>
+
+#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/every_stub.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/reduce.hpp"
 #include "jit/compiler.hpp"
 #include "jit/driver.hpp"
+#include "jit/prebuilt.hpp"
 #include "jit/probe.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -60,6 +66,35 @@ std::vector<RuleTuple> from_rules(const std::vector<ark::Rule>& rules) {
   return tuples;
 }
 
+// A rule for CUDA tensors as Python sees it: (max_ranks, {field: bytes}); fields left out are the measured ones.
+using CudaRuleTuple = std::pair<int, std::map<std::string, uint64_t>>;
+
+std::vector<ark::CudaRule> to_cuda_rules(const std::vector<CudaRuleTuple>& tuples) {
+  std::vector<ark::CudaRule> rules;
+  for (const auto& [ranks, numbers] : tuples) {
+    if (ranks < 1) throw py::value_error("dispatch table: cuda: max_ranks is " + std::to_string(ranks));
+    ark::CudaDispatch dispatch = ark::CudaDispatch::measured(ranks);
+    for (const auto& [name, number] : numbers) {
+      const auto* field = std::find_if(std::begin(ark::kCudaDispatchFields), std::end(ark::kCudaDispatchFields),
+                                       [&name = name](const auto& one) { return name == one.name; });
+      if (field == std::end(ark::kCudaDispatchFields))
+        throw py::value_error("dispatch table: cuda: unknown field '" + name + "'");
+      dispatch.*field->value = number;
+    }
+    rules.push_back({ranks, dispatch});
+  }
+  return rules;
+}
+
+std::vector<CudaRuleTuple> from_cuda_rules(const std::vector<ark::CudaRule>& rules) {
+  std::vector<CudaRuleTuple> tuples;
+  for (const ark::CudaRule& rule : rules) {
+    tuples.emplace_back(rule.max_ranks, std::map<std::string, uint64_t>());
+    for (const auto& field : ark::kCudaDispatchFields) tuples.back().second[field.name] = rule.dispatch.*field.value;
+  }
+  return tuples;
+}
+
 Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
@@ -72,6 +107,7 @@ void bind_jit(py::module_& m) {
       .def_readwrite("version", &Settings::version)
       .def_readwrite("kernels_dir", &Settings::kernels_dir)
       .def_readwrite("cache_dir", &Settings::cache_dir)
+      .def_readwrite("prebuilt_dir", &Settings::prebuilt_dir)
       .def_readwrite("nvrtc", &Settings::nvrtc)
       .def_readwrite("library_roots", &Settings::library_roots)
       .def_readwrite("toolkit_dirs", &Settings::toolkit_dirs)
@@ -97,10 +133,23 @@ void bind_jit(py::module_& m) {
         return result;
       },
       py::arg("device"), py::arg("bytes") = size_t{64} << 20);
-  m.def("_kernel_stubs", [] {
-    std::vector<std::tuple<std::string, std::string, int>> stubs;
-    for (const ark::Stub& stub : ark::representative_stubs()) stubs.emplace_back(stub.name, stub.text, stub.min_arch);
-    return stubs;
+  m.def(
+      "_kernel_stubs",
+      [](const std::vector<int>& sizes) {
+        std::vector<std::tuple<std::string, std::string, int>> stubs;
+        for (const ark::Stub& stub : sizes.empty() ? ark::representative_stubs() : ark::every_stub(sizes))
+          stubs.emplace_back(stub.name, stub.text, stub.min_arch);
+        return stubs;
+      },
+      py::arg("sizes") = std::vector<int>());
+  m.def("_prebuilt_options", &ark::jit::prebuilt_options);
+  m.def("_store_prebuilt", [](const std::string& folder, const std::string& compiler, const std::string& stub,
+                              const std::string& arch, const std::string& cubin, const std::string& log) {
+    ark::with_torch_errors([&] {
+      const ark::jit::Settings now = ark::jit::settings();
+      ark::jit::store_prebuilt(folder, now.version, compiler, stub, arch, {cubin.begin(), cubin.end()}, log,
+                               ark::jit::read_headers(now.kernels_dir));
+    });
   });
   m.def("_nvrtc", [] {
     return ark::with_torch_errors([] {
@@ -160,6 +209,9 @@ PYBIND11_MODULE(_C, m) {
       .def_property(
           "dispatch", [](const Options& self) { return from_rules(self.dispatch); },
           [](Options& self, const std::vector<RuleTuple>& rules) { self.dispatch = to_rules(rules); })
+      .def_property(
+          "cuda_dispatch", [](const Options& self) { return from_cuda_rules(self.cuda_dispatch); },
+          [](Options& self, const std::vector<CudaRuleTuple>& rules) { self.cuda_dispatch = to_cuda_rules(rules); })
       .def("__copy__", [](const Options& self) { return copy_of(self); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return copy_of(self); });
 
@@ -200,6 +252,9 @@ PYBIND11_MODULE(_C, m) {
       "_shutdown_all_groups",
       [](int64_t patience_ms) { ark::shutdown_all_groups(std::chrono::milliseconds(patience_ms)); },
       py::call_guard<py::gil_scoped_release>());
+  m.def("_default_cuda_dispatch", [](int size) {
+    return from_cuda_rules({{size, ark::CudaDispatch::measured(size)}}).front().second;
+  });
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
   bind_jit(m);

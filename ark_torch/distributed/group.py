@@ -80,7 +80,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump
-        options.dispatch = load_dispatch(settings.dispatch)
+        options.dispatch, options.cuda_dispatch = load_dispatch(settings.dispatch)
         options.debug = settings.debug
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         options.debug = True
@@ -91,19 +91,33 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     return options
 
 
-def load_dispatch(path: str) -> list[tuple[str, str, str, int, int, int]]:
-    """Reads a dispatch table (JSON: a list of rules under "rules"); ValueError says what is wrong with it."""
+Rule = tuple[str, str, str, int, int, int]
+CudaRule = tuple[int, dict[str, int]]
+
+
+def load_dispatch(path: str) -> tuple[list[Rule], list[CudaRule]]:
+    """Reads a dispatch table: JSON with a list "rules" for CPU tensors, a list "cuda" for CUDA tensors, or both.
+
+    ValueError says what is wrong with it. What a table does not hold is left to the measured defaults.
+    """
     if not path:
-        return []
+        return [], []
     fields = ("collective", "algorithm", "when", "max_ranks", "max_bytes", "chunk_bytes")
     try:
         with open(path, encoding="utf-8") as file:
-            rules = json.load(file)["rules"]
-        return [tuple(rule[field] for field in fields) for rule in rules]  # type: ignore[misc]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            table = json.load(file)
+        if not {"rules", "cuda"} & set(table):
+            raise KeyError("rules")
+        rules = [tuple(rule[field] for field in fields) for rule in table.get("rules", [])]
+        cuda = [
+            (int(rule["max_ranks"]), {name: int(value) for name, value in rule.items() if name != "max_ranks"})
+            for rule in table.get("cuda", [])
+        ]
+        return rules, cuda  # type: ignore[return-value]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"ARK_DISPATCH={path!r} is no dispatch table ({type(error).__name__}: {error}): it is JSON with a list "
-            f'"rules", each with {", ".join(fields)}.'
+            f'"rules", each with {", ".join(fields)}, or a list "cuda", each with max_ranks and sizes in bytes.'
         ) from error
 
 

@@ -1,20 +1,27 @@
 """Compiles CUDA kernels without a GPU: `python -m ark_torch.tools.compile_kernels [--arch sm_90a ...] [--out DIR]`.
 
-Each kind of kernel for each architecture, through the same NVRTC that compiles at run time, past the cache. Prints
-seconds, bytes, registers and spills. Exit code: 0; 1 when a kernel does not compile; 2 when NVRTC cannot be used.
+Each kind of kernel (--every: each instantiation for groups of 1 to 8) for each architecture, through the same NVRTC
+that compiles at run time, past the cache. Prints seconds, bytes, registers and spills. Exit code: 0; 1 when a kernel
+does not compile; 2 when NVRTC cannot be used.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import re
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 # One of each family; the "a" adds the instructions that only that architecture has (wgmma).
 DEFAULT = ("sm_80", "sm_90a", "sm_120")
+GROUP_SIZES = range(1, 9)
 
 
 def number_of(arch: str) -> int:
@@ -25,34 +32,70 @@ def number_of(arch: str) -> int:
     return int(found.group(1))
 
 
-def compile_all(architectures: list[str], pattern: str, out: Path | None) -> int:
-    """Compiles what matches, prints a row for each; how many failed."""
+@dataclass(frozen=True)
+class Job:
+    """One kernel for one architecture."""
+
+    name: str
+    text: str
+    arch: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of it: the cubin and its kernels (name, registers, bytes spilled, bytes of stack), or an error."""
+
+    job: Job
+    seconds: float
+    cubin: bytes = b""
+    kernels: tuple[tuple[str, int, int, int], ...] = ()
+    error: str = ""
+
+
+def jobs_of(architectures: list[str], pattern: str = "", every: bool = False) -> list[Job]:
+    """Each kernel whose name matches, for each architecture that it runs on."""
     from ark_torch import _C
 
-    failed = 0
-    for name, text, oldest in _C._kernel_stubs():
-        if not re.search(pattern, name):
-            continue
-        for arch in architectures:
-            if number_of(arch) < oldest:
-                continue
-            start = time.perf_counter()
-            try:
-                cubin, kernels = _C._compile_kernel(text, arch)
-            except RuntimeError as error:
-                failed += 1
-                print(f"{name:<32} {arch:<8} FAILED: {error}", flush=True)
-                continue
-            seconds = time.perf_counter() - start
-            used = ", ".join(
-                f"{kernel} {registers} registers" + (f", {spilled} bytes SPILLED" if spilled else "")
-                for kernel, registers, spilled, _ in kernels
-            )
-            print(f"{name:<32} {arch:<8} {seconds:6.2f} s {len(cubin):>8} bytes  {used}", flush=True)
-            if out is not None:
-                (out / f"{name}.{arch}.cubin").write_bytes(cubin)
-                (out / f"{name}.cu").write_text(text)
-    return failed
+    return [
+        Job(name, text, arch)
+        for name, text, oldest in _C._kernel_stubs(list(GROUP_SIZES) if every else [])
+        for arch in architectures
+        if re.search(pattern, name) and number_of(arch) >= oldest
+    ]
+
+
+def compile_one(job: Job) -> Result:
+    """Compiles in this process."""
+    from ark_torch import _C
+
+    start = time.perf_counter()
+    try:
+        cubin, kernels = _C._compile_kernel(job.text, job.arch)
+    except RuntimeError as error:
+        return Result(job, time.perf_counter() - start, error=str(error))
+    return Result(job, time.perf_counter() - start, cubin, tuple(kernels))
+
+
+def compile_all(jobs: list[Job], processes: int) -> Iterator[Result]:
+    """The results in the order of the jobs; in so many processes at a time, which inherit this one's settings."""
+    if processes <= 1 or len(jobs) <= 1:
+        yield from map(compile_one, jobs)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=context) as pool:
+        yield from pool.map(compile_one, jobs)
+
+
+def describe(result: Result) -> str:
+    """A row of the table."""
+    start = f"{result.job.name:<32} {result.job.arch:<8}"
+    if result.error:
+        return f"{start} FAILED: {result.error}"
+    used = ", ".join(
+        f"{kernel} {registers} registers" + (f", {spilled} bytes SPILLED" if spilled else "")
+        for kernel, registers, spilled, _ in result.kernels
+    )
+    return f"{start} {result.seconds:6.2f} s {len(result.cubin):>8} bytes  {used}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,6 +103,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.compile_kernels", description=__doc__)
     parser.add_argument("--arch", nargs="+", metavar="SM", help=f"architectures (default: {' '.join(DEFAULT)})")
     parser.add_argument("--all", action="store_true", help=f"all architectures: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--every", action="store_true", help="each instantiation, not one of each kind")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compilations at a time (default: one a core)"
+    )
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels whose name matches")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write stubs and cubins there")
     options = parser.parse_args(arguments)
@@ -81,7 +128,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"NVRTC {version} ({path})")
-    return 1 if compile_all(architectures, options.only, options.out) else 0
+    failed = 0
+    jobs = jobs_of(architectures, options.only, options.every)
+    start = time.perf_counter()
+    for result in compile_all(jobs, options.jobs):
+        print(describe(result), flush=True)
+        failed += bool(result.error)
+        if options.out is not None and not result.error:
+            (options.out / f"{result.job.name}.{result.job.arch}.cubin").write_bytes(result.cubin)
+            (options.out / f"{result.job.name}.cu").write_text(result.job.text)
+    print(f"{len(jobs)} compiled, {failed} failed, {time.perf_counter() - start:.0f} s")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 For all_reduce it finds the best chunk of one shot and of two shots and, size by size, which of the two is faster; for
 the other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and
 compared by their medians, so that noise hits all alike. The table is used through ARK_DISPATCH=FILE; every rank of a
-group uses rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have.
+group uses rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have. With --cuda it
+finds the sizes from which each CUDA algorithm is taken (_tune_cuda.py) and adds them to the same file.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from ark_torch.tools._tune_cuda import tune as tune_cuda
 
 ANY_BYTES = 2**64 - 1
 ANY_RANKS = 2**32 - 1
@@ -121,8 +124,12 @@ def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> No
         say(f"{collective}: chunks of {chunk >> 10} KiB ({microseconds:.0f} us for 4 MiB a rank)")
         rules.append(rule(collective, "one_shot", when, ANY_BYTES, chunk))
     if rank == 0:
+        kept = {}
+        if os.path.exists(output):
+            with open(output, encoding="utf-8") as file:
+                kept = {name: value for name, value in json.load(file).items() if name == "cuda"}
         with open(output, "w", encoding="utf-8") as file:
-            json.dump({"ranks": size, "cores": len(os.sched_getaffinity(0)), "rules": rules}, file, indent=1)
+            json.dump({**kept, "ranks": size, "cores": len(os.sched_getaffinity(0)), "rules": rules}, file, indent=1)
         say(f"wrote {output}: use it with ARK_DISPATCH={output}")
     dist.destroy_process_group()
 
@@ -130,16 +137,22 @@ def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> No
 def main(arguments: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2, help="processes to measure with (default 2)")
+    parser.add_argument("--cuda", action="store_true", help="the algorithms for CUDA tensors, one rank a GPU")
+    parser.add_argument("--ranks", type=int, help="processes to measure with (default 2; --cuda: one for each GPU)")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each candidate (default 7)")
     parser.add_argument("--output", default="ark-dispatch.json", help="file to write (default ark-dispatch.json)")
     options = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count() if options.cuda else 0
+    if options.ranks is None:
+        options.ranks = min(8, gpus) if options.cuda else 2
+    if options.cuda and not 2 <= options.ranks <= gpus:
+        parser.error(f"--cuda needs a GPU for each of 2 ranks or more, and this machine has {gpus}")
     if options.ranks < 2 or options.rounds < 1:
         parser.error("--ranks must be 2 or more and --rounds 1 or more")
+    measure = tune_cuda if options.cuda else _tune
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(  # type: ignore[no-untyped-call]
-            _tune, (options.ranks, f"{folder}/store", options.rounds, options.output), options.ranks
-        )
+        spawned = (options.ranks, f"{folder}/store", options.rounds, options.output)
+        mp.spawn(measure, spawned, options.ranks)  # type: ignore[no-untyped-call]
     return 0
 
 

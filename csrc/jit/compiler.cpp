@@ -32,6 +32,7 @@ Compiler::Compiler(Settings settings, int driver_version, LibraryOpener opener)
     : settings_(std::move(settings)),
       driver_version_(driver_version),
       opener_(std::move(opener)),
+      prebuilt_(settings_.include_dirs.empty() ? settings_.prebuilt_dir : std::string(), driver_version),
       cache_(settings_.include_dirs.empty() ? settings_.cache_dir : std::string(), settings_.log) {}
 
 const Nvrtc& Compiler::nvrtc() {
@@ -72,6 +73,9 @@ Source Compiler::complete(const Source& source) const {
 
 std::vector<uint8_t> Compiler::cubin(const Source& source) {
   const Source whole = complete(source);
+  if (prebuilt_.any()) {
+    if (auto found = prebuilt_.find(settings_.version, whole, headers())) return std::move(*found);
+  }
   struct OtherVersion {};
   auto get = [&](const std::string& version) {
     const std::string compiler = "nvrtc " + version;

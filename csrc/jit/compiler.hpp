@@ -1,4 +1,4 @@
-// NVRTC and the cache as one: a stub and an architecture in, a cubin out.
+// Prebuilt kernels, the cache and NVRTC as one: a stub and an architecture in, a cubin out.
 //
 // On the warm path NVRTC is not even opened (seconds from a cold disk): its version, part of the key, stands in the
 // name of its builtins library. Should another NVRTC turn out to compile in the end, the key is made again.
@@ -11,6 +11,7 @@
 
 #include "jit/kernel_cache.hpp"
 #include "jit/nvrtc.hpp"
+#include "jit/prebuilt.hpp"
 #include "jit/settings.hpp"
 #include "jit/source.hpp"
 
@@ -21,7 +22,7 @@ class Compiler {
   // driver_version 0: for no driver here. Nothing is opened or read yet, but the cache's folder.
   Compiler(Settings settings, int driver_version, LibraryOpener opener = LibraryOpener::system());
 
-  // From the cache, or compiled. Throws Error(system). May be called by any thread.
+  // From the wheel, from the cache, or compiled. Throws Error(system). May be called by any thread.
   std::vector<uint8_t> cubin(const Source& source);
   // Past the cache, with log and resources.
   Compiled compile(const Source& source);
@@ -38,6 +39,7 @@ class Compiler {
   const Settings settings_;
   const int driver_version_;
   const LibraryOpener opener_;
+  const PrebuiltKernels prebuilt_;
   KernelCache cache_;
   std::mutex mutex_;  // guards the two below while they are made
   std::optional<Nvrtc> nvrtc_;

@@ -1,10 +1,9 @@
 // Compiled kernels on disk, shared by all processes of a user.
 //
-// For each key three files lie side by side, so that what ran can be read: <key>.cu (the stub), <key>.meta.json
-// (versions, options, registers, SHA-256 of the binary) and <key>.cubin. They are written under other names, created
-// anew (O_EXCL, O_NOFOLLOW), and renamed, the cubin last, by the one process that holds <key>.lock (flock: a dead
-// holder lets go of it). A cubin is used only when its hash is the one in the meta file: anything cut short or altered
-// is compiled again. The key holds everything that the result depends on, so nothing is ever invalidated.
+// For each key three files lie side by side (kernel_files.hpp), written by the one process that holds <key>.lock
+// (flock: a dead holder lets go of it). A cubin is used only when its hash is the one in the meta file: anything cut
+// short or altered is compiled again. The key holds everything that the result depends on, so nothing is ever
+// invalidated.
 //
 // The folder must be ours alone to write: 0700 when made here; a link, a foreign owner or a mode that lets others write
 // is not used. Then, and with a read-only or full disk, or when the holder of the lock does not finish, kernels are
@@ -18,14 +17,11 @@
 #include <string>
 #include <vector>
 
+#include "jit/kernel_files.hpp"
 #include "jit/source.hpp"
 #include "memory/unique_fd.hpp"
 
 namespace ark::jit {
-
-// SHA-256 over everything that a cubin depends on. `compiler`: "nvrtc 13.0".
-std::string cache_key(const std::string& version, const std::string& compiler, const Source& source,
-                      const std::vector<Header>& headers);
 
 struct CachedKernel {
   enum class Origin : uint8_t {
@@ -52,7 +48,6 @@ class KernelCache {
   bool stores() const { return static_cast<bool>(folder_fd_); }
 
  private:
-  bool load(const std::string& key, std::vector<uint8_t>& cubin);
   UniqueFd lock(const std::string& key);
   void complain(const std::string& why);  // one line in the life of this object
 

@@ -178,12 +178,6 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
               context);
 }
 
-std::vector<std::string> base_options(const std::string& arch) {
-  // -v: registers and spills into the log. No fast math of any kind: results equal the CPU's, bit for bit. fmad=false:
-  // a fused multiply-add would round once where the CPU rounds twice; kernels that want one say so.
-  return {"--gpu-architecture=" + arch, "--std=c++20", "--fmad=false", "--ptxas-options=-v", "-lineinfo"};
-}
-
 Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers,
                         const std::vector<std::string>& include_dirs, const std::string& name) const {
   int count = 0;
@@ -210,8 +204,7 @@ Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers
               "nvrtcCreateProgram");
   const std::unique_ptr<Api::Program, int (*)(Api::Program*)> owner(&program, api_->destroy_program);
 
-  std::vector<std::string> options = base_options(source.arch);
-  options.insert(options.end(), source.options.begin(), source.options.end());
+  std::vector<std::string> options = all_options(source);
   for (const std::string& folder : include_dirs) options.push_back("--include-path=" + folder);
   std::vector<const char*> pointers;
   for (const std::string& option : options) pointers.push_back(option.c_str());

@@ -44,7 +44,4 @@ class Nvrtc {
   int major_ = 0, minor_ = 0;
 };
 
-// The options of every compilation, before Source::options.
-std::vector<std::string> base_options(const std::string& arch);
-
 }  // namespace ark::jit

@@ -8,10 +8,11 @@
 namespace ark::jit {
 
 struct Settings {
-  std::string version;      // of ark_torch; part of every cache key
-  std::string kernels_dir;  // the folder of kernel headers (ark_torch/kernels); includes are relative to it
-  std::string cache_dir;    // compiled kernels; made when missing; empty: compile in memory
-  std::string nvrtc;        // libnvrtc to use, and no other; empty: search
+  std::string version;       // of ark_torch; part of every cache key
+  std::string kernels_dir;   // the folder of kernel headers (ark_torch/kernels); includes are relative to it
+  std::string cache_dir;     // compiled kernels; made when missing; empty: compile in memory
+  std::string prebuilt_dir;  // kernels that the wheel brings (prebuilt.hpp); empty, or not there: none
+  std::string nvrtc;         // libnvrtc to use, and no other; empty: search
   std::vector<std::string> library_roots;       // site-packages folders, where PyTorch's wheels put NVRTC
   std::vector<std::string> toolkit_dirs;        // CUDA_HOME, CUDA_PATH
   std::vector<std::string> include_dirs;        // further -I; our kernels need none

@@ -36,6 +36,16 @@ std::vector<Header> read_headers(const std::string& folder) {
   return headers;
 }
 
+std::vector<std::string> all_options(const Source& source) {
+  // -v: registers and spills into the log. No fast math of any kind: results equal the CPU's, bit for bit. fmad=false:
+  // a fused multiply-add would round once where the CPU rounds twice; kernels that want one say so.
+  std::vector<std::string> options = {"--gpu-architecture=" + source.arch, "--std=c++20", "--fmad=false",
+                                      "--ptxas-options=-v"};
+  if (source.line_info) options.push_back("-lineinfo");
+  options.insert(options.end(), source.options.begin(), source.options.end());
+  return options;
+}
+
 namespace {
 
 // The number that stands before `unit` in a line like "ptxas info : Used 32 registers, 48 bytes smem"; 0: none.

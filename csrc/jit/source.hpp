@@ -23,7 +23,11 @@ struct Source {
   std::string stub;
   std::string arch;  // "sm_90a"
   std::vector<std::string> options;
+  bool line_info = true;  // which source line an instruction is of, for profilers; half of a cubin's bytes
 };
+
+// Every option of the compilation, those that ark always has first.
+std::vector<std::string> all_options(const Source& source);
 
 // What ptxas says about one kernel.
 struct Resources {

@@ -5,6 +5,8 @@
 // between these GPUs, PyTorch's NCCL is given the very same calls. A rank uses one device a group, the first it used.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/launcher.hpp"
 #include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -74,6 +76,8 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       CudaCommunicator::Options options;
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
+      options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
+                                           ends_with(core_->shm->health(), options.timeout));
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) side = std::make_shared<CudaGroup>(device, std::move(communicator));

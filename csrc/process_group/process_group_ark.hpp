@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/dispatch.hpp"
 #include "process_group/comms_record.hpp"
 #include "process_group/group_core.hpp"
@@ -37,12 +38,13 @@ class ProcessGroupArk : public c10d::Backend {
     enum class SharedMemory : int { automatic = 0, on = 1, off = 2 };
     Options() : c10d::Backend::Options("ark") {}
     SharedMemory shared_memory = SharedMemory::automatic;
-    bool debug = false;            // compare every rank's arguments before every collective
-    int64_t spin_us = -1;          // how long a waiting thread polls before it sleeps; negative: chosen
-    int64_t flight_record = 2048;  // operations kept by the process's flight record
-    std::string flight_dump;       // where a failure writes it (file prefix); empty: nowhere
-    std::vector<Rule> dispatch;    // empty: the measured defaults; rank 0's count
-    int64_t global_rank = -1;      // for names of dumps; -1: the rank in the group
+    bool debug = false;                   // compare every rank's arguments before every collective
+    int64_t spin_us = -1;                 // how long a waiting thread polls before it sleeps; negative: chosen
+    int64_t flight_record = 2048;         // operations kept by the process's flight record
+    std::string flight_dump;              // where a failure writes it (file prefix); empty: nowhere
+    std::vector<Rule> dispatch;           // empty: the measured defaults; rank 0's count
+    std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
+    int64_t global_rank = -1;             // for names of dumps; -1: the rank in the group
     // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
     // every rank. Kept by split(), merge() and shrink().
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,

@@ -10,13 +10,18 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from ark_torch import _C, _jit, env
 from ark_torch.tools import compile_kernels
+from ark_torch.tools.compile_kernels import Result
+
+ARCHITECTURES = list(compile_kernels.ARCHITECTURES)
+CORES = len(os.sched_getaffinity(0))
 
 
 def installed(package: str) -> bool:
@@ -37,24 +42,48 @@ def configured(tmp_path: Path) -> None:
     _jit.configure(env.read({"ARK_CACHE": str(tmp_path / "kernels")}))
 
 
+def check(results: Iterable[Result]) -> None:
+    compiled = 0
+    for result in results:
+        what = f"{result.job.name} for {result.job.arch}"
+        assert not result.error, f"{what}: {result.error}"
+        assert result.cubin[:4] == b"\x7fELF", f"{what} is no cubin"
+        assert result.kernels and all(0 < registers <= 255 for _, registers, _, _ in result.kernels), what
+        compiled += 1
+    assert compiled > 0
+
+
 @pytest.mark.parametrize(
-    "arch",
-    [pytest.param(arch, marks=pytest.mark.quick if arch == QUICK else ()) for arch in compile_kernels.ARCHITECTURES],
+    "arch", [pytest.param(arch, marks=pytest.mark.quick if arch == QUICK else ()) for arch in ARCHITECTURES]
 )
-def test_every_kernel_compiles(arch: str) -> None:
-    stubs = [(name, text) for name, text, oldest in _C._kernel_stubs() if compile_kernels.number_of(arch) >= oldest]
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        compiled = list(threads.map(lambda stub: _C._compile_kernel(stub[1], arch), stubs))
-    for (name, _), (cubin, kernels) in zip(stubs, compiled, strict=True):
-        assert cubin[:4] == b"\x7fELF", f"{name} for {arch} is no cubin"
-        assert kernels and all(0 < registers <= 255 for _, registers, _, _ in kernels), f"{name} for {arch}: {kernels}"
-    assert compiled
+def test_each_kind_of_kernel_compiles(arch: str) -> None:
+    """`make test-kernels` compiles each instantiation."""
+    check(compile_kernels.compile_all(compile_kernels.jobs_of([arch]), CORES))
+
+
+def test_a_sample_of_the_others_compiles() -> None:
+    kinds = {job.text for job in compile_kernels.jobs_of(ARCHITECTURES)}
+    others = [job for job in compile_kernels.jobs_of(ARCHITECTURES, every=True) if job.text not in kinds]
+    random = Random(int(os.environ.get("ARK_TEST_SEED", "1")))
+    sample = [random.choice([job for job in others if job.arch == arch]) for arch in ARCHITECTURES * 2]
+    check(compile_kernels.compile_all(sample, CORES))
 
 
 @pytest.mark.quick
-def test_the_list_names_each_kernel_once() -> None:
-    names = [name for name, _, _ in _C._kernel_stubs()]
+@pytest.mark.parametrize("sizes", [[], list(compile_kernels.GROUP_SIZES)])
+def test_the_lists_name_each_kernel_once(sizes: list[int]) -> None:
+    stubs = _C._kernel_stubs(sizes)
+    names = [name for name, _, _ in stubs]
     assert "probe" in names and len(names) == len(set(names))
+    assert len(stubs) == len({text for _, text, _ in stubs})
+
+
+@pytest.mark.quick
+def test_the_kinds_are_among_all() -> None:
+    """A kernel that only one of the two lists names is either never checked or never shipped."""
+    every = {(text, oldest) for _, text, oldest in _C._kernel_stubs(list(compile_kernels.GROUP_SIZES))}
+    missing = [name for name, text, oldest in _C._kernel_stubs() if (text, oldest) not in every]
+    assert missing == [], "csrc/collectives/cuda/every_stub.cpp does not have them"
 
 
 @pytest.mark.quick
@@ -138,13 +167,14 @@ def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert in_a_process(SMALL, cache) == first, "a cubin cut short is compiled again"
 
 
+@pytest.mark.quick
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     assert compile_kernels.main(["--arch", "sm_80", "sm_90a", "--only", "^probe$", "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["probe.cu", "probe.sm_80.cubin", "probe.sm_90a.cubin"]
     text = capsys.readouterr().out
     assert "NVRTC " in text and "sm_90a" in text and "registers" in text
-    monkeypatch.setattr(_C, "_kernel_stubs", lambda: [("bad", "nonsense", 80), ("new", "nonsense", 90)])
+    monkeypatch.setattr(_C, "_kernel_stubs", lambda sizes: [("bad", "nonsense", 80), ("new", "nonsense", 90)])
     assert compile_kernels.main(["--arch", "sm_80"]) == 1
     text = capsys.readouterr().out
     assert text.count("FAILED") == 1, "a kernel is not compiled for what it does not run on"

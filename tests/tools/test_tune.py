@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ark_torch.distributed.group import load_dispatch
+from ark_torch.tools import _tune_cuda, tune
 
 USE = """
 import torch, torch.distributed as dist
@@ -26,7 +27,8 @@ def test_the_table_covers_every_collective_and_is_used(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [sys.executable, "-m", "ark_torch.tools.tune", "--rounds", "1", "--output", str(table)]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
-    rules = load_dispatch(str(table))
+    rules, cuda = load_dispatch(str(table))
+    assert cuda == []
     assert {rule[0] for rule in rules} >= {"all_reduce", "reduce", "all_gather", "broadcast", "all_to_all"}
     script = tmp_path / "use.py"
     script.write_text(USE)
@@ -56,3 +58,48 @@ def test_a_rule_out_of_range_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown collective 'all_reduec'"):
         options.dispatch = [("all_reduec", "two_shot", "both", 8, 4096, 128)]
     assert json.dumps(options.dispatch)
+
+
+@pytest.mark.quick
+def test_rules_for_cuda(tmp_path: Path) -> None:
+    from ark_torch import _C, Options
+
+    table = tmp_path / "table.json"
+    _tune_cuda.write(str(table), 4, _C._default_cuda_dispatch(4))
+    _tune_cuda.write(str(table), 2, {"one_shot_to": 1000})
+    _tune_cuda.write(str(table), 2, {"one_shot_to": 2000})
+    rules, cuda = load_dispatch(str(table))
+    assert rules == [] and [ranks for ranks, _ in cuda] == [2, 4]
+    options = Options()
+    options.cuda_dispatch = cuda
+    (two, numbers), four = options.cuda_dispatch
+    assert two == 2 and numbers == _C._default_cuda_dispatch(2) | {"one_shot_to": 2000}
+    assert four == (4, _C._default_cuda_dispatch(4))
+    with pytest.raises(ValueError, match="cuda: unknown field 'one_shot'"):
+        options.cuda_dispatch = [(2, {"one_shot": 1})]
+    with pytest.raises(ValueError, match="max_ranks is 0"):
+        options.cuda_dispatch = [(0, {})]
+    assert {field.name for field in _tune_cuda.FIELDS} <= set(numbers), "the tool measures what the group reads"
+
+
+@pytest.mark.quick
+def test_a_size_is_chosen_where_it_costs_least() -> None:
+    sizes = [1, 2, 4, 8]
+    assert _tune_cuda.boundary(sizes, [1.0, 1.0, 9.0, 9.0], [2.0, 2.0, 2.0, 2.0]) == 2
+    assert _tune_cuda.boundary(sizes, [1.0, 2.1, 1.0, 9.0], [2.0, 2.0, 2.0, 2.0]) == 3, "one noisy figure"
+    assert _tune_cuda.boundary(sizes, [1.0] * 4, [2.0] * 4) == 4
+    assert _tune_cuda.boundary(sizes, [3.0] * 4, [2.0] * 4) == 0
+    small = _tune_cuda.Field("one_shot_to", True, False, (1024, 2048, 4096))
+    assert _tune_cuda.decide(small, 2, [5.0, 5.0, 5.0], [1.0, 2.0, 9.0]) == 2048
+    assert _tune_cuda.decide(small, 2, [5.0] * 3, [9.0] * 3) == 0
+    part = _tune_cuda.Field("chunks_from", False, True, (1024, 2048, 4096))
+    assert _tune_cuda.decide(part, 4, [1.0, 5.0, 5.0], [2.0, 2.0, 2.0]) == 512
+    assert _tune_cuda.decide(part, 4, [1.0] * 3, [2.0] * 3) == _tune_cuda.NEVER
+
+
+@pytest.mark.quick
+def test_without_gpus_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--cuda"])
+    assert stopped.value.code == 2 and "this machine has 0" in capsys.readouterr().err

@@ -1,0 +1,50 @@
+// Choosing and telling behind dispatch_rules.hpp.
+#include "collectives/cuda/dispatch_rules.hpp"
+
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <thread>
+
+namespace ark {
+
+namespace {
+
+constexpr char kKey[] = "dispatch";
+
+}  // namespace
+
+CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size) {
+  for (const CudaRule& rule : rules)
+    if (size <= rule.max_ranks) return rule.dispatch;
+  return CudaDispatch::measured(size);
+}
+
+CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
+                               const std::function<void()>& check) {
+  constexpr size_t kFields = std::size(kCudaDispatchFields);
+  CudaDispatch mine = choose_dispatch(rules, size);
+  if (size == 1) return mine;
+  std::vector<uint8_t> told(kFields * sizeof(uint64_t));
+  if (rank == 0) {
+    for (size_t i = 0; i < kFields; ++i)
+      std::memcpy(&told[i * sizeof(uint64_t)], &(mine.*kCudaDispatchFields[i].value), sizeof(uint64_t));
+    store.set(kKey, told);
+    return mine;
+  }
+  for (;;) {
+    if (const auto found = store.find(kKey)) {
+      if (found->size() != told.size())
+        throw Error(ErrorKind::system, "rank 0 runs another version of ark_torch: its dispatch has " +
+                                           std::to_string(found->size()) + " bytes, this rank's " +
+                                           std::to_string(told.size()));
+      for (size_t i = 0; i < kFields; ++i)
+        std::memcpy(&(mine.*kCudaDispatchFields[i].value), &(*found)[i * sizeof(uint64_t)], sizeof(uint64_t));
+      return mine;
+    }
+    check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+}  // namespace ark

@@ -1,0 +1,28 @@
+// The list behind every_stub.hpp, in the order of stubs.cpp.
+#include "collectives/cuda/every_stub.hpp"
+
+#include "jit/probe.hpp"
+
+namespace ark {
+
+std::vector<Stub> every_stub(const std::vector<int>& sizes) {
+  std::vector<Stub> stubs;
+  stubs.push_back({"probe", jit::probe_stub()});
+  stubs.push_back({"move", move_stub()});
+  const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};
+  for (const int size : sizes) {
+    for (int kind = 0; kind < kRuleKinds; ++kind) {
+      const RuleKind rule = static_cast<RuleKind>(kind);
+      for (int rank = 0; rank < size; ++rank) {
+        const std::string name =
+            std::string("_") + names[kind] + "_" + std::to_string(size) + "_" + std::to_string(rank);
+        stubs.push_back({"reduce" + name, reduce_stub(rule, size, rank)});
+        stubs.push_back({"lines" + name, two_shot_stub(rule, size, rank, false)});
+        stubs.push_back({"chunks" + name, two_shot_stub(rule, size, rank, true)});
+      }
+    }
+  }
+  return stubs;
+}
+
+}  // namespace ark

@@ -1,0 +1,55 @@
+// The dispatch of CUDA tensors: the first rule that applies, and rank 0's on every rank.
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "collectives/cuda/dispatch_rules.hpp"
+#include "support/processes.hpp"
+
+namespace ark {
+namespace {
+
+CudaDispatch numbered(uint64_t first) {
+  CudaDispatch dispatch{};
+  for (const CudaDispatchField& field : kCudaDispatchFields) dispatch.*field.value = first++;
+  return dispatch;
+}
+
+TEST(CudaDispatch, FirstRuleThatApplies) {
+  const std::vector<CudaRule> rules = {{2, numbered(10)}, {4, numbered(20)}};
+  EXPECT_EQ(choose_dispatch(rules, 1).one_shot_to, 10u);
+  EXPECT_EQ(choose_dispatch(rules, 2).one_shot_to, 10u);
+  EXPECT_EQ(choose_dispatch(rules, 3).one_shot_to, 20u);
+  EXPECT_EQ(choose_dispatch(rules, 8).one_shot_to, CudaDispatch::measured(8).one_shot_to);
+  EXPECT_EQ(choose_dispatch({}, 2).copy_engine_from, CudaDispatch::measured(2).copy_engine_from);
+}
+
+TEST(CudaDispatch, AllTakeRankZeros) {
+  const test::TemporaryDirectory folder;
+  std::vector<CudaDispatch> found(3);
+  std::vector<std::thread> ranks;
+  for (int rank = 2; rank >= 0; --rank) {
+    ranks.emplace_back([&, rank] {
+      test::DirectoryStore store(folder.path());
+      if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      found[rank] = agree_on_dispatch(store, rank, 3, {{8, numbered(100 * (rank + 1))}}, [] {});
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  for (const CudaDispatch& dispatch : found)
+    for (const CudaDispatchField& field : kCudaDispatchFields)
+      EXPECT_EQ(dispatch.*field.value, numbered(100).*field.value) << field.name;
+}
+
+TEST(CudaDispatch, WaitingEndsWithTheGroup) {
+  const test::TemporaryDirectory folder;
+  test::DirectoryStore store(folder.path());
+  const auto lost = [] { throw Error(ErrorKind::peer_lost, "rank 0 is gone"); };
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, lost), Error);
+  store.set("dispatch", {1, 2, 3});
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, [] {}), Error) << "another version";
+  EXPECT_EQ(agree_on_dispatch(store, 0, 1, {{1, numbered(7)}}, lost).one_shot_to, 7u) << "alone";
+}
+
+}  // namespace
+}  // namespace ark
