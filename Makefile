@@ -68,6 +68,13 @@ test-nightly: setup test-cpp ## every test, the long ones too
 test-gpu: setup ## the tests on GPUs; SHARD=2/3 runs every third, from the second on
 	ARK_TEST_SHARD=$(SHARD) NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) tests/gpu
 
+.PHONY: test-gpu-long test-gpu-sanitizer
+test-gpu-long: setup ## on GPUs: 10^5 random operations against NCCL, and five minutes of mixed load
+	ARK_TEST_OPERATIONS=50000 ARK_TEST_SOAK_SECONDS=300 $(PYTEST) tests/gpu/test_against_nccl.py tests/gpu/test_endurance.py
+
+test-gpu-sanitizer: setup ## every family of kernels under compute-sanitizer (of the CUDA Toolkit)
+	$(PYTEST) tests/gpu/test_sanitizer.py
+
 .PHONY: test-kernels
 test-kernels: setup ## every instantiation of every CUDA kernel for six architectures, without a GPU (half an hour on two cores)
 	$(PY) -m ark_torch.tools.compile_kernels --every --all
