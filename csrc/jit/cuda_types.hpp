@@ -145,6 +145,26 @@ enum : unsigned {
   CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER = 1,
 };
 
+enum CUstreamBatchMemOpType : int {
+  CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1,
+  CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2,
+};
+
+union CUstreamBatchMemOpParams {
+  CUstreamBatchMemOpType operation;
+  struct {
+    CUstreamBatchMemOpType operation;
+    CUdeviceptr address;
+    union {
+      uint32_t value;
+      uint64_t value64;
+    };
+    unsigned flags;
+    CUdeviceptr alias;
+  } waitValue, writeValue;
+  uint64_t pad[6];
+};
+
 enum CUstreamCaptureStatus : int {
   CU_STREAM_CAPTURE_STATUS_NONE = 0,
   CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,

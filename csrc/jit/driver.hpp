@@ -92,6 +92,8 @@
     (CUstream stream, CUdeviceptr address, uint32_t value, unsigned flags))                                            \
   X(stream_write_value64, cuStreamWriteValue64_v2,                                                                     \
     (CUstream stream, CUdeviceptr address, uint64_t value, unsigned flags))                                            \
+  X(stream_batch_mem_op, cuStreamBatchMemOp_v2,                                                                        \
+    (CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags))                           \
   X(stream_is_capturing, cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus* status))                        \
   X(stream_get_capture_info, cuStreamGetCaptureInfo_v3,                                                                \
     (CUstream stream, CUstreamCaptureStatus* status, uint64_t* id, void** graph, const void** nodes,                   \

@@ -243,7 +243,7 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   SymmetricMemory::Options sharing;
   sharing.rank = rank_, sharing.size = size_, sharing.device = device_;
   sharing.name = "buckets";
-  sharing.bytes = CopyEngine::memory_bytes(size_);
+  sharing.bytes = CopyEngine::memory_bytes();
   sharing.timeout = timeout_;
   sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own, size_); };
   sharing.check = ends_with(health_, timeout_);
@@ -261,10 +261,11 @@ bool CudaLauncher::bucket(const Operation& operation, const void* in, void* out,
   if (copies == nullptr) return false;
   watch_.engine_used(operation.context.timeout);
   const jit::Kernel& kernel = *reducing(operation).add;
-  const auto add = [&](const void* const* parts, void* sum, uint64_t part_bytes, CUstream stream) {
+  const auto add = [&](const void* const* parts, void* sum, void* handed_out, uint64_t part_bytes, CUstream stream) {
     device::AddParams params{};
     std::copy_n(parts, size_, params.parts);
     params.out = sum;
+    params.handed_out = handed_out;
     params.bytes = part_bytes;
     params.progress = &device_status()->engine.progress;
     describe_reduction(operation, params);
