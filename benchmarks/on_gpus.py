@@ -57,7 +57,8 @@ def parser(doc: str | None, output: str, seconds: float) -> argparse.ArgumentPar
     made.add_argument("--readme", action="store_true", help="measure nothing: renew the README's table from --output")
     made.add_argument(
         "--ark", type=variant, action="append", default=[], metavar="NAME:VARIABLE=VALUE[,...]",
-        help="one more ark group, made with these environment variables",
+        help="one more ark group, made with these environment variables, or (in lower case) with this rule of a CUDA "
+        "dispatch table, such as engine:copy_engine_from=1048576",
     )  # fmt: skip
     return made
 
@@ -249,8 +250,15 @@ def first_call(rank: Rank, group: Any) -> Any:
     return group
 
 
-def ark_group(rank: Rank, variables: dict[str, str] | None = None) -> Any:
-    with environment(variables or {}):
+def ark_group(rank: Rank, given: dict[str, str] | None = None) -> Any:
+    variables = {name: value for name, value in (given or {}).items() if name.isupper()}
+    rule = {name: int(value) for name, value in (given or {}).items() if not name.isupper()}
+    if rule:
+        file, path = tempfile.mkstemp(prefix="dispatch-", suffix=".json", dir=rank.rows.parent)
+        with os.fdopen(file, "w", encoding="utf-8") as table:
+            json.dump({"cuda": [{"max_ranks": rank.ranks, **rule}]}, table)
+        variables["ARK_DISPATCH"] = path
+    with environment(variables):
         return first_call(rank, dist.new_group(backend="ark", timeout=timedelta(seconds=30)))
 
 

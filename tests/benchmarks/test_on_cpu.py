@@ -1,0 +1,194 @@
+"""The benchmarks for GPUs, run on CPU tensors: what they compute is right, bounded and told, whatever the time says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import interference
+import on_gpus
+import pytest
+import torch
+import training
+from support import launcher, start
+
+FOLDER = start.TESTS.parent / "benchmarks"
+
+
+def run(script: str, *options: str, folder: Path, timeout: float = 150, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FOLDER / script), "--output", str(folder / "out.json"), *options]
+    return subprocess.run(
+        command, env=start.base_environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert found["multicast"] == "off" and found["versions"]["torch"] and found["machine"]["cpu"] and found["date"]
+    return found
+
+
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
+    small = ["--megabytes", "0.02", "--rounds", "1", "--product", "32", "--window-ms", "5"]
+    variants = ["--ark", "debug:ARK_DEBUG=1", "--ark", "engine:copy_engine_from=1048576"]
+    done = run("interference.py", "--device", "cpu", "--ranks", ranks, *variants, *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    contenders = ["gloo", launcher.BACKEND, f"{launcher.BACKEND}_debug", f"{launcher.BACKEND}_engine"]
+    assert [(row["operation"], row["contender"]) for row in rows] == [
+        (operation, contender) for operation in interference.OPERATIONS for contender in contenders
+    ]
+    for row in rows:
+        assert row["wrong"] == 0, row
+        assert row["ranks"] == int(ranks) and row["collectives"] >= 6 and row["products"] >= 6
+        for key in ("product_alone_us", "alone_us", "product_us", "collective_us", "together_ms", "sooner"):
+            assert row[key] > 0, (key, row)
+        assert row["sooner"] == 1 or row["contender"] != "gloo"
+    assert interference.table(report(tmp_path)).count("\n| all_") == len(rows)
+
+
+def test_training(tmp_path: Path, leaves_nothing: None) -> None:
+    modes = ["graph", "ddp", "fsdp2"]
+    small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--bucket-mb", "0.1"]
+    done = run("training.py", "--device", "cpu", "--modes", *modes, *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [(row["mode"], row["contender"]) for row in rows] == [
+        (mode, contender) for mode in modes for contender in ("gloo", launcher.BACKEND, training.FREE)
+    ]
+    for row in rows:
+        assert row["step_ms"] > 0 and row["gradient_bytes"] > 0
+        assert row["cost_ms"] == 0 or row["contender"] != training.FREE
+        if row["contender"] != training.FREE:
+            assert row["ranks_alike"] and row["difference"] < 1e-3, row
+    assert any(row.get("buckets", 0) > 1 for row in rows)
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert training.table(report(tmp_path)).count("\n| tiny") == len(rows)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("script", ["interference.py", "training.py", "dma.py"])
+def test_without_a_gpu_one_sentence(script: str, tmp_path: Path) -> None:
+    done = run(script, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == f"{script}: this PyTorch sees no GPU"
+    assert not (tmp_path / "out.json").exists()
+
+
+PATIENT = """
+import sys
+sys.path.insert(0, {folder!r})
+import interference, on_gpus
+
+if __name__ == "__main__":
+    on_gpus.GRACE_S = 100  # ranks may take long to start
+    sys.exit(interference.main())
+"""
+
+
+def test_what_time_does_not_allow_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "patient.py"
+    script.write_text(PATIENT.format(folder=str(FOLDER)))
+    done = run(str(script), "--device", "cpu", "--seconds", "0.1", folder=tmp_path)
+    assert done.returncode == 1  # nothing was measured
+    assert "6 measurements left out" in done.stdout, done.stderr
+    assert report(tmp_path)["rows"] == []
+
+
+SLOW = """
+import os, sys, time
+sys.path.insert(0, {folder!r})
+import on_gpus
+
+def body(rank, arguments):
+    rank.write({{"pid": os.getpid()}})
+    rank.barrier()
+    if rank.rank == 1 and arguments.ark:
+        raise ValueError("this rank is broken")
+    time.sleep(100)
+
+if __name__ == "__main__":
+    on_gpus.GRACE_S = 1
+    parser = on_gpus.parser("", "slow.json", 3)
+    print("problem:", on_gpus.measure(body, parser.parse_args())[2])
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_ranks_that_hang_are_ended_and_what_they_wrote_is_kept(
+    broken: bool, tmp_path: Path, leaves_nothing: None
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW.format(folder=str(FOLDER)))
+    began = time.monotonic()
+    done = run(
+        str(script), "--device", "cpu", "--seconds", "8", *(["--ark", "x:A=1"] if broken else []), folder=tmp_path
+    )
+    assert time.monotonic() - began < 60
+    why = "rank 1 of 2 failed with exit code 1" if broken else "2 ranks were not done after 8 s and were ended"
+    assert f"problem: {why}" in done.stdout, done.stdout + done.stderr
+    assert ("this rank is broken" in done.stderr) == broken
+    found = report(tmp_path)
+    assert found["problem"] == why and len(found["rows"]) == 1
+    assert not os.path.exists(f"/proc/{found['rows'][0]['pid']}")
+
+
+@pytest.mark.quick
+def test_time_of_one_while_both_streams_were_busy() -> None:
+    run_ = interference.Run([10.0, 20.0, 30.0], [15.0, 25.0])
+    assert run_.total == 30
+    assert run_.each(run_.collectives) == 12.5  # two in 25
+    assert run_.each(run_.products) == 10  # two and a half in 25
+    alone = interference.Run([10.0, 20.0, 30.0], [])
+    assert alone.each(alone.products) == 10
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("operation", interference.OPERATIONS)
+def test_wrong_results_are_counted(operation: str) -> None:
+    rank = on_gpus.Rank(0, 1, torch.device("cpu"), 0.0, Path())
+    contender = interference.Contender("ark", rank, None, operation, 1024)
+    contender.renew()
+    if operation == "all_gather":
+        contender.whole.copy_(contender.part)
+    assert contender.wrong(1) == 0
+    contender.whole[5] *= 1.01
+    contender.whole[7] = float("nan")
+    assert contender.wrong(1) == 2
+
+
+@pytest.mark.quick
+def test_values_do_not_overflow() -> None:
+    for ranks in range(2, 9):
+        calls = interference.most_calls(ranks) + 1
+        assert calls > 6 and 2.0**-126 < interference.SMALLEST * float(ranks) ** calls < 2.0**110
+
+
+@pytest.mark.quick
+def test_variants_of_ark() -> None:
+    assert on_gpus.variant("few:ARK_A=1,ARK_B=x") == ("few", {"ARK_A": "1", "ARK_B": "x"})
+    with on_gpus.environment({"ARK_TEST_X": "1"}):
+        assert os.environ["ARK_TEST_X"] == "1"
+    assert "ARK_TEST_X" not in os.environ
+    for text in ("", ":A=1", "few:A", "few:=1"):
+        with pytest.raises(on_gpus.argparse.ArgumentTypeError):
+            on_gpus.variant(text)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["interference", "training", "dma"])
+def test_readme_has_a_part_for_each(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "README.md").write_text((FOLDER.parent / "README.md").read_text())
+    (tmp_path / "x.json").write_text('{"rows": []}')
+    monkeypatch.setattr(on_gpus, "FOLDER", tmp_path / "benchmarks")
+    on_gpus.renew_readme(name, tmp_path / "x.json", lambda about: f"as of now: {about['rows']}")
+    text = (tmp_path / "README.md").read_text()
+    assert f"<!-- {name}: begin -->\nas of now: []\n<!-- {name}: end -->" in text
+    with pytest.raises(SystemExit, match=r"README.md has no part <!-- other: begin -->"):
+        on_gpus.renew_readme("other", tmp_path / "x.json", str)
