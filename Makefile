@@ -111,7 +111,7 @@ bench-gpu: setup ## the benchmarks on GPUs; GPUS="2 4": on how many (half an hou
 	$(PY) benchmarks/dma.py
 	for name in cuda_collectives interference training dma; do $(PY) benchmarks/$$name.py --readme || exit 1; done
 
-CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'ark_torch/kernels/*.cuh' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp')
+CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'ark_torch/kernels/*.cuh' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp' 'benchmarks/*.cpp' 'benchmarks/*.cuh')
 
 lint: $(STAMP) ## ruff, clang-format, mypy
 	$(VENV)/bin/ruff check .
