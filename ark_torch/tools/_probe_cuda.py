@@ -89,5 +89,20 @@ def nvrtc_rows() -> Rows:
     return [row("nvrtc", "info", "none: only needed for CUDA tensors (it comes with PyTorch's CUDA wheels)")]
 
 
+def prebuilt_rows() -> Rows:
+    """Kernels that the wheel brought: with them NVRTC is needed only for other GPUs and sizes of groups."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "prebuilt", "index.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            index = json.load(file)
+        sizes = " ".join(str(size) for size in index["ranks"])
+        text = f"{index['compiler']}, {' '.join(index['archs'])}, for groups of {sizes}"
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [row("prebuilt kernels", "warn", f"{type(error).__name__}: {error}", "install ark_torch again")]
+    return [row("prebuilt kernels", "ok", text)]
+
+
 if __name__ == "__main__":
-    print(json.dumps(driver_rows() + nvrtc_rows()))
+    print(json.dumps(driver_rows() + nvrtc_rows() + prebuilt_rows()))
