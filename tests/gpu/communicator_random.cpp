@@ -78,8 +78,17 @@ class Rank {
     options.device = rank_;
     options.timeout = std::chrono::seconds(60) * arguments_.patience;
     // The paths of large sizes for smaller ones too.
-    if (arguments_.seed % 3 == 1) options.dispatch = CudaDispatch{4 * 1024, 2 * 1024, ~uint64_t{0}};
-    if (arguments_.seed % 3 == 2) options.dispatch = CudaDispatch{16 * 1024, 64 * 1024, 256 * 1024};
+    CudaDispatch dispatch = CudaDispatch::measured(arguments_.ranks);
+    if (arguments_.seed % 3 == 1) {
+      dispatch.one_shot_to = 4 * 1024;
+      dispatch.chunks_from = 2 * 1024;
+      dispatch.copy_engine_from = ~uint64_t{0};
+    } else if (arguments_.seed % 3 == 2) {
+      dispatch.one_shot_to = 16 * 1024;
+      dispatch.chunks_from = 64 * 1024;
+      dispatch.copy_engine_from = 256 * 1024;
+    }
+    options.dispatch = dispatch;
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);
     if (!gpu_) return "no communicator: " + why;
