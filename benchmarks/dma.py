@@ -7,6 +7,7 @@ Engines (benchmarks/dma/channels.cuh; one device API: put, signal, wait, flush):
   proxy        a kernel asks a host thread through a ring in host memory, which starts a copy engine (G-Drv-S)
   copy_engine  copies posted ahead on a stream, each released by a word that a kernel writes
   store        stores of one block or several, a fence, a word
+  warp         the same by warps, each with messages of its own
   packet       16-byte packets that carry their own epoch
   bulk         TMA, started by one thread a block (G-Drv-H: the engine that GPU threads start)
 Latency: half a round trip inside running kernels (cpu: with the launches), the best of 1, 4 and 16 blocks. Throughput:
@@ -36,7 +37,7 @@ from ark_torch import _jit
 from ark_torch.tools.bench import report
 
 REPO = FOLDER.parent
-ENGINES = ("cpu", "proxy", "copy_engine", "store", "packet", "bulk")
+ENGINES = ("cpu", "proxy", "copy_engine", "store", "warp", "packet", "bulk")
 SIZES = (16, 256, 1 * KB, 4 * KB, 8 * KB, 16 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB, 64 * MB)
 # What of the package the program needs: no torch.
 SOURCES = ("csrc/jit/*.cpp", "csrc/error.cpp", "csrc/memory/device_memory.cpp", "csrc/health/json_writer.cpp",
@@ -143,7 +144,11 @@ def verdicts(rows: list[Row]) -> list[str]:
     latency, throughput = of(rows, "latency"), of(rows, "throughput")
     size = 8 * KB
     texts = []
-    own = {engine: latency[engine][size] for engine in ("packet", "bulk", "store") if size in latency.get(engine, {})}
+    own = {
+        engine: latency[engine][size]
+        for engine in ("packet", "bulk", "store", "warp")
+        if size in latency.get(engine, {})
+    }
     if own:
         best = min(own, key=lambda engine: own[engine])
         met = "met" if own[best] <= GOALS["latency_us"] else "missed"
@@ -152,7 +157,7 @@ def verdicts(rows: list[Row]) -> list[str]:
             times = latency["cpu"][size] / own[best]
             met = "met" if times >= GOALS["times_cpu"] else "missed"
             texts.append(f"times better than CPU-driven: {times:.1f}; goal {GOALS['times_cpu']}: {met}")
-    streams = [engine for engine in ("bulk", "store", "packet") if size in throughput.get(engine, {})]
+    streams = [engine for engine in ("bulk", "warp", "store", "packet") if size in throughput.get(engine, {})]
     if streams and "copy_engine" in throughput:
         best = max(streams, key=lambda engine: throughput[engine][size])
         share = throughput[best][size] / max(throughput["copy_engine"].values())

@@ -2,7 +2,8 @@
 //
 // A channel is a ring of `slots` slots in the receiver's memory, a word `arrived` beside it (messages that are there,
 // written by the sender) and a word `credit` in the sender's memory (messages taken, written by the receiver). One
-// block on each side has a channel of its own; all its threads call the functions. Messages are numbered from 0.
+// block or one warp on each side has a channel of its own, a lane; all its threads call the functions. Messages are
+// numbered from 0.
 //
 // Ordering, stores: a block's stores, a barrier, then one thread's fence at system scope and its store of `arrived`:
 // the fence is cumulative over what the barrier ordered before it; the receiver loads `arrived` with acquire and passes
@@ -72,15 +73,21 @@ struct Lane {
   uint64 known_credit = 0;
   bool good = true;  // false: somebody waited too long
 
-  __device__ __forceinline__ explicit Lane(const ChannelParams& params)
-      : p(params), patience{params.status, params.limit_ns} {}
+  const uint32 lane;
+  const bool leader;
 
-  __device__ __forceinline__ uint64* word(uint64* of) const { return of + blockIdx.x * kWordStride; }
+  // A block's lane, or a warp's.
+  __device__ __forceinline__ explicit Lane(const ChannelParams& params, bool of_warp = false)
+      : p(params),
+        patience{params.status, params.limit_ns},
+        lane(of_warp ? (blockIdx.x * blockDim.x + threadIdx.x) / 32 : blockIdx.x),
+        leader((of_warp ? threadIdx.x & 31 : threadIdx.x) == 0) {}
+
+  __device__ __forceinline__ uint64* word(uint64* of) const { return of + lane * kWordStride; }
   __device__ __forceinline__ uint64 slot(uint64 number) const {
-    return (static_cast<uint64>(blockIdx.x) * p.slots + number % p.slots) * p.slot_bytes;
+    return (static_cast<uint64>(lane) * p.slots + number % p.slots) * p.slot_bytes;
   }
-  __device__ __forceinline__ const char* source() const { return p.source + blockIdx.x * p.bytes; }
-  __device__ __forceinline__ bool first_thread() const { return threadIdx.x == 0; }
+  __device__ __forceinline__ const char* source() const { return p.source + lane * p.bytes; }
 
   // One thread's: until the word is at least `least`.
   __device__ __forceinline__ bool until(const uint64* of, uint64 least, uint64& seen) {
@@ -100,13 +107,13 @@ struct Lane {
   // The block's: message `number` is in its slot. All threads get the same answer.
   __device__ __forceinline__ bool wait(uint64 number) {
     uint64 seen = 0;
-    if (first_thread()) until(word(p.own_arrived), number + 1, seen);
+    if (leader) until(word(p.own_arrived), number + 1, seen);
     return __syncthreads_and(good);
   }
   // The block's: so many messages were taken.
   __device__ __forceinline__ void release(uint64 count) {
     __syncthreads();
-    if (first_thread()) store_relaxed(word(p.peer_credit), count);
+    if (leader) store_relaxed(word(p.peer_credit), count);
   }
 };
 
@@ -122,13 +129,37 @@ struct StoreChannel : Lane {
   }
   __device__ __forceinline__ void signal(uint64 number) {
     __syncthreads();
-    if (!first_thread()) return;
+    if (!leader) return;
     fence_system();
     store_relaxed(word(p.peer_arrived), number + 1);
   }
   __device__ __forceinline__ void put_with_signal(uint64 number, const char* from) {
     put(number, from);
     signal(number);
+  }
+  __device__ __forceinline__ const char* received(uint64 number) const {
+    return p.own_slots + slot(number);
+  }
+};
+
+// The same by one warp, many of which share a block: while one waits for its release, others store.
+struct WarpChannel : Lane {
+  __device__ __forceinline__ explicit WarpChannel(const ChannelParams& params) : Lane(params, true) {}
+  __device__ __forceinline__ void put_with_signal(uint64 number, const char* from) {
+    const uint64 units = p.bytes / 16;
+    const auto* source = reinterpret_cast<const uint4*>(from);
+    auto* to = reinterpret_cast<uint4*>(p.peer_slots + slot(number));
+#pragma unroll 8
+    for (uint64 i = threadIdx.x & 31; i < units; i += 32) to[i] = source[i];
+    __syncwarp();
+    if (leader)
+      asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word(p.peer_arrived)), "l"(number + 1) : "memory");
+    __syncwarp();
+  }
+  __device__ __forceinline__ bool wait(uint64 number) {
+    uint64 seen = 0;
+    if (leader) until(word(p.own_arrived), number + 1, seen);
+    return __all_sync(~0u, good);
   }
   __device__ __forceinline__ const char* received(uint64 number) const {
     return p.own_slots + slot(number);
@@ -154,7 +185,7 @@ struct PacketChannel : Lane {
   __device__ __forceinline__ bool wait(uint64 number) {
     const uint64 units = p.bytes / 16, epoch = p.epoch + number;
     const char* from = p.own_slots + slot(number);
-    char* to = p.result + (static_cast<uint64>(blockIdx.x) * p.slots + number % p.slots) * p.bytes;
+    char* to = p.result + (static_cast<uint64>(lane) * p.slots + number % p.slots) * p.bytes;
     for (uint64 i = threadIdx.x; i < units && good; i += blockDim.x) {
       Unit unit;
       uint64 low = 0, high = 0;
@@ -172,7 +203,7 @@ struct PacketChannel : Lane {
     return __syncthreads_and(good);
   }
   __device__ __forceinline__ const char* received(uint64 number) const {
-    return p.result + (static_cast<uint64>(blockIdx.x) * p.slots + number % p.slots) * p.bytes;
+    return p.result + (static_cast<uint64>(lane) * p.slots + number % p.slots) * p.bytes;
   }
 };
 
@@ -186,7 +217,7 @@ struct BulkChannel : Lane {
 
   __device__ __forceinline__ BulkChannel(const ChannelParams& params, uint64* barriers, uint64* count, char* memory)
       : Lane(params), full(barriers), written(count), stages(memory) {
-    if (first_thread()) {
+    if (leader) {
       *written = 0;
       for (uint32 i = 0; i < kStages; i++) barrier_init(&full[i], 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -250,7 +281,7 @@ struct BulkChannel : Lane {
     }
   }
   __device__ __forceinline__ void put_with_signal(uint64 number, const char* from) {
-    if (!first_thread() || !move(number, 1, from)) return;
+    if (!leader || !move(number, 1, from)) return;
     fence_async_global();
     fence_system();
     store_relaxed(word(p.peer_arrived), number + 1);
@@ -262,7 +293,7 @@ struct BulkChannel : Lane {
 struct EngineChannel : Lane {
   using Lane::Lane;
   __device__ __forceinline__ void put_with_signal(uint64 number, const char*) {
-    if (!first_thread()) return;
+    if (!leader) return;
     fence_system();
     store_relaxed(p.go, number + 1);
   }
@@ -273,7 +304,7 @@ struct EngineChannel : Lane {
 struct ProxyChannel : Lane {
   using Lane::Lane;
   __device__ __forceinline__ void put_with_signal(uint64 number, const char*) {
-    if (!first_thread()) return;
+    if (!leader) return;
     // own_credit counts what the host thread has taken from the ring; it lies in host memory.
     if (number >= kRequests && !until(p.own_credit, number - kRequests + 1, known_credit)) return;
     fence_system();

@@ -30,7 +30,7 @@ using Clock = std::chrono::steady_clock;
 namespace {
 
 constexpr uint64_t kMost = 64 << 20;  // bytes of a message
-constexpr uint64_t kWords = 64 << 10, kRing = 2 * kMost, kResults = 16 << 20;
+constexpr uint64_t kWords = 256 << 10, kRing = 2 * kMost, kResults = 16 << 20;
 constexpr uint64_t kPiece = 64 << 10;  // a stream of larger messages goes in pieces of this size
 constexpr uint64_t kMostPacketBytes = 1 << 20;
 constexpr int kWarm = 20;
@@ -51,7 +51,7 @@ struct Arguments {
 };
 
 // Offsets in each GPU's memory: words (arrived, credit, go, spent), then source, ring, results.
-constexpr uint64_t kArrived = 0, kCredit = 16 << 10, kGo = 32 << 10, kSpent = 40 << 10;
+constexpr uint64_t kArrived = 0, kCredit = 64 << 10, kGo = 128 << 10, kSpent = 192 << 10;  // up to 512 lanes
 constexpr uint64_t kSource = kWords, kSlots = kSource + kMost, kResult = kSlots + kRing, kTotal = kResult + kResults;
 
 struct HostWords {
@@ -120,10 +120,11 @@ class Bench {
 
   void latency(const std::string& engine, uint64_t bytes) {
     double best = 0;
-    uint32_t best_lanes = 0;
-    const bool sm = engine == "store" || engine == "packet" || engine == "bulk";
-    for (uint32_t lanes : {1u, 4u, 16u}) {
-      if (lanes > 1 && (!sm || bytes / lanes < 1024)) break;
+    uint32_t best_blocks = 0;
+    const bool sm = by_sm(engine);
+    const bool warps = engine == "warp";
+    for (uint32_t lanes : warps ? std::vector<uint32_t>{1, 8, 32, 256} : std::vector<uint32_t>{1, 4, 16}) {
+      if (lanes > 1 && (!sm || bytes / lanes < (warps ? 512 : 1024))) break;
       Shape shape{bytes / lanes,
                   slot_bytes(engine, bytes / lanes),
                   lanes,
@@ -131,7 +132,7 @@ class Bench {
                   bytes <= kPiece      ? 500u
                   : bytes <= (4 << 20) ? 100u
                                        : 40u,
-                  threads(engine, bytes / lanes)};
+                  threads(engine, bytes / lanes, lanes)};
       if (!sm) shape.count = std::min(shape.count, 200u);
       prepare(shape, engine);
       double us = 0;
@@ -142,26 +143,29 @@ class Bench {
           for (int d = 0; d < 2; ++d) post(d, shape, d == 0);
         const auto proxies = engine == "proxy" ? start_proxies(shape, true) : nullptr;
         for (int d : {1, 0})
-          start(d, kernel_of(engine) + "_ping", shape, shape.lanes, shape.threads, shared_of(engine), engine, d == 0);
+          start(d, kernel_of(engine) + "_ping", shape, blocks_of(shape, engine), shape.threads, shared_of(engine),
+                engine, d == 0);
         finish();
         us = spent(shape.lanes) / 2e3 / (shape.count - kWarm);
       }
       const uint64_t wrong = engine == "cpu" ? 0 : check_ring(0, shape, engine) + check_ring(1, shape, engine);
       wrong_ += wrong;
-      if (best_lanes == 0 || us < best) best = us, best_lanes = lanes;
+      if (best_blocks == 0 || us < best) best = us, best_blocks = blocks_of(shape, engine);
     }
     std::printf(
         "{\"engine\": \"%s\", \"what\": \"latency\", \"bytes\": %llu, \"us\": %.3f, \"blocks\": %u, \"wrong\": %llu}\n",
-        engine.c_str(), static_cast<unsigned long long>(bytes), best, sm ? best_lanes : 0,
+        engine.c_str(), static_cast<unsigned long long>(bytes), best, sm ? best_blocks : 0,
         static_cast<unsigned long long>(std::exchange(wrong_, 0)));
     std::fflush(stdout);
   }
 
   void throughput(const std::string& engine, uint64_t bytes, uint32_t blocks) {
-    const bool sm = engine == "store" || engine == "packet" || engine == "bulk";
+    const bool sm = by_sm(engine);
     const uint64_t piece = sm ? std::min(bytes, kPiece) : bytes;
-    Shape shape{piece, slot_bytes(engine, piece), sm ? blocks : 1, bytes <= (8 << 20) ? 8u : 2u,
-                0,     threads(engine, piece)};
+    const uint32_t lanes = !sm ? 1 : engine == "warp" ? 32 * blocks : blocks;
+    const uint64_t each = slot_bytes(engine, piece), room = kRing / (each * lanes);
+    const uint32_t slots = static_cast<uint32_t>(std::clamp<uint64_t>(room, 2, 8));
+    Shape shape{piece, each, lanes, slots, 0, threads(engine, piece, lanes)};
     const uint64_t wanted = (uint64_t{512} << 20) / (piece * shape.lanes);
     shape.count = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 32, sm ? 4000 : 250));
     double seconds = 1e9;
@@ -172,8 +176,7 @@ class Bench {
       } else if (sm) {
         const std::string receiver = engine == "packet" ? "packet_receive" : "watch";
         start(1, receiver, shape, shape.lanes, engine == "packet" ? shape.threads : 32, 0, engine, false);
-        start(0, engine + "_send", shape, shape.lanes, engine == "bulk" ? 64 : shape.threads, shared_of(engine), engine,
-              true);
+        start(0, engine + "_send", shape, blocks_of(shape, engine), shape.threads, shared_of(engine), engine, true);
         finish();
         seconds = std::min(seconds, spent(shape.lanes) * 1e-9);
       } else {
@@ -190,7 +193,7 @@ class Bench {
     std::printf(
         "{\"engine\": \"%s\", \"what\": \"throughput\", \"bytes\": %llu, \"gbps\": %.3f, \"blocks\": %u, \"messages\": "
         "%u, \"wrong\": %llu}\n",
-        engine.c_str(), static_cast<unsigned long long>(bytes), total / seconds * 1e-9, sm ? shape.lanes : 0,
+        engine.c_str(), static_cast<unsigned long long>(bytes), total / seconds * 1e-9, sm ? blocks : 0,
         shape.count * shape.lanes, static_cast<unsigned long long>(std::exchange(wrong_, 0)));
     std::fflush(stdout);
   }
@@ -200,18 +203,26 @@ class Bench {
 
   // All kernels: none may have to be loaded while another one waits for it.
   std::vector<std::string> entries() const {
-    std::vector<std::string> names{"store_ping", "packet_ping", "engine_ping", "proxy_ping",
-                                   "store_send", "packet_send", "watch",       "answer",
+    std::vector<std::string> names{"store_ping", "warp_ping",   "warp_send",   "packet_ping",   "engine_ping",
+                                   "proxy_ping", "store_send",  "packet_send", "watch",         "answer",
                                    "look",       "engine_send", "proxy_send",  "packet_receive"};
     if (has_bulk()) names.insert(names.end(), {"bulk_ping", "bulk_send"});
     return names;
   }
 
+  static bool by_sm(const std::string& engine) {
+    return engine == "store" || engine == "warp" || engine == "packet" || engine == "bulk";
+  }
+  // Warps share blocks.
+  static uint32_t blocks_of(const Shape& shape, const std::string& engine) {
+    return engine == "warp" ? (shape.lanes + 31) / 32 : shape.lanes;
+  }
   static std::string kernel_of(const std::string& engine) { return engine == "copy_engine" ? "engine" : engine; }
   static uint64_t slot_bytes(const std::string& engine, uint64_t bytes) {
     return engine == "packet" ? (bytes + 511) / 512 * 1024 : (bytes + 127) / 128 * 128;
   }
-  static uint32_t threads(const std::string& engine, uint64_t bytes) {
+  static uint32_t threads(const std::string& engine, uint64_t bytes, uint32_t lanes) {
+    if (engine == "warp") return 32 * std::min(lanes, 32u);
     if (engine == "bulk") return 64;
     if (engine != "store" && engine != "packet") return 32;
     return static_cast<uint32_t>(std::clamp<uint64_t>((bytes / 16 + 31) / 32 * 32, 32, 1024));

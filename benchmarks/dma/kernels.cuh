@@ -5,8 +5,8 @@
 
 namespace ark::device {
 
-__device__ __forceinline__ void keep_time(const ChannelParams& p, uint64 began) {
-  if (threadIdx.x == 0) p.spent[blockIdx.x] = nanoseconds() - began;
+__device__ __forceinline__ void keep_time(const Lane& lane, uint64 began) {
+  if (lane.leader) lane.p.spent[lane.lane] = nanoseconds() - began;
 }
 
 template <class Channel>
@@ -18,7 +18,7 @@ __device__ __forceinline__ void ping_pong(const ChannelParams& p, Channel& chann
     if (!channel.wait(number)) return;
     if (!p.first) channel.put_with_signal(number, channel.received(number));  // what came goes back
   }
-  keep_time(p, began);
+  keep_time(channel, began);
 }
 
 template <class Channel>
@@ -32,8 +32,8 @@ __device__ __forceinline__ void send_all(const ChannelParams& p, Channel& channe
     if (!good) break;
     channel.put_with_signal(number, channel.source());
   }
-  if (threadIdx.x == 0 && channel.good) channel.flush(p.count - 1);
-  keep_time(p, began);
+  if (channel.leader && channel.good) channel.flush(p.count - 1);
+  keep_time(channel, began);
 }
 
 template <class Channel>
@@ -61,7 +61,7 @@ __device__ __forceinline__ void release_all(const ChannelParams& p, Channel& cha
   for (uint32 number = 0; number < p.count && channel.good; number++) channel.put_with_signal(number, channel.source());
   uint64 seen = 0;
   if (channel.good) channel.until(answer, 1, seen);
-  keep_time(p, began);
+  keep_time(channel, began);
 }
 
 }  // namespace ark::device
@@ -74,6 +74,14 @@ using namespace ark::device;
 ENTRY(store_ping, 1024) {
   StoreChannel c(p);
   ping_pong(p, c);
+}
+ENTRY(warp_ping, 1024) {
+  WarpChannel c(p);
+  ping_pong(p, c);
+}
+ENTRY(warp_send, 1024) {
+  WarpChannel c(p);
+  send_all(p, c);
 }
 ENTRY(packet_ping, 1024) {
   PacketChannel c(p);
@@ -140,7 +148,7 @@ ENTRY(bulk_send, 64) {
   const uint64 began = nanoseconds();
   if (threadIdx.x == 0) {
     if (c.move(0, p.count, c.source())) c.flush(p.count - 1);
-    keep_time(p, began);
+    keep_time(c, began);
   } else if (threadIdx.x == 32) {
     c.tell(p.count);
   }

@@ -27,7 +27,7 @@ def test_kernels_compile(arch: str) -> None:
     _jit.configure()
     _, kernels = _C._compile_kernel(dma.stub(), arch)
     names = {name for name, *_ in kernels}
-    engines = {"store", "packet", "engine", "proxy"} | ({"bulk"} if arch != "sm_80" else set())
+    engines = {"store", "warp", "packet", "engine", "proxy"} | ({"bulk"} if arch != "sm_80" else set())
     assert {f"{engine}_{what}" for engine in engines for what in ("ping", "send")} < names
     assert {"watch", "answer", "look", "packet_receive"} < names
     for name, registers, spilled, _ in kernels:
