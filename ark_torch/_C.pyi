@@ -19,6 +19,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     shared_memory: SharedMemory
     debug: bool
     spin_us: int
+    buffer_mb: int
     flight_record: int
     flight_dump: str
     global_rank: int
@@ -41,6 +42,8 @@ class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
     def shares_memory(self) -> bool: ...
     @property
     def cuda_carrier(self) -> str: ...
+    @property
+    def cuda_shared_bytes(self) -> int: ...
     @property
     def options(self) -> Options: ...
     def get_error(self) -> Any: ...

@@ -137,6 +137,15 @@ VARIABLES = (
         "A dispatch table (JSON, written by the autotune) in place of the built-in one.",
     ),
     Variable(
+        "ARK_BUFFER_MB",
+        "int",
+        512,
+        "How many MiB of GPU memory a group may share for large all_reduces, made when the first comes; with less they "
+        "go in smaller pieces, with 0 not by copy engines.",
+        minimum=0,
+        maximum=1 << 20,
+    ),
+    Variable(
         "ARK_CACHE",
         "folder",
         "",
@@ -163,6 +172,7 @@ class Settings:
     flight_record: int
     flight_dump: str
     spin_us: int | str
+    buffer_mb: int
     dispatch: str
     cache: str
     nvrtc: str

@@ -199,6 +199,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("shared_memory", &Options::shared_memory)
       .def_readwrite("debug", &Options::debug)
       .def_readwrite("spin_us", &Options::spin_us)
+      .def_readwrite("buffer_mb", &Options::buffer_mb)
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)
       .def_readwrite("global_rank", &Options::global_rank)
@@ -223,6 +224,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
                              "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
+      .def_property_readonly("cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
+                             "Bytes of this rank's GPU memory that the group's peers map; 0 before the first use.")
       .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
                              "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(

@@ -16,8 +16,10 @@ constexpr uint64_t kLeastPiece = 4 << 20;  // a smaller one costs more in hand-o
 
 }  // namespace
 
-uint64_t CopyEngine::memory_bytes() {
-  return kHead + kSets * kStageBytes;
+uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
+  constexpr uint64_t kMostSet = 64 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain nothing
+  const uint64_t set = std::min(kMostSet, limit < kHead ? 0 : (limit - kHead) / kSets);
+  return set / ranks < kLeastSlot ? 0 : kHead + kSets * set;
 }
 
 void CopyEngine::prepare(const DeviceMemory& own, int ranks) {
@@ -31,11 +33,12 @@ void CopyEngine::prepare(const DeviceMemory& own, int ranks) {
   check(result, "preparing memory for copy engines");
 }
 
-CopyEngine::CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, device::EngineStatus* status)
+CopyEngine::CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, uint64_t bytes,
+                       device::EngineStatus* status)
     : rank_(rank),
       size_(static_cast<int>(memory.size())),
       device_(device),
-      most_piece_(kStageBytes / memory.size() / 4096 * 4096),
+      most_piece_((bytes - kHead) / kSets / memory.size() / 4096 * 4096),
       memory_(std::move(memory)),
       status_(status) {
   const RelaxedCapture relaxed;

@@ -31,11 +31,11 @@ namespace ark {
 
 class CopyEngine {
  public:
-  static constexpr uint64_t kStageBytes = 64 << 20;  // the parts of one piece: its slots in one set
-  static uint64_t memory_bytes();                    // symmetric memory to give it
+  // Symmetric memory to give it, of at most `limit` bytes (ARK_BUFFER_MB): with less, smaller pieces; 0: too little.
+  static uint64_t memory_bytes(int ranks, uint64_t limit);
 
-  // memory[r]: rank r's, as mapped here, prepared by prepare() before it was handed to the peers.
-  CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, device::EngineStatus* status);
+  // memory[r]: rank r's, as mapped here, prepared by prepare() before it was handed to the peers; `bytes` of each.
+  CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, uint64_t bytes, device::EngineStatus* status);
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
 

@@ -35,6 +35,12 @@ c10::Device ProcessGroupArk::device_of(const Call& call) const {
   return device.value_or(c10::Device(c10::kCPU));
 }
 
+uint64_t ProcessGroupArk::cuda_shared_bytes() const {
+  const auto cuda = core_->cuda();
+  const auto communicator = cuda ? cuda->communicator() : nullptr;
+  return communicator ? communicator->shared_bytes() : 0;
+}
+
 std::string ProcessGroupArk::cuda_carrier() const {
   const auto cuda = core_->cuda();
   return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
@@ -77,6 +83,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
       options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
+                                           static_cast<uint64_t>(options_->buffer_mb) << 20,
                                            ends_with(core_->shm->health(), options.timeout));
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);

@@ -44,6 +44,7 @@ class ProcessGroupArk : public c10d::Backend {
     std::string flight_dump;              // where a failure writes it (file prefix); empty: nowhere
     std::vector<Rule> dispatch;           // empty: the measured defaults; rank 0's count
     std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
+    int64_t buffer_mb = 512;              // of GPU memory that peers map, for large buckets, at most; rank 0's counts
     int64_t global_rank = -1;             // for names of dumps; -1: the rank in the group
     // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
     // every rank. Kept by split(), merge() and shrink().
@@ -125,6 +126,7 @@ class ProcessGroupArk : public c10d::Backend {
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;
+  uint64_t cuda_shared_bytes() const;
 
  private:
   // One operation on its way: all that the flight record, the profiler and the communicator's descriptor are told.

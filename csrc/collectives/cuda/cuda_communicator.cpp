@@ -14,7 +14,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // On more than two ranks they were not measured yet.
   constexpr uint64_t kNever = ~uint64_t{0};
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
-  return {one_shot_to, 8 << 20, ranks <= 2 ? 24 << 20 : kNever};
+  return {one_shot_to, 8 << 20, ranks <= 2 ? 24 << 20 : kNever, 512 << 20};
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
@@ -49,6 +49,10 @@ CudaCommunicator::~CudaCommunicator() = default;
 
 int CudaCommunicator::device() const {
   return launcher_->device();
+}
+
+uint64_t CudaCommunicator::shared_bytes() const {
+  return launcher_->shared_bytes();
 }
 
 void CudaCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {

@@ -26,6 +26,7 @@ struct CudaDispatch {
   uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings
   uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
+  uint64_t buffer_bytes;      // of shared memory for copy engines, at most (ARK_BUFFER_MB)
   static CudaDispatch measured(int ranks);
 };
 
@@ -46,6 +47,7 @@ class CudaCommunicator final : public Communicator {
   ~CudaCommunicator() override;
 
   int device() const;
+  uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;

@@ -1,6 +1,7 @@
 // Choosing and telling behind dispatch_rules.hpp.
 #include "collectives/cuda/dispatch_rules.hpp"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <iterator>
@@ -21,9 +22,10 @@ CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size) {
 }
 
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
-                               const std::function<void()>& check) {
+                               uint64_t buffer_bytes, const std::function<void()>& check) {
   constexpr size_t kFields = std::size(kCudaDispatchFields);
   CudaDispatch mine = choose_dispatch(rules, size);
+  mine.buffer_bytes = std::min(mine.buffer_bytes, buffer_bytes);
   if (size == 1) return mine;
   std::vector<uint8_t> told(kFields * sizeof(uint64_t));
   if (rank == 0) {

@@ -28,12 +28,14 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"one_shot_to", &CudaDispatch::one_shot_to},
     {"chunks_from", &CudaDispatch::chunks_from},
     {"copy_engine_from", &CudaDispatch::copy_engine_from},
+    {"buffer_bytes", &CudaDispatch::buffer_bytes},
 };
 
 CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);
 
-// Collective: rank 0's choice, on every rank. `check` is called between waits and throws what ends the group.
+// Collective: rank 0's choice, on every rank; `buffer_bytes` at most for copy engines. `check` is called between waits
+// and throws what ends the group.
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
-                               const std::function<void()>& check);
+                               uint64_t buffer_bytes, const std::function<void()>& check);
 
 }  // namespace ark

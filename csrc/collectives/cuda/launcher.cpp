@@ -73,7 +73,10 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       memory_(std::move(memory)),
       status_(options.device, sizeof(Status)),
       watch_(health, &host_status()->group, options.log),
-      chunks_from_(options.dispatch->chunks_from) {}
+      chunks_from_(options.dispatch->chunks_from),
+      buffer_bytes_(options.dispatch->buffer_bytes) {
+  shared_bytes_ = memory_[rank].size();
+}
 
 CudaLauncher::~CudaLauncher() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
@@ -243,7 +246,9 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   SymmetricMemory::Options sharing;
   sharing.rank = rank_, sharing.size = size_, sharing.device = device_;
   sharing.name = "buckets";
-  sharing.bytes = CopyEngine::memory_bytes();
+  sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
+  engine_refused_ = sharing.bytes == 0;
+  if (engine_refused_) return nullptr;
   sharing.timeout = timeout_;
   sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own, size_); };
   sharing.check = ends_with(health_, timeout_);
@@ -251,7 +256,8 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   std::vector<DeviceMemory> buckets = SymmetricMemory::create(*store_, sharing, why);
   engine_refused_ = buckets.empty();
   if (engine_refused_) return nullptr;
-  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(buckets), &device_status()->engine);
+  shared_bytes_ += buckets[rank_].size();
+  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(buckets), sharing.bytes, &device_status()->engine);
   watch_.watch_engine(&host_status()->engine, [this] { engine_->release_all(); });
   return engine_.get();
 }

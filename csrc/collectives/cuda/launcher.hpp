@@ -5,6 +5,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -33,6 +34,7 @@ class CudaLauncher {
   ~CudaLauncher();  // waits for the device
 
   int device() const { return device_; }
+  uint64_t shared_bytes() const { return shared_bytes_; }
   DeviceWatch& watch() { return watch_; }
 
   // Sends and receives. `params` but for its rings; long messages go by several launches.
@@ -87,7 +89,8 @@ class CudaLauncher {
   std::vector<DeviceMemory> memory_;
   PinnedMemory status_;
   DeviceWatch watch_;
-  const uint64_t chunks_from_;
+  const uint64_t chunks_from_, buffer_bytes_;
+  std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;
   const jit::Kernel* move_ = nullptr;
   std::array<Reduce, kRuleKinds> reduces_;
