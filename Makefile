@@ -58,6 +58,7 @@ demo: setup ## trains a small GPT on two processes over ark and over Gloo, and c
 test: setup test-cpp ## everything but the nightly runs (about 25 minutes on two cores)
 	$(PYTEST) -m "not nightly"
 
+test-quick: CTEST_FLAGS := -LE slow
 test-quick: setup test-cpp-plain ## the fast tests
 	$(PYTEST) -m quick
 
@@ -95,7 +96,7 @@ define cpp_tests
 echo "C++ tests, $(1)"; \
 PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
 cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-ctest --test-dir build/cpp-$(1) --output-on-failure -j 2
+ctest --test-dir build/cpp-$(1) --output-on-failure -j 2 $(CTEST_FLAGS)
 endef
 
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
