@@ -172,8 +172,8 @@ class Settings:
     flight_record: int
     flight_dump: str
     spin_us: int | str
-    buffer_mb: int
     dispatch: str
+    buffer_mb: int
     cache: str
     nvrtc: str
 

@@ -9,6 +9,8 @@
 namespace ark {
 namespace {
 
+constexpr uint64_t kAmple = uint64_t{1} << 40;
+
 CudaDispatch numbered(uint64_t first) {
   CudaDispatch dispatch{};
   for (const CudaDispatchField& field : kCudaDispatchFields) dispatch.*field.value = first++;
@@ -32,7 +34,7 @@ TEST(CudaDispatch, AllTakeRankZeros) {
     ranks.emplace_back([&, rank] {
       test::DirectoryStore store(folder.path());
       if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      found[rank] = agree_on_dispatch(store, rank, 3, {{8, numbered(100 * (rank + 1))}}, [] {});
+      found[rank] = agree_on_dispatch(store, rank, 3, {{8, numbered(100 * (rank + 1))}}, kAmple, [] {});
     });
   }
   for (std::thread& rank : ranks) rank.join();
@@ -41,14 +43,21 @@ TEST(CudaDispatch, AllTakeRankZeros) {
       EXPECT_EQ(dispatch.*field.value, numbered(100).*field.value) << field.name;
 }
 
+TEST(CudaDispatch, BufferIsLimitedByRankZeroToo) {
+  const test::TemporaryDirectory folder;
+  test::DirectoryStore store(folder.path());
+  EXPECT_EQ(agree_on_dispatch(store, 0, 2, {{2, numbered(1000)}}, 5, [] {}).buffer_bytes, 5u);
+  EXPECT_EQ(agree_on_dispatch(store, 1, 2, {{2, numbered(1000)}}, 7, [] {}).buffer_bytes, 5u);
+}
+
 TEST(CudaDispatch, WaitingEndsWithTheGroup) {
   const test::TemporaryDirectory folder;
   test::DirectoryStore store(folder.path());
   const auto lost = [] { throw Error(ErrorKind::peer_lost, "rank 0 is gone"); };
-  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, lost), Error);
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, kAmple, lost), Error);
   store.set("dispatch", {1, 2, 3});
-  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, [] {}), Error) << "another version";
-  EXPECT_EQ(agree_on_dispatch(store, 0, 1, {{1, numbered(7)}}, lost).one_shot_to, 7u) << "alone";
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, kAmple, [] {}), Error) << "another version";
+  EXPECT_EQ(agree_on_dispatch(store, 0, 1, {{1, numbered(7)}}, kAmple, lost).one_shot_to, 7u) << "alone";
 }
 
 }  // namespace
