@@ -166,11 +166,12 @@ CUcontext primary_context(int device) {
 
 CurrentContext::CurrentContext(CUcontext context) {
   check(driver().ctx_get_current(&former_), "cuCtxGetCurrent");
-  check(driver().ctx_set_current(context), "cuCtxSetCurrent");
+  changed_ = former_ != context;
+  if (changed_) check(driver().ctx_set_current(context), "cuCtxSetCurrent");
 }
 
 CurrentContext::~CurrentContext() {
-  driver().ctx_set_current(former_);
+  if (changed_) driver().ctx_set_current(former_);
 }
 
 RelaxedCapture::RelaxedCapture() {

@@ -143,7 +143,8 @@ std::string device_name(int device);
 // The context that PyTorch uses on this device, retained once by us and for the life of the process.
 CUcontext primary_context(int device);
 
-// Makes a context current in this thread, and the former one again at the end.
+// Makes a context current in this thread, and the former one again at the end. Where it is current already, as inside
+// of PyTorch's device guards, that is one call of the driver instead of three.
 class CurrentContext {
  public:
   explicit CurrentContext(CUcontext context);
@@ -154,6 +155,7 @@ class CurrentContext {
 
  private:
   CUcontext former_ = nullptr;
+  bool changed_ = false;
 };
 
 // This thread may allocate, load and query although some thread captures a graph; nothing of it is captured.
