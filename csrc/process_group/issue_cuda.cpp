@@ -8,7 +8,8 @@
 
 namespace ark {
 
-c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body body, CudaGroup& cuda) {
+c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body body,
+                                                      const std::shared_ptr<CudaGroup>& cuda) {
   const CommsRecord event(comms(), [&] { return comms_call(call); });
   const FlightEntry entry = flight_entry(call);
   Operation operation = describe(call, entry);
@@ -28,12 +29,12 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
   auto held = std::make_shared<Body>(std::move(body));
   request.keep = held;
   try {
-    auto enqueued = cuda.enqueue(std::move(request), [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
+    auto enqueued = cuda->enqueue(std::move(request), [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
       operation.context = core_->context(call.name, sequence, call.timeout);
       operation.stream = stream;
       (*held)(group, operation);
     });
-    auto work = c10::make_intrusive<CudaWork>(core_, core_->cuda(), call.type, call.name, call.outputs.flat(),
+    auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
     work->timeout = call.timeout;
     return work;
@@ -47,7 +48,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue_cuda(const Call& call, Body body, c10::Device device) {
   const auto cuda = cuda_side(call.name, device);
   if (cuda->carrier) return carry_cuda(call, *cuda);
-  return collect(enqueue(call, std::move(body), *cuda));
+  return collect(enqueue(call, std::move(body), cuda));
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number,
@@ -137,7 +138,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
     if (on_host && call.async) on_host->wait();
     return work;
   }
-  auto work = enqueue(call, body, *cuda);
+  auto work = enqueue(call, body, cuda);
   work->blocks_host = true;
   if (call.async) work->host_part = on_host;
   return collect(std::move(work));

@@ -174,7 +174,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
   WorkPtr issue_cuda(const Call& call, Body body, c10::Device device);
-  c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, CudaGroup& cuda);
+  c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
   WorkPtr transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number, int peer);
   std::optional<c10::Device> barrier_device(const c10d::BarrierOptions& options);

@@ -34,10 +34,6 @@ CudaWork::~CudaWork() {
   for (const auto& part : parts_) cuda_->abandon(*part);
 }
 
-OperationContext CudaWork::context() const {
-  return core_->context(name_, sequence_, timeout);
-}
-
 bool CudaWork::done() const {
   if (host_part && !host_part->isCompleted()) return false;
   return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->done(); });

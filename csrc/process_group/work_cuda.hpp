@@ -47,7 +47,7 @@ class CudaWork : public c10d::Work {
  private:
   friend c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>&,
                                                   const std::vector<c10::intrusive_ptr<c10d::Work>>&);
-  OperationContext context() const;
+  OperationContext context() const { return {name_, sequence_}; }  // for messages: without a deadline
   bool done() const;
   void check_group();  // throws the group's failure, and notes it
   void wait_streams(const c10::Stream& current);
