@@ -135,7 +135,6 @@ void CudaWork::release(const c10::Stream& current) {
 
 void CudaWork::synchronize() {
   with_torch_errors([&] {
-    const c10::OptionalDeviceGuard on_device(cuda_->device);
     const c10::Stream current = current_stream(cuda_->device);
     wait_streams(current);
     release(current);
