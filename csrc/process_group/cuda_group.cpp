@@ -56,6 +56,11 @@ CudaGroup::~CudaGroup() {
   }
 }
 
+uint64_t CudaGroup::shared_bytes() {
+  const auto communicator = this->communicator();
+  return communicator ? communicator->shared_bytes() : 0;
+}
+
 std::shared_ptr<CudaCommunicator> CudaGroup::communicator() {
   const std::lock_guard lock(life_);
   return communicator_;

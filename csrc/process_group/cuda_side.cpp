@@ -37,8 +37,7 @@ c10::Device ProcessGroupArk::device_of(const Call& call) const {
 
 uint64_t ProcessGroupArk::cuda_shared_bytes() const {
   const auto cuda = core_->cuda();
-  const auto communicator = cuda ? cuda->communicator() : nullptr;
-  return communicator ? communicator->shared_bytes() : 0;
+  return cuda ? cuda->shared_bytes() : 0;
 }
 
 std::string ProcessGroupArk::cuda_carrier() const {
