@@ -4,13 +4,15 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <set>
 
 namespace ark {
 
 namespace {
 
-// A query of the device costs more than an entry: they are looked at in batches.
+// A query of the device costs more than an entry: they are looked at in batches, and a device that lags behind is asked
+// again when as many have come again.
 constexpr size_t kBatch = 16;
 
 // Streams of the pool that lines of this process use. Two lines on one stream could wait for each other (a large send
@@ -144,9 +146,13 @@ void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
   // ones hold tensors: while there are any, every call looks.
   const bool eager = all || abandoned_.load(std::memory_order_relaxed) > 0;
   while (!line.pending.empty()) {
-    if (!eager && line.pending.size() < 2 * kBatch) return;
+    if (!eager && line.pending.size() < std::max(line.look_at, 2 * kBatch)) return;
     const size_t at = eager ? 0 : kBatch - 1;
-    if (!line.pending[at]->done()) return;
+    if (!line.pending[at]->done()) {
+      line.look_at = line.pending.size() + kBatch;
+      return;
+    }
+    line.look_at = 0;
     for (size_t i = 0; i <= at; ++i) {
       line.pending.front()->seen_done = true;
       if (line.pending.front()->abandoned) abandoned_.fetch_sub(1, std::memory_order_relaxed);

@@ -100,6 +100,7 @@ class CudaGroup {
     std::optional<c10::Stream> own, own_captured;
     EnqueuedPtr last, last_captured;
     std::deque<EnqueuedPtr> pending;
+    size_t look_at = 0;                 // how many are pending when the device is asked next
     std::vector<EnqueuedPtr> captured;  // of the newest capture, with what they keep
   };
   std::shared_ptr<CudaCommunicator> communicator();
