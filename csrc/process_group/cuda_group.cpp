@@ -84,8 +84,7 @@ c10::Stream CudaGroup::own_stream(Line& line, bool captured) {
   return *own;
 }
 
-CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request,
-                                          const std::function<void(CudaCommunicator&, void*, uint64_t)>& body) {
+CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request, Number number, Body body) {
   const c10::OptionalDeviceGuard on_device(device);
   const c10::Stream current = current_stream(device);
   const uint64_t capture = capture_of(current);
@@ -104,7 +103,7 @@ CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request,
     EnqueuedPtr& last = capture != 0 ? line.last_captured : line.last;
     if (last && last->capture == capture && last->stream != stream) last->end->block(stream);
 
-    const auto [sequence, flight] = request.number();
+    const auto [sequence, flight] = number();
     mine = std::shared_ptr<Enqueued>(new Enqueued{.issuer = current,
                                                   .stream = stream,
                                                   .capture = capture,

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <deque>
@@ -65,16 +66,17 @@ class CudaGroup {
     bool timed = false;
     c10d::OpType type = c10d::OpType::UNKNOWN;
     const char* name = "";
-    std::function<std::pair<uint64_t, uint64_t>()> number;  // sequence and flight id, in the order of issue
-    std::shared_ptr<void> keep;                             // for operations on a stream of the line
+    std::shared_ptr<void> keep = {};  // for operations on a stream of the line
   };
+  using Number = c10::function_ref<std::pair<uint64_t, uint64_t>()>;  // sequence and flight id, in the order of issue
+  using Body = c10::function_ref<void(CudaCommunicator&, void* stream, uint64_t sequence)>;
 
   CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator);
   explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
   ~CudaGroup();
 
-  // Runs `body` with the operation's stream current: body(communicator, CUstream, sequence).
-  EnqueuedPtr enqueue(Request request, const std::function<void(CudaCommunicator&, void*, uint64_t)>& body);
+  // Numbers the operation and runs `body` with its stream current.
+  EnqueuedPtr enqueue(Request request, Number number, Body body);
 
   // Throws the error that ended the group, if one did.
   void check(const OperationContext& context);

@@ -19,7 +19,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
   request.timed = core_->timing.load(std::memory_order_relaxed);
   request.type = call.type;
   request.name = call.name;
-  request.number = [&] {
+  const auto number = [&] {
     const auto numbered = core_->number(entry);
     operation.descriptor.sequence = numbered.first;
     flight = numbered.second;
@@ -28,12 +28,13 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
   // The body holds the tensors and their staged copies.
   auto held = std::make_shared<Body>(std::move(body));
   request.keep = held;
+  const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
+    operation.context = core_->context(call.name, sequence, call.timeout);
+    operation.stream = stream;
+    (*held)(group, operation);
+  };
   try {
-    auto enqueued = cuda->enqueue(std::move(request), [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
-      operation.context = core_->context(call.name, sequence, call.timeout);
-      operation.stream = stream;
-      (*held)(group, operation);
-    });
+    auto enqueued = cuda->enqueue(std::move(request), number, run);
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
     work->timeout = call.timeout;
@@ -74,21 +75,22 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const 
   request.timed = core_->timing.load(std::memory_order_relaxed);
   request.type = call.type;
   request.name = call.name;
-  request.number = [&] { return std::pair(number, flight = FlightRecord::instance().scheduled(entry)); };
   request.keep = held;
   Operation operation = describe(call, entry);
   operation.descriptor.sequence = number;
+  const auto schedule = [&] { return std::pair(number, flight = FlightRecord::instance().scheduled(entry)); };
+  const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
+    operation.context = core_->context(call.name, sequence, call.timeout);
+    operation.stream = stream;
+    if (is_send) {
+      group.send(operation, held->source.data(), tensor.nbytes(), peer);
+    } else {
+      group.recv(operation, held->target.data(), tensor.nbytes(), peer);
+      held->target.commit();
+    }
+  };
   try {
-    auto enqueued = cuda->enqueue(std::move(request), [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
-      operation.context = core_->context(call.name, sequence, call.timeout);
-      operation.stream = stream;
-      if (is_send) {
-        group.send(operation, held->source.data(), tensor.nbytes(), peer);
-      } else {
-        group.recv(operation, held->target.data(), tensor.nbytes(), peer);
-        held->target.commit();
-      }
-    });
+    auto enqueued = cuda->enqueue(std::move(request), schedule, run);
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
     work->source_rank = peer;
