@@ -7,6 +7,11 @@
 // ordered among those of the same capture, eager ones among the eager: an event of the one kind must not be waited on
 // by the other.
 //
+// Every operation's end event is recorded at once, though few are ever waited for: one recorded when it is needed would
+// stand for all that its stream got in between. The later stream could then wait in a circle with another rank, whose
+// order of issue among groups differs; the flight record would show what ended as pending behind what hangs; and a
+// stream that captures by then, or that its owner has destroyed, takes no event at all.
+//
 // Each line keeps its eager operations until the device has passed them, for the flight record and for the tensors of
 // works that nobody waited for. Nothing here waits for the device but drain() and close().
 //
