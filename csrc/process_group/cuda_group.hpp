@@ -99,7 +99,7 @@ class CudaGroup {
   const c10::Device device;
   const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors, where ark cannot; else null
   EventPool& events() { return *events_; }
-  uint64_t shared_bytes();  // of this rank's GPU memory, which the group's peers map
+  uint64_t shared_bytes();                         // of this rank's GPU memory, which the group's peers map
   std::function<void(const Enqueued&)> completed;  // set before the first operation
 
  private:
