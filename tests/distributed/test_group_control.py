@@ -132,10 +132,16 @@ def _detail(rank: Rank) -> None:
     dist.reduce_scatter_tensor(part, torch.ones(5 * world))
     assert part.tolist() == [float(world)] * 5
     dist.barrier()
-    got = funcol.all_gather_tensor(torch.full((2,), float(me)), 0, dist.group.WORLD) + 0
-    assert got.tolist() == [float(r) for r in range(world) for _ in range(2)]
-    got = funcol.reduce_scatter_tensor(torch.ones(2 * world), "sum", 0, dist.group.WORLD) + 0
-    assert got.tolist() == [float(world)] * 2
+    if torch.__version__.startswith("2.11."):  # its wrapper does not pass these on, whatever the backend
+        with pytest.raises(RuntimeError, match="does not support allgather_into_tensor_coalesced"):
+            funcol.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
+        with pytest.raises(RuntimeError, match="does not support reduce_scatter_tensor_coalesced"):
+            funcol.reduce_scatter_tensor(torch.ones(2 * world), "sum", 0, dist.group.WORLD)
+    else:
+        got = funcol.all_gather_tensor(torch.full((2,), float(me)), 0, dist.group.WORLD) + 0
+        assert got.tolist() == [float(r) for r in range(world) for _ in range(2)]
+        got = funcol.reduce_scatter_tensor(torch.ones(2 * world), "sum", 0, dist.group.WORLD) + 0
+        assert got.tolist() == [float(world)] * 2
     group = dist.new_group(list(range(world)))
     assert total(group, 2.0) == 2 * world
     dist.all_reduce(torch.ones(3), async_op=True).wait()
