@@ -31,7 +31,16 @@ struct DeviceWatch::Watched {
   uint32_t engine_progress = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
 
-  // Copy engines tell nobody whom they wait for.
+  // `peer` -1: not known.
+  Error waited(const std::string& what, int peer) const {
+    const std::string whom = peer < 0 ? "a peer" : "rank " + std::to_string(peer);
+    return Error(ErrorKind::timeout, what + " waited for " + whom + " until the operation's timeout",
+                 ErrorContext{health->rank(), peer, "", 0,
+                              "Look at " + (peer < 0 ? std::string("the other ranks'") : "that rank's") +
+                                  " output: it may have stopped, or called other collectives."});
+  }
+
+  // Copy engines tell nobody whom they wait for; of two ranks it can only be the other.
   void look_at_engine() {
     if (engine == nullptr) return;
     const uint32_t progress = protocol::load_relaxed(engine->progress);
@@ -41,10 +50,7 @@ struct DeviceWatch::Watched {
       engine_stuck_since = Clock::now();
     } else if (Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load()) &&
                !health->failed()) {
-      const Error error(ErrorKind::timeout, "copy engines of this rank waited for a peer until the operation's timeout",
-                        ErrorContext{health->rank(), -1, "", 0,
-                                     "Look at the other ranks' output: one may have stopped, or called other "
-                                     "collectives."});
+      const Error error = waited("copy engines of this rank", health->size() == 2 ? 1 - health->rank() : -1);
       health->fail(error);
       if (log) log(error);
     }
@@ -59,11 +65,7 @@ struct DeviceWatch::Watched {
       noticed = true;
       const int peer = status->peer;
       const bool failed_before = health->failed();
-      const Error error(
-          ErrorKind::timeout,
-          "a kernel on this rank's GPU waited for rank " + std::to_string(peer) + " until the operation's timeout",
-          ErrorContext{health->rank(), peer, "", 0,
-                       "Look at that rank's output: it may have stopped, or called other collectives."});
+      const Error error = waited("a kernel on this rank's GPU", peer);
       health->fail(error);
       if (!failed_before && log) log(error);
     }
