@@ -1,7 +1,8 @@
 // All-reduce of large buckets by copy engines: they scatter the parts and fetch the results, one short kernel adds.
 // While they move bytes no SM is taken from whatever computes beside them, and nothing is copied twice: contributions
 // are pushed from the user's buffer into the owner's slots, results are pulled from the owner's slots into the user's
-// buffer (the engine reads as fast as it writes over the link, and a copy within one GPU may be an SM's work).
+// buffer (an engine needs 8 us more to read a piece over the link than to write it, H200; but to hand sums out would
+// take a second copy within the receiver's GPU, which may be an SM's work).
 //
 // A bucket goes in pieces through kSets sets of slots. All copies of a rank are on one stream, the parts of piece i + 1
 // before the sums of piece i: two copies at once, or copies to two peers at once, halve a copy engine's speed. The
