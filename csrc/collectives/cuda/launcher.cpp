@@ -91,6 +91,7 @@ CudaLauncher::~CudaLauncher() {
   if (over) return;
   // A capture is under way, or the context is gone: memory that may be in use is not taken away.
   new std::vector<DeviceMemory>(std::move(memory_));
+  new std::vector<std::shared_ptr<void>>(windows_.clear());
   (void)engine_.release();
 }
 

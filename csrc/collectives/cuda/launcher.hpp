@@ -13,6 +13,7 @@
 #include "collectives/cuda/arena.hpp"
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "collectives/cuda/stubs.hpp"
+#include "collectives/cuda/windows.hpp"
 #include "cuda/move.cuh"
 #include "cuda/two_shot.cuh"
 #include "dma/copy_engine.hpp"
@@ -36,6 +37,7 @@ class CudaLauncher {
   int device() const { return device_; }
   uint64_t shared_bytes() const { return shared_bytes_; }
   DeviceWatch& watch() { return watch_; }
+  Windows& windows() { return windows_; }  // registered memory
 
   // Sends and receives. `params` but for its rings; long messages go by several launches.
   void move(const Operation& operation, const device::MoveParams& params) {
@@ -87,6 +89,7 @@ class CudaLauncher {
   const std::chrono::milliseconds timeout_;
   const ArenaLayout layout_;
   std::vector<DeviceMemory> memory_;
+  Windows windows_;
   PinnedMemory status_;
   DeviceWatch watch_;
   const uint64_t chunks_from_, buffer_bytes_;
