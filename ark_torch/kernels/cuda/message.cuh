@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/chunks.cuh"
+#include "cuda/landing.cuh"
 #include "cuda/lines.cuh"
 
 namespace ark::device {
@@ -90,17 +91,68 @@ __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane,
   receiver.close();
 }
 
+// Lanes that take part in a message that is announced: it goes as Protocol puts it on lanes, or as Direct does.
+template <class Protocol, class Direct>
+ARK_HOST_DEVICE constexpr uint32 landing_lanes(uint64 bytes, uint32 most_lanes) {
+  const uint32 by_ring = spread_of<Protocol>(bytes, most_lanes).lanes,
+               direct = spread_of<Direct>(bytes, most_lanes).lanes;
+  return by_ring > direct ? by_ring : direct;
+}
+
+// As receive_message, but where messages of that size are announced the sender may store all of it there itself.
+template <class Protocol, class Direct>
+__device__ __forceinline__ void receive_landing(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes) {
+  if (bytes >= rings.landings_from) {
+    if (lane >= landing_lanes<Protocol, Direct>(bytes, rings.lines.lanes)) return;
+    Landing landing;
+    landing.open(rings, lane, peer);
+    landing.announce(rings.landing[peer]);
+    if (rings.landing[peer] != nullptr) {
+      landing.await_all();
+      return;
+    }
+  }
+  receive_message<Protocol>(rings, lane, peer, to, bytes);
+}
+
+// Bytes to memory that this rank reaches: its own, or a peer's.
 template <class Protocol>
 __device__ __forceinline__ void copy_message(const Rings& rings, uint32 lane, void* to, const void* from,
                                              uint64 bytes) {
   if (to == from) return;
   const Spread spread = spread_of<Protocol>(bytes, Protocol::table(rings).lanes);
   Piece<Protocol, kMessageRows> piece;
-  Unit units[kMessageRows];
-  for (piece.find(spread, lane, bytes); piece.there; piece = piece.after(spread, lane, bytes)) {
-    load_piece(from, bytes, piece, units);
+  piece.find(spread, lane, bytes);
+  if (!piece.there) return;
+  Unit units[kMessageRows], next_units[kMessageRows];
+  load_piece(from, bytes, piece, next_units);
+  while (piece.there) {
+    const auto next = piece.after(spread, lane, bytes);
+    ARK_UNROLL
+    for (int j = 0; j < kMessageRows; j++) units[j] = next_units[j];
+    if (next.there) load_piece(from, bytes, next, next_units);
     store_piece(to, bytes, piece, units);
+    piece = next;
   }
+}
+
+// As send_message, with announcements as above.
+template <class Protocol, class Direct>
+__device__ __forceinline__ void send_landing(const Rings& rings, uint32 lane, int peer, const void* from,
+                                             uint64 bytes) {
+  if (bytes >= rings.landings_from) {
+    if (lane >= landing_lanes<Protocol, Direct>(bytes, rings.lines.lanes)) return;
+    Landing landing;
+    char* to = nullptr;
+    landing.open(rings, lane, peer);
+    if (!landing.await_address(to)) return;
+    if (to != nullptr) {
+      copy_message<Direct>(rings, lane, to, from, bytes);
+      landing.tell_done();
+      return;
+    }
+  }
+  send_message<Protocol>(rings, lane, peer, from, bytes);
 }
 
 #endif

@@ -29,16 +29,16 @@ __device__ inline void move(const MoveParams& p) {
     const int peer = (rank + role) % ranks;
     const uint64 bytes = p.send_bytes[peer];
     if (bytes >= p.rings.chunks_from)
-      send_message<Chunks>(p.rings, lane, peer, p.send[peer], bytes);
+      send_landing<Chunks, Chunks>(p.rings, lane, peer, p.send[peer], bytes);
     else
-      send_message<Lines>(p.rings, lane, peer, p.send[peer], bytes);
+      send_landing<Lines, Chunks>(p.rings, lane, peer, p.send[peer], bytes);
   } else {
     const int peer = (rank + 2 * ranks - 1 - role) % ranks;
     const uint64 bytes = p.receive_bytes[peer];
     if (bytes >= p.rings.chunks_from)
-      receive_message<Chunks>(p.rings, lane, peer, p.receive[peer], bytes);
+      receive_landing<Chunks, Chunks>(p.rings, lane, peer, p.receive[peer], bytes);
     else
-      receive_message<Lines>(p.rings, lane, peer, p.receive[peer], bytes);
+      receive_landing<Lines, Chunks>(p.rings, lane, peer, p.receive[peer], bytes);
   }
 }
 

@@ -37,11 +37,24 @@ struct RingTable {
   uint32 reserved;
 };
 
+// The same for landings (landing.cuh).
+struct alignas(16) LandingState {
+  uint64 announced, answered;
+};
+struct LandingTable {
+  uint64 announced;  // [receiver][lane] packets, written by the receiver
+  uint64 done;       // [sender][lane] words, written by the sender
+  uint64 state;      // [peer][lane] LandingState, the owner's alone
+};
+
 // A set of rings as one rank sees it.
 struct Rings {
   char* arena[kMaxRanks];  // rank r's symmetric memory as mapped here
   RingTable lines, chunks;
-  uint64 chunks_from;  // messages of so many bytes and more are sent in chunks
+  LandingTable landing_words;
+  void* landing[kMaxRanks];  // where rank r is to store what it has for this rank, as r sees it; null: in the ring
+  uint64 landings_from;      // messages of so many bytes and more are announced; alike on all ranks
+  uint64 chunks_from;        // messages of so many bytes and more are sent in chunks
   GroupStatus* status;
   uint64 limit_ns;
   int rank, ranks;

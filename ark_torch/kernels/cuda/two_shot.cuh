@@ -3,9 +3,11 @@
 // a two-shot all_reduce, with one a reduce, with none a reduce_scatter.
 //
 // Warps of a lane: one adds, one contributes to every peer, one takes results from every peer; contributions and
-// results have rings of their own. Liveness: takers wait for nothing but data, the adder for contributions and for
-// credits of takers, contributors for credits of adders: no cycle. In place: an adder writes what nobody else reads, a
-// taker what was added from what this rank's contributor had sent of the same place.
+// results have rings of their own. Where a receiver's buffer is registered the adder stores the results there and the
+// taker only waits for the end (landing.cuh). Liveness: takers wait for nothing but data, the adder for contributions,
+// for landings, which takers announce first of all, and for credits of takers, contributors for credits of adders: no
+// cycle. In place: an adder writes what nobody else reads; a taker, or the adder in its stead, what was added from what
+// that rank's contributor had sent of the same place.
 #pragma once
 
 #include "cuda/message.cuh"
@@ -43,6 +45,7 @@ __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule
   patience.open(p.rings, table, lane, kRank);
   typename Protocol::Receiver from[kRanks];
   typename Protocol::Sender to[kRanks];
+  char* lands[kRanks];  // null: by the ring
   double factors[kRanks];
   const auto sends_to = [&](int r) { return r != kRank && (p.receivers >> r & 1) != 0; };
   ARK_UNROLL
@@ -65,6 +68,15 @@ __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule
     }
   };
   if (kAhead) ask(piece, 0, next_parts, next_loaded);
+  const bool announced = bytes >= p.results.landings_from;
+  ARK_UNROLL
+  for (int r = 0; r < kRanks; r++) {
+    lands[r] = nullptr;
+    if (!announced || !sends_to(r)) continue;
+    Landing landing;
+    landing.open(p.results, lane, r);
+    if (!landing.await_address(lands[r])) return;
+  }
   while (piece.there) {
     const auto next = piece.after(spread, lane, bytes);
     const bool ends = !next.there || next.step != piece.step;
@@ -112,6 +124,10 @@ __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule
     for (int d = 1; d < kRanks; d++) {
       const int r = (kRank + d) % kRanks;
       if (!sends_to(r)) continue;
+      if (lands[r] != nullptr) {
+        store_piece(lands[r], bytes, piece, sums);
+        continue;
+      }
       if (!to[r].put(piece, sums)) return;
       if (ends) to[r].end_step();
     }
@@ -121,7 +137,14 @@ __device__ __forceinline__ void add_up(const TwoShotParams& p, uint32 lane, Rule
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++) {
     if (r != kRank) from[r].close();
-    if (sends_to(r)) to[r].close();
+    if (!sends_to(r)) continue;
+    if (lands[r] == nullptr) {
+      to[r].close();
+      continue;
+    }
+    Landing landing;
+    landing.open(p.results, lane, r);
+    landing.tell_done();
   }
 }
 
@@ -137,7 +160,7 @@ __device__ __forceinline__ void two_shot(const TwoShotParams& p, Rule rule) {
     send_message<Protocol>(p.rings, lane, owner, p.in[owner], p.bytes[owner]);
   } else if ((p.receivers >> kRank & 1) != 0) {
     const int owner = (kRank + 2 * kRanks - 1 - role) % kRanks;
-    receive_message<Protocol>(p.results, lane, owner, p.out[owner], p.bytes[owner]);
+    receive_landing<Protocol, Protocol>(p.results, lane, owner, p.out[owner], p.bytes[owner]);
   }
 }
 

@@ -16,6 +16,7 @@ constexpr uint64_t most_one_shot_bytes(int ranks) {
 
 struct RingSet {
   device::RingTable lines, chunks;
+  device::LandingTable landings;
 };
 
 struct ArenaLayout {
@@ -48,8 +49,10 @@ inline ArenaLayout::ArenaLayout(int ranks) {
     return made;
   };
   const auto rings = [&](uint32_t lanes) {
+    const uint64_t pairs = static_cast<uint64_t>(ranks) * lanes;
     return RingSet{table(lanes, device::Lines::kDepth * device::Lines::kSlotBytes),
-                   table(lanes, device::Chunks::kDepth * device::Chunks::kSlotBytes)};
+                   table(lanes, device::Chunks::kDepth * device::Chunks::kSlotBytes),
+                   {take(16 * pairs), take(8 * pairs), take(sizeof(device::LandingState) * pairs)}};
   };
   control = take(sizeof(device::GroupControl));
   scratch = take(16 * (ranks + 1));

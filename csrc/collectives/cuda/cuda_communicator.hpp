@@ -25,6 +25,7 @@ class CudaLauncher;
 struct CudaDispatch {
   uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings
   uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
+  uint64_t landings_from;     // of one rank's part or message: from here into the receiver's registered memory
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
   uint64_t buffer_bytes;      // of shared memory for copy engines, at most (ARK_BUFFER_MB)
   static CudaDispatch measured(int ranks);

@@ -75,6 +75,7 @@ class CudaLauncher {
   void launch_move(const Operation& operation, const RingSet& set, device::MoveParams& params);
   void launch_two_shot(const Operation& operation, device::TwoShotParams& params);
   uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const;
+  void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const;
   const jit::Kernel& moving();
   const Reduce& reducing(const Operation& operation);
   const jit::Kernel& adding_by_parts(const Operation& operation, bool chunked);
@@ -92,7 +93,7 @@ class CudaLauncher {
   Windows windows_;
   PinnedMemory status_;
   DeviceWatch watch_;
-  const uint64_t chunks_from_, buffer_bytes_;
+  const uint64_t chunks_from_, landings_from_, buffer_bytes_;
   std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;
   const jit::Kernel* move_ = nullptr;

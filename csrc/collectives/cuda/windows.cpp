@@ -5,12 +5,13 @@
 
 namespace ark {
 
-void Windows::add(uint32_t id, char* begin, uint64_t bytes, const Base& base, std::shared_ptr<void> held) {
+void Windows::add(uint32_t id, char* begin, uint64_t bytes, const Base& base, const Base& seen,
+                  std::shared_ptr<void> held) {
   const auto from = reinterpret_cast<uintptr_t>(begin);
   const std::lock_guard lock(mutex_);
   const auto behind = std::upper_bound(entries_.begin(), entries_.end(), from,
                                        [](uintptr_t at, const Entry& entry) { return at < entry.begin; });
-  entries_.insert(behind, Entry{from, from + bytes, 0, id, base, std::move(held)});
+  entries_.insert(behind, Entry{from, from + bytes, 0, id, base, seen, std::move(held)});
   renew_reach();
 }
 
@@ -55,7 +56,7 @@ std::optional<Window> Windows::look_up(uintptr_t data, uint64_t bytes) const {
     if (behind->end >= end && (best == nullptr || behind->id > best->id)) best = &*behind;
   }
   if (best == nullptr) return std::nullopt;
-  return Window{best->id, data - best->begin, best->base};
+  return Window{best->id, data - best->begin, best->base, best->seen};
 }
 
 void Windows::renew_reach() {

@@ -29,6 +29,7 @@ struct Window {
   uint32_t id;                                // from 1
   uint64_t offset;                            // of the buffer from the start of its range
   std::array<char*, device::kMaxRanks> base;  // of every rank's range, as mapped here; own included
+  std::array<char*, device::kMaxRanks> seen;  // of this rank's range, as mapped by every rank; own included
 };
 
 class Windows {
@@ -40,8 +41,8 @@ class Windows {
     return look_up(reinterpret_cast<uintptr_t>(data), bytes);
   }
 
-  // base[rank] of this rank is `begin`. `held` is kept until the window ends.
-  void add(uint32_t id, char* begin, uint64_t bytes, const Base& base, std::shared_ptr<void> held);
+  // base[rank] and seen[rank] of this rank are `begin`. `held` is kept until the window ends.
+  void add(uint32_t id, char* begin, uint64_t bytes, const Base& base, const Base& seen, std::shared_ptr<void> held);
   // No operation finds it any more; what was held, for whoever waits until the device is done with it. Null: no such.
   std::shared_ptr<void> remove(uint32_t id);
   // All of them.
@@ -55,7 +56,7 @@ class Windows {
     uintptr_t begin, end;
     uintptr_t reach;  // the furthest end of this and all entries before
     uint32_t id;
-    Base base;
+    Base base, seen;
     std::shared_ptr<void> held;
   };
   std::optional<Window> look_up(uintptr_t data, uint64_t bytes) const;

@@ -20,7 +20,7 @@ Windows::Base base_of(char* own, int rank, int ranks) {
 }
 
 void add(Windows& windows, uint32_t id, size_t from, size_t bytes, std::shared_ptr<void> held = nullptr) {
-  windows.add(id, memory + from, bytes, base_of(memory + from, 0, 2), std::move(held));
+  windows.add(id, memory + from, bytes, base_of(memory + from, 0, 2), base_of(memory + from, 0, 2), std::move(held));
 }
 
 TEST(Windows, FindNothingWhenEmpty) {
