@@ -207,6 +207,13 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
       coalescing_.erase(found);
       coalescing_threads_.fetch_sub(1);
     }
+    if (!ended.self_sends.empty() || !ended.self_recvs.empty()) {
+      const bool sends = !ended.self_sends.empty();
+      refuse(here, ErrorKind::invalid_argument,
+             std::string(sends ? "a send to" : "a recv from") + " this rank, " + std::to_string(rank_) +
+                 ", has no counterpart in the batch",
+             "Put both ends into the same batch_isend_irecv.");
+    }
     std::vector<WorkPtr> parts = std::move(ended.works);
     if (ended.carrier) {
       if (auto carried = ended.carrier->endCoalescing()) parts.push_back(std::move(carried));

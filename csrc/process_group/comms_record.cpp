@@ -39,6 +39,11 @@ void CommsRecord::start(const CommsGroup& group, CommsCall call, at::StepCallbac
   const auto& out_splits = call.output_splits ? *call.output_splits : none;
   info_.emplace(c10::DebugInfoKind::PARAM_COMMS_INFO,
                 make_info<torch::ParamCommsDebugInfo>(group, call, in_splits, out_splits));
+  annotation_.emplace(at::RecordScope::USER_SCOPE);
+  if (annotation_->isActive()) {
+    annotation_->_setAsync();  // as NCCL's: an operation may end on another thread
+    annotation_->before("ark:" + std::string(call.title), c10::ArrayRef<const c10::IValue>(&call.inputs, 1));
+  }
   event_.emplace(std::move(callbacks));
   if (event_->needsInputs()) {
     // The list that ExecutionTraceObserver's readers expect from ProcessGroupNCCL, in its order.

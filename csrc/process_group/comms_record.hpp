@@ -1,4 +1,5 @@
-// Eager collectives in torch.profiler: one "record_param_comms" event a call, as ProcessGroupNCCL emits.
+// Eager collectives in torch.profiler: one "record_param_comms" event a call, as ProcessGroupNCCL emits, and the
+// annotation "ark:all_reduce" around it, where NCCL has "nccl:all_reduce".
 //
 // A CommsRecord lives on the stack of whoever issues the operation, so that the event spans the issue (for a
 // synchronous one the whole operation, for an asynchronous one its enqueueing, as with NCCL). Nothing is built unless
@@ -34,6 +35,7 @@ struct CommsGroup {
 // the destination of send and the source of recv.
 struct CommsCall {
   const char* name;
+  const char* title;  // of the annotation, behind "ark:"
   int64_t sequence;
   bool is_p2p = false;
   int rank;
@@ -65,7 +67,7 @@ class CommsRecord {
 
   // Order matters: the event ends (and reads the debug info) before the info is taken away.
   std::optional<c10::DebugInfoGuard> info_;
-  std::optional<at::RecordFunction> event_;
+  std::optional<at::RecordFunction> annotation_, event_;
 };
 
 }  // namespace ark

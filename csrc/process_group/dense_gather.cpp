@@ -19,6 +19,17 @@ void check_list(const CallSite& site, const char* argument, const Tensors& list,
   }
 }
 
+// One tensor a rank, of the sizes that the ranks have; this rank's is like the one given.
+void check_uneven(const CallSite& site, const char* argument, const Tensors& list, const at::Tensor& own) {
+  for (size_t r = 0; r < list.size(); ++r) {
+    const std::string entry = entry_of(argument, r);
+    check_tensor(site, entry.c_str(), list[r]);
+    check_same_dtype(site, entry.c_str(), list[r], "tensor", own);
+  }
+  check_elements(site, entry_of(argument, site.rank).c_str(), list[site.rank].numel(), own.numel(),
+                 "as many as tensor, being this rank's");
+}
+
 // The list of tensors that gather's destination and scatter's source give, and nobody else.
 Tensors list_of_root(const CallSite& site, const char* argument, const std::vector<Tensors>& lists, int size,
                      int64_t root, const char* root_is, const char* why_one, const at::Tensor& like) {
@@ -69,7 +80,18 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
     const CallSite here = site("all_gather");
     const at::Tensor& input = only(here, "tensor", inputs);
     check_count(here, "tensor_list", outputs.size(), 1, "one list for the one input");
-    check_list(here, "tensor_list", outputs[0], size_, "tensor", input);
+    const Tensors& list = outputs[0];
+    check_count(here, "tensor_list", list.size(), size_, "one a rank");
+    // Sizes that differ are for CUDA tensors alone, as with NCCL; Gloo has none, and an error on all ranks is worth
+    // more.
+    bool even = true;
+    for (const at::Tensor& entry : list)
+      even &= !input.is_cuda() || (entry.defined() && entry.numel() == input.numel());
+    if (even) {
+      check_list(here, "tensor_list", list, size_, "tensor", input);
+    } else {
+      check_uneven(here, "tensor_list", list, input);
+    }
     const Call call{.type = c10d::OpType::ALLGATHER,
                     .kind = Kind::all_gather,
                     .name = here.operation,
@@ -78,8 +100,23 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
                     .async = options.asyncOp,
                     .inputs = inputs,
                     .outputs = outputs,
-                    .shape = debug_shape(input),
+                    .shape = even ? debug_shape(input) : debug_shape(list),
                     .carry = [&](c10d::Backend& carrier) { return carrier.allgather(outputs, inputs, options); }};
+    if (!even) {
+      // Every rank sends all of its own to everybody.
+      std::vector<size_t> bytes;
+      for (const at::Tensor& entry : list) bytes.push_back(entry.nbytes());
+      return issue(call, [source = Input(input), targets = outputs_of(here, "tensor_list", list),
+                          bytes = std::move(bytes)](Communicator& group, Operation& op) mutable {
+        std::vector<Bytes> from(bytes.size(), Bytes{source.data(), bytes[group.rank()]});
+        std::vector<MutableBytes> to;
+        for (size_t r = 0; r < bytes.size(); ++r) to.push_back({targets[r].data(), bytes[r]});
+        op.descriptor.kind = Kind::all_to_all;
+        op.descriptor.count = 0;  // no number that all ranks share
+        group.all_to_all(op, from.data(), to.data());
+        for (Output& target : targets) target.commit();
+      });
+    }
     return issue(call, [source = Input(input), targets = outputs_of(here, "tensor_list", outputs[0]),
                         bytes = input.nbytes()](Communicator& group, Operation& op) mutable {
       group.all_gather(op, source.data(), places_of(targets).data(), bytes);

@@ -90,6 +90,7 @@ FlightEntry ProcessGroupArk::flight_entry(const Call& call) const {
 CommsCall ProcessGroupArk::comms_call(const Call& call) const {
   const int64_t inputs = call.inputs.elements(), outputs = call.outputs.elements();
   return {.name = call.event,
+          .title = call.name,
           .sequence = static_cast<int64_t>(core_->sequence.load(std::memory_order_relaxed)) + 1,
           .rank = call.root >= 0 ? static_cast<int>(call.root) : rank_,
           .inputs = call.inputs.value(),

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -151,7 +152,8 @@ class ProcessGroupArk : public c10d::Backend {
   // What one thread has issued between startCoalescing and endCoalescing.
   struct Coalescing {
     std::vector<WorkPtr> works;
-    c10::intrusive_ptr<c10d::Backend> carrier;  // coalesces too, from its first operation on
+    std::deque<at::Tensor> self_sends, self_recvs;  // without their counterpart yet
+    c10::intrusive_ptr<c10d::Backend> carrier;      // coalesces too, from its first operation on
   };
 
   void join();                                 // meets the other ranks
@@ -164,6 +166,12 @@ class ProcessGroupArk : public c10d::Backend {
   const CommsGroup& comms();
   // What the ranks compare in debug mode; 0 in any other.
   uint64_t debug_shape(const at::Tensor& tensor) const { return options_->debug ? shape_hash(1, tensor) : 0; }
+  uint64_t debug_shape(const Tensors& list) const {
+    uint64_t hash = 1;
+    for (const at::Tensor& tensor : list) hash = options_->debug ? shape_hash(hash, tensor) : 0;
+    return hash;
+  }
+  WorkPtr transfer_to_self(const CallSite& site, const at::Tensor& tensor, bool is_send);
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
   uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
   WorkPtr collect(WorkPtr work);                           // remembers it while coalescing

@@ -12,6 +12,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     const at::Tensor& tensor = only(here, "tensor", tensors);
     if (!any_source) {
       check_rank(here, is_send ? "dst" : "src", peer, size_);
+      if (peer == rank_ && tensor.is_cuda()) return transfer_to_self(here, tensor, is_send);
       if (peer == rank_) {
         refuse(here, ErrorKind::invalid_argument,
                std::string(is_send ? "dst" : "src") + " is this rank, " + std::to_string(rank_),
@@ -108,6 +109,38 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     core_->shm->point_to_point().post(moving);
     return collect(work);
   });
+}
+
+// Within one batch, where both ends are at hand: a copy on the current stream, which is behind both calls. As with NCCL
+// the n-th send to oneself meets the n-th recv.
+ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_to_self(const CallSite& site, const at::Tensor& tensor,
+                                                           bool is_send) {
+  std::lock_guard lock(mutex_);
+  const auto batch = coalescing_.find(std::this_thread::get_id());
+  if (batch == coalescing_.end()) {
+    refuse(site, ErrorKind::invalid_argument,
+           std::string(is_send ? "dst" : "src") + " is this rank, " + std::to_string(rank_),
+           "Send to it and receive from it in one batch_isend_irecv, copy the tensor, or name another rank.");
+  }
+  auto& [works, sends, recvs, carrier] = batch->second;
+  auto& counterparts = is_send ? recvs : sends;
+  if (counterparts.empty()) {
+    (is_send ? sends : recvs).push_back(tensor);
+  } else {
+    const at::Tensor other = std::move(counterparts.front());
+    counterparts.pop_front();
+    const at::Tensor &from = is_send ? tensor : other, &to = is_send ? other : tensor;
+    if (from.nbytes() != to.nbytes() || from.scalar_type() != to.scalar_type()) {
+      refuse(site, ErrorKind::mismatch,
+             "this rank sends " + std::to_string(from.nbytes()) + " bytes to itself and receives " +
+                 std::to_string(to.nbytes()),
+             "Give both ends the same size and dtype.");
+    }
+    at::Tensor(to).copy_(from.reshape(to.sizes()), true);
+  }
+  auto work = make_work(is_send ? c10d::OpType::SEND : c10d::OpType::RECV, site.operation, Tensors{tensor});
+  work->finish(nullptr);  // what waits for it does so on the same stream
+  return work;
 }
 
 uint64_t ProcessGroupArk::next_message(bool is_send, int peer, int tag) {

@@ -77,6 +77,25 @@ def _events(rank: Rank, run: Callable[[], None]) -> list[dict[str, Any]]:
     return [e["args"] for e in events if e["args"].get("Collective name") != "wait"]
 
 
+def _annotations(rank: Rank) -> list[tuple[str, bool]]:
+    rank.init()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        for call in _calls(rank.rank)[:2]:
+            call(True).wait()
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.ones(2), (rank.rank + 1) % WORLD),
+                dist.P2POp(dist.irecv, torch.ones(2), (rank.rank - 1) % WORLD),
+            ]
+        )[0].wait()
+    return [(event.name, event.is_async) for event in profiler.events() if event.name.startswith("ark:")]
+
+
+def test_annotations_are_named_after_the_backend() -> None:
+    names = ["ark:all_reduce", "ark:broadcast", "ark:send", "ark:recv"]
+    assert run_ranks(_annotations, WORLD) == [[(name, True) for name in names]] * WORLD
+
+
 def _all_collectives(rank: Rank, asynchronous: bool) -> list[dict[str, Any]]:
     rank.init()
 

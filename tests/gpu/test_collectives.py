@@ -143,6 +143,16 @@ def _reduce_scatter(rank: Rank) -> None:
     dist.reduce_scatter(expected, inputs)
     dist.reduce_scatter(output, [part.to(device) for part in inputs])
     same(output, expected, "reduce_scatter uneven")
+    for dtype in (torch.float32, torch.int8, torch.bfloat16):
+        whole = [make_input(dtype, 10 + 70001 * r, 6, r) for r in range(world)]
+        gathered = [poison(torch.empty_like(part)).to(device) for part in whole]
+        dist.all_gather(gathered, whole[me].to(device))
+        for got, part in zip(gathered, whole, strict=True):
+            same(got, part, f"all_gather uneven {dtype}")
+    with pytest.raises(ValueError, match=rf"tensor_list\[{me}\] has 10 elements, but 3 are needed"):
+        dist.all_gather(
+            [torch.empty(10 + (r != me), device=device) for r in range(world)], torch.ones(3, device=device)
+        )
 
 
 @each_world

@@ -39,6 +39,7 @@ EXPECTED_SKIPS = re.compile(
 # body -> what its failure must say: the name that PyTorch itself checks, and nothing else.
 FAIL_BY_NAME = {
     "test_get_backend": r"'?ark'? != 'nccl'",
+    "test_ddp_profiling_execution_trace": r"'?ark'? != 'nccl'",
     "test_ddp_logging_data_gpu": r"'custom' != 'nccl'|'ark' != 'nccl'|'custom' != 'ark'|'ark' != 'custom'",
     "test_monitored_barrier_gloo": r"monitored_barrier is only implemented for GLOO backend",
 }

@@ -137,6 +137,37 @@ def test_captured() -> None:
     run(_captured)
 
 
+def _to_oneself(rank: Rank) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    sent = [make_input(torch.float32, 1000 + k, k, me).to(device) for k in range(2)]
+    got = [torch.zeros(1000 + k, device=device) for k in range(2)]
+    beside = torch.zeros(5, device=device)
+    receives = [dist.P2POp(dist.irecv, tensor, me) for tensor in got]
+    sends = [dist.P2POp(dist.isend, tensor, me) for tensor in sent]
+    others = [
+        dist.P2POp(dist.isend, torch.full((5,), float(me), device=device), (me + 1) % world),
+        dist.P2POp(dist.irecv, beside, (me - 1) % world),
+    ]
+    for batch in ([*sends, *receives], [receives[0], *others, sends[0], sends[1], receives[1]]):
+        for tensor in got:
+            tensor.zero_()
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        for k in range(2):
+            same(got[k], sent[k], f"message {k} to oneself")
+    assert beside.tolist() == [float((me - 1) % world)] * 5
+    with pytest.raises(ValueError, match=rf"a send to this rank, {me}, has no counterpart in the batch"):
+        dist.batch_isend_irecv(sends[:1])
+    with pytest.raises(ValueError, match=rf"dst is this rank, {me}. Send to it and receive from it in one"):
+        dist.isend(sent[0], me)
+    dist.barrier()
+
+
+def test_to_oneself() -> None:
+    run(_to_oneself)
+
+
 def _refusals(rank: Rank) -> None:
     device = start(rank)
     me = rank.rank
