@@ -2,7 +2,7 @@
 
     python benchmarks/dma.py [--engines packet bulk] [--sizes 16 8192] [--blocks 8]
 
-Engines (benchmarks/dma/channels.cuh; one device API: put, signal, wait, flush):
+Engines (ark_torch/kernels/cuda/channel*.cuh; one device API: put, signal, wait, flush):
   cpu          the host waits for the kernel that made the data, copies, waits, launches the one that needs it (C-Drv)
   proxy        a kernel asks a host thread through a ring in host memory, which starts a copy engine (G-Drv-S)
   copy_engine  copies posted ahead on a stream, each released by a word that a kernel writes
@@ -11,7 +11,7 @@ Engines (benchmarks/dma/channels.cuh; one device API: put, signal, wait, flush):
   packet       16-byte packets that carry their own epoch
   bulk         TMA, started by one thread a block (G-Drv-H: the engine that GPU threads start)
 Latency: half a round trip inside running kernels (cpu: with the launches), the best of 1, 4 and 16 blocks. Throughput:
-a stream of messages one after the other, signalled one by one, --blocks blocks (that many SMs), the best of three.
+a stream of messages one after the other, each told by its count, --blocks blocks (that many SMs), the best of three.
 Random data; what arrived last is compared with what was sent. A C++ program does it, compiled first (--build: only
 that).
 """
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,64 +28,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import dma_program
 import on_gpus
 from on_gpus import FOLDER, KB, MB, Row
 
-from ark_torch import _jit
 from ark_torch.tools.bench import report
 
-REPO = FOLDER.parent
 ENGINES = ("cpu", "proxy", "copy_engine", "store", "warp", "packet", "bulk")
 SIZES = (16, 256, 1 * KB, 4 * KB, 8 * KB, 16 * KB, 64 * KB, 256 * KB, 1 * MB, 4 * MB, 16 * MB, 64 * MB)
-# What of the package the program needs: no torch.
-SOURCES = ("csrc/jit/*.cpp", "csrc/error.cpp", "csrc/memory/device_memory.cpp", "csrc/health/json_writer.cpp",
-           "benchmarks/dma/dma.cpp")  # fmt: skip
 GOALS = {"latency_us": 2.3, "times_cpu": 8.0, "of_copy_engine": 0.85}  # of 8 KB messages
-
-
-def stub() -> str:
-    """The source of the kernels, as NVRTC gets it."""
-    parts = [(FOLDER / "dma" / name).read_text(encoding="utf-8") for name in ("channels.cuh", "kernels.cuh")]
-    return "\n".join(parts).replace("#pragma once\n", "")
-
-
-def build(folder: Path) -> Path:
-    """Compiles the program into the folder; CalledProcessError where that fails."""
-    compiler = os.environ.get("CXX", "c++")
-    includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels")]
-    launcher = ["ccache"] if shutil.which("ccache") else []
-
-    def compile_one(source: Path) -> Path:
-        target = folder / (source.name + ".o")
-        command = [*launcher, compiler, "-std=c++20", "-O2", *includes, "-c", str(source), "-o", str(target)]
-        subprocess.run(command, check=True, timeout=200)
-        return target
-
-    sources = [source for pattern in SOURCES for source in sorted(REPO.glob(pattern))]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    program = folder / "dma"
-    subprocess.run([compiler, "-o", program, *objects, "-ldl", "-lpthread"], check=True, timeout=100)
-    return program
 
 
 def run(program: Path, arguments: argparse.Namespace, seconds: float) -> tuple[list[Row], str]:
     """Its measurements, and what went wrong."""
-    kernels = program.parent / "stub.cu"
-    kernels.write_text(stub(), encoding="utf-8")
-    toolkits = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]
-    given = {
-        "kernels": str(REPO / "ark_torch" / "kernels"),
-        "stub": str(kernels),
-        "cache": _jit.default_cache(),
-        "roots": ":".join(_jit.library_roots()),
-        "toolkit": ":".join([*toolkits, "/usr/local/cuda"]),
-        "engines": ",".join(arguments.engines),
-        "sizes": ",".join(map(str, sorted(arguments.sizes))),
-        "blocks": str(arguments.blocks),
-        "seconds": f"{seconds:.0f}",
-    }
-    command = [str(program), *(f"{name}={value}" for name, value in given.items())]
+    command = dma_program.command(
+        program,
+        engines=",".join(arguments.engines),
+        sizes=",".join(map(str, sorted(arguments.sizes))),
+        blocks=str(arguments.blocks),
+        seconds=f"{seconds:.0f}",
+    )
     rows: list[Row] = []
     problem = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -223,13 +183,13 @@ def main() -> int:
         return 0
     if arguments.build:
         arguments.build.mkdir(parents=True, exist_ok=True)
-        print(build(arguments.build))
+        print(dma_program.build(arguments.build))
         return 0
     arguments.device, arguments.ranks = "cuda", [2]
     on_gpus.check_machine(arguments)
     about = on_gpus.surroundings("cuda")
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
-        program = arguments.program or build(Path(folder))
+        program = arguments.program or dma_program.build(Path(folder))
         rows, problem = run(program, arguments, arguments.seconds)
     if problem:
         about["problem"] = problem

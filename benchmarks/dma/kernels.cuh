@@ -1,67 +1,105 @@
-// The two measurements, for any engine: a message back and forth, and a stream of messages one way.
+// The kernels: a message back and forth, a stream of messages one way (times), and messages that are kept (contents).
+// The same few loops for every engine, through the one API of the channels.
 //
-// Ping-pong needs no credits: with two slots an answer says that the message before was taken. A stream's time ends at
-// its sender, when the receiver has taken the last message: one clock, and one latency too much.
+// A stream's time ends at its sender, when the receiver has taken the last message: one clock, one latency too much.
+#include "cuda/channel_packet.cuh"
+#include "cuda/channel_store.cuh"
 
 namespace ark::device {
 
-__device__ __forceinline__ void keep_time(const Lane& lane, uint64 began) {
-  if (lane.leader) lane.p.spent[lane.lane] = nanoseconds() - began;
+template <class Team>
+__device__ __forceinline__ uint32 lane_number() {
+  return blockIdx.x * (blockDim.x / Team::size()) + threadIdx.x / Team::size();
+}
+template <>
+__device__ __forceinline__ uint32 lane_number<OneThread>() {
+  return blockIdx.x;
 }
 
-template <class Channel>
-__device__ __forceinline__ void ping_pong(const ChannelParams& p, Channel& channel) {
+template <class Team>
+__device__ __forceinline__ void keep_time(const RunParams& p, uint32 lane, uint64 began) {
+  if (Team::rank() == 0) p.spent[lane] = nanoseconds() - began;
+}
+
+// The answer to a message is sent from where it lies. Its slot may be written again when it is released: a message from
+// the peer that comes there is an answer to this one, or to a later one.
+template <class Team, class Sender, class Receiver>
+__device__ __forceinline__ void ping_pong(const RunParams& p, uint32 lane, Sender& sender, Receiver& receiver) {
+  const char* source = p.source + lane * p.bytes;
+  char* room = p.result + lane * p.result_stride;
   uint64 began = nanoseconds();
   for (uint32 number = 0; number < p.count; number++) {
     if (number == p.warm) began = nanoseconds();
-    if (p.first) channel.put_with_signal(number, channel.source());
-    if (!channel.wait(number)) return;
-    if (!p.first) channel.put_with_signal(number, channel.received(number));  // what came goes back
+    if (p.first && !send(sender, source, p.bytes)) return;
+    const char* came = receiver.wait(room, p.bytes);
+    if (came == nullptr) return;
+    if (!p.first && !send(sender, came, p.bytes)) return;
+    receiver.release();
   }
-  keep_time(channel, began);
+  keep_time<Team>(p, lane, began);
+  sender.close();
+  receiver.close();
 }
 
-template <class Channel>
-__device__ __forceinline__ void send_all(const ChannelParams& p, Channel& channel) {
+template <class Team, class Sender>
+__device__ __forceinline__ bool send_all(const RunParams& p, uint32 lane, Sender& sender) {
+  const char* source = p.source + lane * p.bytes;
   const uint64 began = nanoseconds();
   for (uint32 number = 0; number < p.count; number++) {
-    bool good = true;
-    if (number >= p.slots) {  // every thread looks itself: no barrier a message
-      good = channel.open(number);
-    }
-    if (!good) break;
-    channel.put_with_signal(number, channel.source());
+    if (!send(sender, source, p.bytes)) return false;
   }
-  if (channel.leader && channel.good) channel.flush(p.count - 1);
-  keep_time(channel, began);
+  if (!sender.flush()) return false;
+  keep_time<Team>(p, lane, began);
+  return true;
 }
 
-template <class Channel>
-__device__ __forceinline__ void receive_all(const ChannelParams& p, Channel& channel) {
+// Where the data is in its place when it arrives, one thread gives credits.
+__device__ __forceinline__ void watch_all(const RunParams& p) {
+  if (threadIdx.x != 0) return;
+  Receiver<OneThread> receiver(lane_of(p.end, blockIdx.x));
+  for (uint64 left = p.count; left > 0;) {
+    if (receiver.wait() == nullptr) return;
+    const uint64 ready = min(receiver.ready(), left);
+    receiver.release(ready);
+    left -= ready;
+  }
+  receiver.close();
+}
+
+template <class Receiver>
+__device__ __forceinline__ void receive_all(const RunParams& p, uint32 lane, Receiver& receiver) {
   for (uint32 number = 0; number < p.count; number++) {
-    if (!channel.wait(number)) return;
-    channel.release(number + 1);
+    if (receiver.wait(p.result + lane * p.result_stride, p.bytes) == nullptr) return;
+    receiver.release();
   }
+  receiver.close();
 }
 
-// Where the data is in its place when it arrives, one thread watches the word and returns credits in batches.
-__device__ __forceinline__ void watch_all(const ChannelParams& p, Lane& lane) {
-  if (threadIdx.x != 0) return;
-  for (uint64 seen = 0; seen < p.count;) {
-    if (!lane.until(lane.word(p.own_arrived), seen + 1, seen)) return;
-    store_relaxed(lane.word(p.peer_credit), seen);
-  }
+// Message n of the kept ones. Two puts where an engine takes any: a message is what was put before its signal.
+__device__ __forceinline__ const char* cut(const RunParams& p, uint32 number) {
+  return p.source + number * p.step % p.span;
 }
-
-// Copy engine and proxy: all at once, and the answer of the last.
-template <class Channel>
-__device__ __forceinline__ void release_all(const ChannelParams& p, Channel& channel, uint64* answer) {
-  if (threadIdx.x != 0) return;
-  const uint64 began = nanoseconds();
-  for (uint32 number = 0; number < p.count && channel.good; number++) channel.put_with_signal(number, channel.source());
-  uint64 seen = 0;
-  if (channel.good) channel.until(answer, 1, seen);
-  keep_time(channel, began);
+template <class Sender>
+__device__ __forceinline__ bool put_all(const RunParams& p, Sender& sender, bool in_two) {
+  for (uint32 number = 0; number < p.count; number++) {
+    const uint64 half = in_two ? p.bytes / 32 * 16 : 0;
+    if (!sender.open()) return false;
+    char* slot = sender.slot();
+    if (half > 0 && !sender.put(slot, cut(p, number), half)) return false;
+    if (!sender.put_with_signal(slot + half, cut(p, number) + half, p.bytes - half)) return false;
+  }
+  return sender.flush();
+}
+template <class Receiver>
+__device__ __forceinline__ void keep_all(const RunParams& p, Receiver& receiver) {
+  for (uint32 number = 0; number < p.count; number++) {
+    char* to = p.result + number * p.result_stride;
+    const char* came = receiver.wait(to, p.bytes);
+    if (came == nullptr) return;
+    if (came != to) copy_bytes<OneBlock>(to, came, p.bytes);
+    receiver.release();
+  }
+  receiver.close();
 }
 
 }  // namespace ark::device
@@ -69,88 +107,64 @@ __device__ __forceinline__ void release_all(const ChannelParams& p, Channel& cha
 using namespace ark;
 using namespace ark::device;
 #define ENTRY(name, threads) \
-  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ ChannelParams p)
+  extern "C" __global__ void __launch_bounds__(threads) name(const __grid_constant__ RunParams p)
 
-ENTRY(store_ping, 1024) {
-  StoreChannel c(p);
-  ping_pong(p, c);
-}
-ENTRY(warp_ping, 1024) {
-  WarpChannel c(p);
-  ping_pong(p, c);
-}
-ENTRY(warp_send, 1024) {
-  WarpChannel c(p);
-  send_all(p, c);
-}
-ENTRY(packet_ping, 1024) {
-  PacketChannel c(p);
-  ping_pong(p, c);
-}
-ENTRY(engine_ping, 32) {
-  EngineChannel c(p);
-  ping_pong(p, c);
-}
-ENTRY(proxy_ping, 32) {
-  ProxyChannel c(p);
-  ping_pong(p, c);
-}
-ENTRY(store_send, 1024) {
-  StoreChannel c(p);
-  send_all(p, c);
-}
-ENTRY(packet_send, 1024) {
-  PacketChannel c(p);
-  send_all(p, c);
+// name_ping, name_send, name_put of one engine; the last two arguments make a sender and a receiver of `end`.
+#define ENGINE(name, threads, Team, in_two, Sender_, sender, Receiver_, receiver) \
+  ENTRY(name##_ping, threads) {                                                   \
+    const uint32 lane = lane_number<Team>();                                      \
+    const ChannelEnd end = lane_of(p.end, lane);                                  \
+    Sender_ s sender;                                                             \
+    Receiver_ r receiver;                                                         \
+    ping_pong<Team>(p, lane, s, r);                                               \
+  }                                                                               \
+  ENTRY(name##_send, threads) {                                                   \
+    const uint32 lane = lane_number<Team>();                                      \
+    const ChannelEnd end = lane_of(p.end, lane);                                  \
+    Sender_ s sender;                                                             \
+    if (send_all<Team>(p, lane, s)) s.close();                                    \
+  }                                                                               \
+  ENTRY(name##_put, threads) {                                                    \
+    const ChannelEnd end = p.end;                                                 \
+    Sender_ s sender;                                                             \
+    if (put_all(p, s, in_two)) s.close();                                         \
+  }
+
+ENGINE(store, 1024, OneBlock, true, StoreSender<OneBlock>, (end), Receiver<OneBlock>, (end))
+ENGINE(warp, 1024, OneWarp, true, StoreSender<OneWarp>, (end), Receiver<OneWarp>, (end))
+ENGINE(packet, 1024, OneBlock, false, PacketSender<OneBlock>, (end), PacketReceiver<OneBlock>, (end))
+ENGINE(copy_engine, 32, OneWarp, false, PostedSender<OneWarp>, (end, p.posted), PostedReceiver<OneWarp>,
+       (end, p.posted))
+ENGINE(proxy, 32, OneWarp, true, ProxySender<OneWarp>, (end, p.proxy), Receiver<OneWarp>, (end))
+
+ENTRY(watch, 32) {
+  watch_all(p);
 }
 ENTRY(packet_receive, 1024) {
-  PacketChannel c(p);
-  receive_all(p, c);
+  const uint32 lane = blockIdx.x;
+  PacketReceiver<OneBlock> receiver(lane_of(p.end, lane));
+  receive_all(p, lane, receiver);
 }
-ENTRY(watch, 32) {
-  Lane c(p);
-  watch_all(p, c);
+ENTRY(copy_engine_receive, 32) {
+  PostedReceiver<OneWarp> receiver(p.end, p.posted);
+  receive_all(p, 0, receiver);
 }
-// The sender's answer word is peer_arrived's twin in its own memory: own_arrived.
-ENTRY(engine_send, 32) {
-  EngineChannel c(p);
-  release_all(p, c, p.own_arrived);
+ENTRY(keep, 1024) {
+  Receiver<OneBlock> receiver(p.end);
+  keep_all(p, receiver);
 }
-ENTRY(proxy_send, 32) {
-  ProxyChannel c(p);
-  release_all(p, c, p.own_arrived);
+ENTRY(packet_keep, 1024) {
+  PacketReceiver<OneBlock> receiver(p.end);
+  keep_all(p, receiver);
 }
-ENTRY(answer, 32) {
-  Lane c(p);
-  uint64 seen = 0;
-  if (threadIdx.x == 0 && c.until(p.own_arrived, p.count, seen)) store_relaxed(p.peer_arrived, 1);
+ENTRY(copy_engine_keep, 1024) {
+  PostedReceiver<OneBlock> receiver(p.end, p.posted);
+  keep_all(p, receiver);
 }
 // What the host launches when it has copied itself: looks at the data.
 ENTRY(look, 256) {
   uint64 sum = 0;
-  const auto* from = reinterpret_cast<const uint64*>(p.own_slots);
+  const auto* from = reinterpret_cast<const uint64*>(p.end.slots);
   for (uint64 i = threadIdx.x; i < min(p.bytes, uint64{4096}) / 8; i += blockDim.x) sum += from[i];
   if (sum == 1) p.spent[0] = sum;  // so that the loads are made
 }
-
-#if __CUDA_ARCH__ >= 900
-#define BULK_MEMORY                               \
-  extern __shared__ __align__(128) char stages[]; \
-  __shared__ uint64 full[kStages], written;       \
-  BulkChannel c(p, full, &written, stages);
-
-ENTRY(bulk_ping, 64) {
-  BULK_MEMORY
-  ping_pong(p, c);
-}
-ENTRY(bulk_send, 64) {
-  BULK_MEMORY
-  const uint64 began = nanoseconds();
-  if (threadIdx.x == 0) {
-    if (c.move(0, p.count, c.source())) c.flush(p.count - 1);
-    keep_time(c, began);
-  } else if (threadIdx.x == 32) {
-    c.tell(p.count);
-  }
-}
-#endif

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import dma
+import dma_program
 import pytest
 from support import start
 
@@ -19,17 +20,21 @@ ROWS = [
     {"engine": "copy_engine", "what": "throughput", "bytes": 1 << 26, "gbps": 390.0, "blocks": 0, "wrong": 0},
     {"engine": "bulk", "what": "throughput", "bytes": 8192, "gbps": 300.0, "blocks": 8, "wrong": 0},
 ]
+ENDS = ("ping", "send", "put")
 ABOUT = {"machine": {"cpu": "x"}, "versions": {"torch": "2.13.0"}, "date": "2026-11-21", "rows": ROWS}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
 def test_kernels_compile(arch: str) -> None:
     _jit.configure()
-    _, kernels = _C._compile_kernel(dma.stub(), arch)
+    _, kernels = _C._compile_kernel(dma_program.stub(), arch)
     names = {name for name, *_ in kernels}
-    engines = {"store", "warp", "packet", "engine", "proxy"} | ({"bulk"} if arch != "sm_80" else set())
-    assert {f"{engine}_{what}" for engine in engines for what in ("ping", "send")} < names
-    assert {"watch", "answer", "look", "packet_receive"} < names
+    ends = {f"{engine}_{end}" for engine in ("store", "warp", "packet", "copy_engine", "proxy") for end in ENDS}
+    if arch != "sm_80":  # what has TMA
+        ends |= {f"bulk_{end}" for end in ENDS} | {"stream_put", "pull_put", "pull_keep"}
+        ends |= {f"add_{dtype}_put" for dtype in ("f32", "bf16", "f16")}
+    receivers = {"watch", "look", "keep", "packet_keep", "packet_receive", "copy_engine_keep", "copy_engine_receive"}
+    assert names == ends | receivers
     for name, registers, spilled, _ in kernels:
         assert 0 < registers <= 64 and spilled <= 64, name  # a thousand threads a block
 

@@ -1,16 +1,15 @@
 // Packets: 16 bytes of which half are data and half the epoch that tells when the data is there.
 //
 // Who writes: one thread of one peer, by one 16-byte store at system scope into memory that this GPU owns. Who reads:
-// the owner, polling its own memory. Ordering: the PTX memory model treats a vector access as several scalar ones in no
-// order; the hardware carries an aligned 16-byte access whole, over NVLink and PCIe too (NCCL's LL128 and MSCCL++'s
-// LL16 packets rest on the same), so data and epoch arrive together and no fence is needed. Epochs only grow and a slot
-// never holds the epoch that is awaited before its data: slots are zero at first, epochs start at 1.
+// the owner, polling its own memory. Ordering: protocol/packet.hpp. Epochs only grow and a slot never holds the epoch
+// that is awaited before its data: slots are zero at first, epochs start at 1.
 //
 // Every poll is bounded: Patience looks at the group's abort word and at the clock every 1,024 turns. A thread that
 // gives up says whom it waited for (first one wins) and leaves; the host raises, and the group is not used again.
 #pragma once
 
 #include "cuda/reduce.cuh"
+#include "protocol/packet.hpp"
 
 namespace ark::device {
 
@@ -39,13 +38,8 @@ struct EngineStatus {
 
 #if defined(__CUDACC__)
 
-__device__ __forceinline__ void store_packet(void* to, uint64 data, uint64 epoch) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(data), "l"(epoch) : "memory");
-}
-
-__device__ __forceinline__ void load_packet(const void* from, uint64& data, uint64& epoch) {
-  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(data), "=l"(epoch) : "l"(from) : "memory");
-}
+using protocol::load_packet;
+using protocol::store_packet;
 
 __device__ __forceinline__ uint64 nanoseconds() {
   uint64 now;

@@ -64,6 +64,14 @@ using ark::uint64;
                  : "memory");                                                                                   \
     return before;                                                                                              \
   }                                                                                                             \
+  ARK_HOST_DEVICE inline Word add_relaxed(Word& word, Word amount) {                                            \
+    Word before;                                                                                                \
+    asm volatile("atom.add.relaxed.sys.u" width " %0, [%1], %2;"                                                \
+                 : "=" reg(before)                                                                              \
+                 : "l"(&word), reg(amount)                                                                      \
+                 : "memory");                                                                                   \
+    return before;                                                                                              \
+  }                                                                                                             \
   ARK_HOST_DEVICE inline bool compare_exchange(Word& word, Word& expected, Word desired) {                      \
     Word before;                                                                                                \
     asm volatile("atom.cas.acq_rel.sys.b" width " %0, [%1], %2, %3;"                                            \
@@ -116,6 +124,11 @@ ARK_HOST_DEVICE inline void store_ordered(T& word, T value) {
 template <class T>
 ARK_HOST_DEVICE inline T add_ordered(T& word, T amount) {
   return Ref<T>(word).fetch_add(amount, std::memory_order_seq_cst);
+}
+
+template <class T>
+ARK_HOST_DEVICE inline T add_relaxed(T& word, T amount) {
+  return Ref<T>(word).fetch_add(amount, std::memory_order_relaxed);
 }
 
 template <class T>

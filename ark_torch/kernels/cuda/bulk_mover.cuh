@@ -1,0 +1,159 @@
+// The bulk copy engine (TMA) driven by one thread: from memory to memory through stages of shared memory, with several
+// chunks under way each way. Either end may be this GPU's or a peer's: that is push and pull; and what arrives may be
+// added to what is there (float32, bfloat16, float16; each element rounded for itself, in no order between GPUs).
+// From compute capability 9.0.
+//
+// Three moments of a put, told apart: reusable() (the sources were read), written() (the bytes are in their places,
+// seen by this thread), and the receiver's knowledge, which is a channel's affair (channel_bulk.cuh).
+//
+// Ordering. Loads signal an mbarrier; this thread waits for its phase before it stores from the stage, and a stage is
+// loaded again when the store from it has read it (wait_group.read). What the engine wrote is visible to this thread
+// behind wait_group. Between ordinary stores to a source and the engine's reads of it stands fence_async_global().
+//
+// Liveness: nothing here waits for a peer; the hardware bounds every wait.
+//
+// Addresses are multiples of 16; of the bytes, those behind the last multiple of 16 go by ordinary accesses.
+#pragma once
+
+#include "cuda/bulk_copy.cuh"
+
+namespace ark::device {
+
+enum class BulkOp { copy, add_f32, add_bf16, add_f16 };
+
+// In shared memory, 128-byte aligned. kAhead: chunks loaded before the oldest is stored.
+template <int kStageCount, int kAheadCount, int kChunkBytes>
+struct BulkStages {
+  static constexpr int kStages = kStageCount, kAhead = kAheadCount, kChunk = kChunkBytes;
+  static_assert(kAhead < kStages && kChunk % 128 == 0);
+  char stages[kStages][kChunk];
+  uint64 full[kStages];
+  struct {
+    char* to;
+    uint32 bytes;
+  } loaded[kStages];
+  // Of a stream (channel_bulk.cuh): messages that are complete with this chunk; with what is written; the peer's
+  // credit.
+  uint64 finished[kStages];
+  uint64 written, credit;
+};
+
+#if defined(__CUDACC__)
+
+template <BulkOp kOp>
+__device__ __forceinline__ void bulk_put(void* global, const void* shared, uint32 bytes) {
+#define ARK_BULK_REDUCE(type)                                                                               \
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group." type " [%0], [%1], %2;" ::"l"(global), \
+               "r"(shared_address(shared)), "r"(bytes)                                                      \
+               : "memory")
+  if constexpr (kOp == BulkOp::copy) bulk_store(global, shared, bytes);
+  if constexpr (kOp == BulkOp::add_f32) ARK_BULK_REDUCE("add.f32");
+  if constexpr (kOp == BulkOp::add_bf16) ARK_BULK_REDUCE("add.noftz.bf16");
+  if constexpr (kOp == BulkOp::add_f16) ARK_BULK_REDUCE("add.noftz.f16");
+#undef ARK_BULK_REDUCE
+}
+
+// What is less than 16 bytes.
+template <BulkOp kOp>
+__device__ __noinline__ void put_tail(char* to, const char* from, uint32 bytes) {
+  constexpr uint32 kEach = kOp == BulkOp::copy ? 1 : kOp == BulkOp::add_f32 ? 4 : 2;
+#pragma unroll 1
+  for (uint32 i = 0; i + kEach <= bytes; i += kEach) {
+    if constexpr (kOp == BulkOp::copy) {
+      to[i] = from[i];
+    } else if constexpr (kOp == BulkOp::add_f32) {
+      const float value = *reinterpret_cast<const float*>(from + i);
+      asm volatile("red.relaxed.sys.global.add.f32 [%0], %1;" ::"l"(to + i), "f"(value) : "memory");
+    } else {
+      const uint16 value = *reinterpret_cast<const uint16*>(from + i);
+      if constexpr (kOp == BulkOp::add_bf16)
+        asm volatile("red.relaxed.sys.global.add.noftz.bf16 [%0], %1;" ::"l"(to + i), "h"(value) : "memory");
+      else
+        asm volatile("red.relaxed.sys.global.add.noftz.f16 [%0], %1;" ::"l"(to + i), "h"(value) : "memory");
+    }
+  }
+}
+
+template <BulkOp kOp, class Stages>
+class BulkMover {
+ public:
+  // By the thread that will move, like all here; once before each mover of these stages.
+  static __device__ __forceinline__ void prepare(Stages& shared) {
+    for (int i = 0; i < Stages::kStages; i++) barrier_init(&shared.full[i], 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async_shared();
+  }
+  __device__ __forceinline__ explicit BulkMover(Stages& shared) : shared_(shared) {}
+  // Loads may still be on their way into shared memory that the block is about to give up.
+  __device__ __forceinline__ ~BulkMover() { written(); }
+  BulkMover(const BulkMover&) = delete;
+  BulkMover& operator=(const BulkMover&) = delete;
+
+  // The source was written by ordinary stores of this thread, or ones that it knows of.
+  static __device__ __forceinline__ void source_changed() { fence_async_global(); }
+
+  __device__ __forceinline__ void put(void* to, const void* from, uint64 bytes) {
+    put(to, from, bytes, 0, [] {});
+  }
+  // Stores all that was loaded; behind it the sources may be overwritten.
+  __device__ __forceinline__ void reusable() {
+    reusable([] {});
+  }
+  __device__ __forceinline__ void written() {
+    reusable();
+    bulk_wait_written<0>();
+  }
+
+ protected:
+  // Stores that may be under way while the stage of the next load is sure to have been read.
+  static constexpr int kPending = Stages::kStages - Stages::kAhead;
+
+  // `each()` is called behind every store of a chunk.
+  template <class Each>
+  __device__ __forceinline__ void put(void* to, const void* from, uint64 bytes, uint64 mark, Each each) {
+    const uint64 whole = bytes & ~uint64{15};
+#pragma unroll 1
+    for (uint64 at = 0; at < whole; at += Stages::kChunk) {
+      if (ahead_ == Stages::kAhead) store_next(each);
+      bulk_wait_read<kPending>();
+      const uint32 stage = load_stage_, size = static_cast<uint32>(min(whole - at, uint64{Stages::kChunk}));
+      shared_.loaded[stage] = {static_cast<char*>(to) + at, size};
+      shared_.finished[stage] = mark;
+      barrier_expect(&shared_.full[stage], size);
+      bulk_load(shared_.stages[stage], static_cast<const char*>(from) + at, size, &shared_.full[stage]);
+      load_stage_ = behind(stage);
+      ahead_++;
+    }
+    if (whole < bytes)
+      put_tail<kOp>(static_cast<char*>(to) + whole, static_cast<const char*>(from) + whole,
+                    static_cast<uint32>(bytes - whole));
+  }
+  template <class Each>
+  __device__ __forceinline__ void reusable(Each each) {
+#pragma unroll 1
+    while (ahead_ != 0) store_next(each);
+  }
+  template <class Each>
+  __device__ __forceinline__ void store_next(Each each) {
+    const uint32 stage = store_stage_;
+    while (!barrier_passed(&shared_.full[stage], phase_)) {
+    }
+    bulk_put<kOp>(shared_.loaded[stage].to, shared_.stages[stage], shared_.loaded[stage].bytes);
+    bulk_commit();
+    store_stage_ = behind(stage);
+    phase_ ^= store_stage_ == 0;
+    ahead_--;
+    each();
+  }
+  static __device__ __forceinline__ uint32 behind(uint32 stage) {
+    return stage + 1 == Stages::kStages ? 0 : stage + 1;
+  }
+
+  Stages& shared_;
+  uint32 load_stage_ = 0, store_stage_ = 0, phase_ = 0;
+  int ahead_ = 0;  // chunks loaded and not stored
+};
+
+#endif
+
+}  // namespace ark::device

@@ -1,0 +1,143 @@
+// Channels by the bulk copy engine, in two forms. BulkSender: one thread puts, waits and tells; soonest for messages
+// one by one. BulkStream: one thread moves and never stops for a fence, another tells what has arrived and fetches
+// credits, several messages at a time; most bytes a second with few SMs. Pull: the sender only signals, and the
+// receiver's BulkMover loads from the peer's memory between wait() and release(). Add: kOp.
+//
+// Ordering. Bytes are written when the mover's wait_group says so: an operation of the engine ends with a fence between
+// the proxies, so the mover sees them like its own stores. BulkSender then stores `arrived` with release. In a stream
+// the mover stores the count into shared memory with release (of the block), the telling thread acquires it and stores
+// `arrived` with release at system scope, which is cumulative. Credits go the other way through the same two steps.
+//
+// Liveness. A mover that finds no free slot first stores and tells everything it has, so that the receiver is never
+// behind a message that this end holds back. The telling thread ends when the mover closes or leaves.
+#pragma once
+
+#include "cuda/bulk_mover.cuh"
+#include "cuda/channel.cuh"
+
+namespace ark::device {
+
+#if defined(__CUDACC__)
+
+template <class Stages, BulkOp kOp = BulkOp::copy>
+class BulkSender : public Sender<OneThread> {
+ public:
+  // The stages are prepared: BulkMover::prepare().
+  __device__ __forceinline__ BulkSender(const ChannelEnd& end, Stages& shared)
+      : Sender<OneThread>(end), mover_(shared) {}
+
+  __device__ __forceinline__ bool put(void* to, const void* from, uint64 bytes) {
+    mover_.source_changed();
+    mover_.put(to, from, bytes);
+    return true;
+  }
+  __device__ __forceinline__ void reusable() { mover_.reusable(); }
+  __device__ __forceinline__ bool signal() {
+    mover_.written();
+    tell();
+    return true;
+  }
+  __device__ __forceinline__ bool put_with_signal(void* to, const void* from, uint64 bytes) {
+    return put(to, from, bytes) && signal();
+  }
+
+ private:
+  BulkMover<kOp, Stages> mover_;
+};
+
+__device__ __forceinline__ uint64 load_block(const uint64& word) {
+  uint64 value;
+  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(&word)) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_block(uint64& word, uint64 value) {
+  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(&word)), "l"(value) : "memory");
+}
+
+inline constexpr uint64 kLastOfStream = uint64{1} << 63;  // in `written`: nothing more comes
+
+// The mover's end. The thread that will move prepares, then comes a barrier of the block, then it makes the stream
+// while a thread of another warp is in tell_stream(). Before a put() from what ordinary stores wrote: source_changed().
+template <class Stages, BulkOp kOp = BulkOp::copy>
+class BulkStream : private BulkMover<kOp, Stages> {
+ public:
+  static __device__ __forceinline__ void prepare(const ChannelEnd& end, Stages& shared) {
+    BulkMover<kOp, Stages>::prepare(shared);
+    shared.written = end.state->sent;
+    for (int i = 0; i < Stages::kStages; i++) shared.finished[i] = shared.written;
+    shared.credit = 0;
+  }
+  __device__ __forceinline__ BulkStream(const ChannelEnd& end, Stages& shared)
+      : BulkMover<kOp, Stages>(shared), end_(end), sent_(end.state->sent) {}
+  using BulkMover<kOp, Stages>::source_changed;
+
+  __device__ __forceinline__ char* slot() const {
+    return end_.to_slots + protocol::slot_of(sent_, end_.depth) * end_.slot_bytes;
+  }
+  __device__ __forceinline__ bool open() { return taken(protocol::needed_to_write(sent_, end_.depth)); }
+  __device__ __forceinline__ bool put(void* to, const void* from, uint64 bytes) {
+    BulkMover<kOp, Stages>::put(to, from, bytes, sent_, [&] { note(); });
+    return true;
+  }
+  __device__ __forceinline__ bool signal() {
+    sent_++;
+    const uint32 last = this->load_stage_ == 0 ? Stages::kStages - 1 : this->load_stage_ - 1;
+    if (this->ahead_ != 0) this->shared_.finished[last] = sent_;  // else told by push()
+    return true;
+  }
+  __device__ __forceinline__ bool put_with_signal(void* to, const void* from, uint64 bytes) {
+    return put(to, from, bytes) && signal();
+  }
+  // Everything signalled is on its way to be told, not only when more follows it.
+  __device__ __forceinline__ void push() {
+    this->written();
+    store_block(this->shared_.written, sent_);
+  }
+  __device__ __forceinline__ bool flush() { return taken(sent_); }
+  // Also where it was time to leave.
+  __device__ __forceinline__ void close() {
+    this->written();
+    store_block(this->shared_.written, sent_ | kLastOfStream);
+    end_.state->sent = sent_;
+  }
+
+ private:
+  // What is written behind the chunks that are still under way.
+  __device__ __forceinline__ void note() {
+    constexpr int kPending = BulkMover<kOp, Stages>::kPending;
+    bulk_wait_written<kPending>();
+    const uint32 newest = this->store_stage_ + Stages::kStages - 1;
+    store_block(this->shared_.written, this->shared_.finished[(newest - kPending) % Stages::kStages]);
+  }
+  __device__ __forceinline__ bool taken(uint64 messages) {
+    if (credit_ >= messages) return true;
+    credit_ = load_block(this->shared_.credit);
+    if (credit_ >= messages) return true;
+    push();
+    return await(end_, messages, [&] {
+      credit_ = load_block(this->shared_.credit);
+      return credit_ >= messages;
+    });
+  }
+
+  const ChannelEnd end_;
+  uint64 sent_, credit_ = 0;
+};
+
+// The telling thread's whole work; returns when the mover has closed the stream.
+template <class Stages>
+__device__ __forceinline__ void tell_stream(const ChannelEnd& end, Stages& shared) {
+  // The mover has the bounds, and closes when it leaves; this thread looks for abort alone.
+  Patience patience{end.status, ~uint64{0} >> 1};
+  uint64 told = kLastOfStream;  // a count that is none
+  while (!patience.over(end.peer, told)) {
+    store_block(shared.credit, protocol::load_acquire(*end.credit));
+    const uint64 written = load_block(shared.written), messages = written & ~kLastOfStream;
+    if (messages != told) protocol::store_release(*end.to_arrived, told = messages);
+    if (written != messages) return;
+  }
+}
+
+#endif
+
+}  // namespace ark::device

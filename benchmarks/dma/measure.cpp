@@ -1,0 +1,148 @@
+// Latency and throughput of an engine.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "error.hpp"
+#include "runs.hpp"
+
+namespace ark::channels {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr uint64_t kPiece = 64 << 10;  // a stream of larger messages goes in pieces of this size
+constexpr uint32_t kWarm = 20;
+
+// Warps share blocks.
+uint32_t blocks_of(const Shape& shape) {
+  return shape.engine == "warp" ? (shape.lanes + 31) / 32 : shape.lanes;
+}
+
+uint32_t threads_of(const Shape& shape, bool stream) {
+  if (shape.engine == "warp") return 32 * std::min(shape.lanes, 32u);
+  if (shape.engine == "bulk") return stream ? 64 : 32;
+  if (!by_sm(shape.engine)) return 32;
+  return static_cast<uint32_t>(std::clamp<uint64_t>((shape.bytes / 16 + 31) / 32 * 32, 32, 1024));
+}
+
+// Bytes of the last messages in a GPU's slots (or unpacked) that are not the source's.
+uint64_t wrong_bytes(Machine& machine, int d, const Shape& shape) {
+  const bool packets = shape.engine == "packet";
+  const uint64_t stride = packets ? shape.result_stride : shape.slot_bytes;
+  const uint32_t slots = packets ? 1 : std::min(shape.depth, shape.count);
+  const std::vector<char> found =
+      machine.read(d, packets ? kResult : kSlots,
+                   std::min(packets ? kResults : kRing, stride * (packets ? 1 : shape.depth) * shape.lanes));
+  uint64_t wrong = 0;
+  for (uint32_t lane = 0; lane < shape.lanes; ++lane)
+    for (uint32_t slot = 0; slot < slots; ++slot) {
+      const char* at = found.data() + (uint64_t{lane} * (packets ? 1 : shape.depth) + slot) * stride;
+      const char* expected = machine.random() + lane * shape.bytes;
+      if (std::memcmp(at, expected, shape.bytes) == 0) continue;
+      for (uint64_t i = 0; i < shape.bytes; ++i) wrong += at[i] != expected[i];
+    }
+  return wrong;
+}
+
+// The host does it all: waits for the kernel that made the data, copies, waits, launches the one that needs it.
+// Microseconds one way, or seconds for all messages.
+double by_host(Machine& machine, const Shape& shape, bool back_and_forth) {
+  Clock::time_point began = Clock::now();
+  for (uint32_t number = 0; number < shape.count; ++number) {
+    if (number == kWarm && back_and_forth) began = Clock::now();
+    for (int d = 0; d < (back_and_forth ? 2 : 1); ++d) {
+      if (back_and_forth) machine.sync(d);
+      machine.host_copy(d, shape, number, d == 0);
+      machine.launch(1 - d, "look", shape, 1, 256, false);
+    }
+  }
+  for (int d = 0; d < 2; ++d) machine.sync(d);
+  const double seconds = std::chrono::duration<double>(Clock::now() - began).count();
+  return back_and_forth ? seconds * 1e6 / 2 / (shape.count - kWarm) : seconds;
+}
+
+double round_trips(Machine& machine, const Shape& shape) {
+  if (shape.engine == "cpu") return by_host(machine, shape, true);
+  for (int d = 0; d < 2; ++d) {
+    if (shape.engine == "copy_engine") machine.post(d, shape, d == 0);
+    if (shape.engine == "proxy") machine.start_proxy(d);
+  }
+  for (int d : {1, 0})
+    machine.launch(d, shape.engine + "_ping", shape, blocks_of(shape), threads_of(shape, false), d == 0);
+  machine.finish();
+  return machine.spent_ns(shape.lanes) / 2e3 / (shape.count - kWarm);
+}
+
+double stream(Machine& machine, const Shape& shape) {
+  if (shape.engine == "cpu") return by_host(machine, shape, false);
+  if (shape.engine == "copy_engine") machine.post(0, shape, true);
+  if (shape.engine == "proxy") machine.start_proxy(0);
+  const bool unpacks = shape.engine == "packet";
+  const std::string receiver = unpacks || shape.engine == "copy_engine" ? shape.engine + "_receive" : "watch";
+  machine.launch(1, receiver, shape, shape.lanes, unpacks ? threads_of(shape, true) : 32, false);
+  machine.launch(0, shape.engine + "_send", shape, blocks_of(shape), threads_of(shape, true), true);
+  machine.finish();
+  return machine.spent_ns(shape.lanes) * 1e-9;
+}
+
+unsigned long long printed(uint64_t value) {
+  return value;
+}
+
+}  // namespace
+
+void measure_latency(Machine& machine, const std::string& engine, uint64_t bytes) {
+  double best = 0;
+  uint32_t best_blocks = 0;
+  uint64_t wrong = 0;
+  const bool sm = by_sm(engine), warps = engine == "warp";
+  for (uint32_t lanes : warps ? std::vector<uint32_t>{1, 8, 32, 256} : std::vector<uint32_t>{1, 4, 16}) {
+    if (lanes > 1 && (!sm || bytes / lanes < (warps ? 512 : 1024))) break;
+    Shape shape{engine, bytes / lanes};
+    shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = shape.bytes;
+    shape.lanes = lanes, shape.warm = kWarm;
+    shape.depth = static_cast<uint32_t>(std::clamp<uint64_t>(kRing / (shape.slot_bytes * lanes), 2, 32));
+    shape.count = bytes > (4 << 20) ? 40 : bytes > kPiece ? 100 : sm ? 500 : 160;
+    machine.prepare(shape, engine == "packet");
+    const double us = round_trips(machine, shape);
+    if (engine != "cpu")
+      for (int d = 0; d < 2; ++d) wrong += wrong_bytes(machine, d, shape);
+    if (best_blocks == 0 || us < best) best = us, best_blocks = blocks_of(shape);
+  }
+  std::printf(
+      "{\"engine\": \"%s\", \"what\": \"latency\", \"bytes\": %llu, \"us\": %.3f, \"blocks\": %u, \"wrong\": %llu}\n",
+      engine.c_str(), printed(bytes), best, sm ? best_blocks : 0, printed(wrong));
+  std::fflush(stdout);
+}
+
+void measure_throughput(Machine& machine, const std::string& engine, uint64_t bytes, uint32_t blocks) {
+  const bool sm = by_sm(engine);
+  Shape shape{engine, sm ? std::min(bytes, kPiece) : bytes};
+  shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = shape.bytes;
+  shape.lanes = !sm ? 1 : engine == "warp" ? 32 * blocks : blocks;
+  // So many slots that a megabyte of a lane may be under way: what is told late must not stop what follows.
+  const uint64_t room = std::min<uint64_t>(sm ? 1 << 20 : kRing, kRing / shape.lanes);
+  shape.depth = static_cast<uint32_t>(std::clamp<uint64_t>(room / shape.slot_bytes, 2, sm ? 256 : 64));
+  const uint64_t wanted = (uint64_t{512} << 20) / (shape.bytes * shape.lanes);
+  shape.count = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 32, sm ? 4000 : CopyPoster::kMostPosted));
+  double seconds = 1e9;
+  uint64_t wrong = 0;
+  for (int round = 0; round < 3; ++round) {
+    machine.prepare(shape, engine == "packet");
+    seconds = std::min(seconds, stream(machine, shape));
+    if (engine != "cpu") wrong += wrong_bytes(machine, 1, shape);
+  }
+  const double total = static_cast<double>(shape.bytes) * shape.lanes * shape.count;
+  std::printf(
+      "{\"engine\": \"%s\", \"what\": \"throughput\", \"bytes\": %llu, \"gbps\": %.3f, \"blocks\": %u, \"messages\": "
+      "%u, \"wrong\": %llu}\n",
+      engine.c_str(), printed(bytes), total / seconds * 1e-9, sm ? blocks : 0, shape.count * shape.lanes,
+      printed(wrong));
+  std::fflush(stdout);
+}
+
+}  // namespace ark::channels

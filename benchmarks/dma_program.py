@@ -1,0 +1,67 @@
+"""The C++ program of channels between two GPUs (benchmarks/dma): how it is compiled, and how it is started.
+
+dma.py measures with it, tests/gpu/test_channels.py checks with it. It knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+REPO = FOLDER.parent
+sys.path.insert(0, str(REPO))  # the package of this tree, installed or not
+
+from ark_torch import _jit  # noqa: E402
+
+HEADERS = ("params.cuh", "kernels.cuh", "bulk_kernels.cuh")
+# What of the package the program needs: no torch.
+SOURCES = ("csrc/jit/*.cpp", "csrc/error.cpp", "csrc/memory/device_memory.cpp", "csrc/health/json_writer.cpp",
+           "csrc/dma/request_server.cpp", "csrc/dma/proxy.cpp", "csrc/dma/copy_poster.cpp",
+           "benchmarks/dma/*.cpp")  # fmt: skip
+
+
+def stub() -> str:
+    """The source of the kernels, as NVRTC gets it: it instantiates every channel."""
+    parts = [(FOLDER / "dma" / name).read_text(encoding="utf-8") for name in HEADERS]
+    return "\n".join(parts).replace("#pragma once\n", "")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the program into the folder; CalledProcessError where that fails."""
+    compiler = os.environ.get("CXX", "c++")
+    includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels")]
+    launcher = ["ccache"] if shutil.which("ccache") else []
+
+    def compile_one(source: Path) -> Path:
+        target = folder / (str(source.relative_to(REPO)).replace("/", "_") + ".o")
+        command = [*launcher, compiler, "-std=c++20", "-O2", *includes, "-c", str(source), "-o", str(target)]
+        subprocess.run(command, check=True, timeout=200)
+        return target
+
+    sources = [source for pattern in SOURCES for source in sorted(REPO.glob(pattern))]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    program = folder / "dma"
+    subprocess.run([compiler, "-o", program, *objects, "-ldl", "-lpthread"], check=True, timeout=100)
+    return program
+
+
+def command(program: Path, **given: str) -> list[str]:
+    """What starts it, with these arguments besides where compiler, headers and cache are."""
+    kernels = program.parent / "stub.cu"
+    kernels.write_text(stub(), encoding="utf-8")
+    toolkits = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]
+    all_given = {
+        "kernels": str(REPO / "ark_torch" / "kernels"),
+        "stub": str(kernels),
+        "cache": _jit.default_cache(),
+        "roots": ":".join(_jit.library_roots()),
+        "toolkit": ":".join([*toolkits, "/usr/local/cuda"]),
+        **given,
+    }
+    return [str(program), *(f"{name}={value}" for name, value in all_given.items())]

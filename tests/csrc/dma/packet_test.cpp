@@ -1,0 +1,80 @@
+// Packets between threads: data that tells itself, over slots that are written again and again.
+#include "protocol/packet.hpp"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "protocol/slots.hpp"
+
+namespace ark::protocol {
+namespace {
+
+TEST(Packets, PlacesAreDistinctAndWithinTheSlot) {
+  for (uint64_t bytes : {1u, 16u, 512u, 513u, 8192u, 20000u}) {
+    std::set<uint64_t> places;
+    for (uint64_t unit = 0; unit * 16 < bytes; ++unit) {
+      for (uint64_t place : {packet_place(unit), packet_place(unit) + kPacketRow}) {
+        EXPECT_TRUE(places.insert(place).second) << unit;
+        EXPECT_EQ(place % 16, 0u);
+        EXPECT_LE(place + 16, packet_bytes(bytes));
+      }
+    }
+  }
+}
+
+TEST(Packets, AnOlderMessageIsNotTakenForTheNext) {
+  std::vector<uint64_t> memory(packet_bytes(512) / 8);
+  char* slot = reinterpret_cast<char*>(memory.data());
+  uint64_t low = 0, high = 0;
+  EXPECT_FALSE(load_unit_packets(slot, 3, low, high, 1)) << "memory is zero at first";
+  store_unit_packets(slot, 3, 7, 8, 1);
+  ASSERT_TRUE(load_unit_packets(slot, 3, low, high, 1));
+  EXPECT_EQ(low, 7u);
+  EXPECT_EQ(high, 8u);
+  EXPECT_FALSE(load_unit_packets(slot, 3, low, high, 2));
+  store_packet(slot + packet_place(3), 9, 2);
+  EXPECT_FALSE(load_unit_packets(slot, 3, low, high, 2)) << "half of it is there";
+}
+
+// Two threads a side, each with units of its own; the message's size changes, and the ring goes round many times.
+TEST(Packets, MessagesArriveWholeOverManyRounds) {
+  constexpr uint64_t kSlots = 4, kMost = 40, kMessages = 600;
+  constexpr int kTeam = 2;
+  const uint64_t slot_bytes = packet_bytes(kMost * 16);
+  std::vector<uint64_t> memory(kSlots * slot_bytes / 8);
+  char* slots = reinterpret_cast<char*>(memory.data());
+  uint64_t unused = 0, credits[kTeam] = {}, wrong = 0;
+  const auto units_of = [](uint64_t message) { return 1 + message * 7 % kMost; };
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kTeam; ++rank) {
+    threads.emplace_back([&, rank] {
+      SlotWriter writer(&unused, &credits[rank], kSlots, 0);
+      for (uint64_t n = 0; n < kMessages; ++n) {
+        while (!writer.writable()) std::this_thread::yield();
+        for (uint64_t unit = rank; unit < units_of(n); unit += kTeam)
+          store_unit_packets(slots + writer.slot() * slot_bytes, unit, n ^ unit, ~n ^ unit, n + 1);
+        writer.count();
+      }
+    });
+    threads.emplace_back([&, rank] {
+      SlotReader reader(&unused, &credits[rank], kSlots, 0);
+      for (uint64_t n = 0; n < kMessages; ++n) {
+        for (uint64_t unit = rank; unit < units_of(n); unit += kTeam) {
+          uint64_t low = 0, high = 0;
+          while (!load_unit_packets(slots + reader.slot() * slot_bytes, unit, low, high, n + 1))
+            std::this_thread::yield();
+          if (low != (n ^ unit) || high != (~n ^ unit)) add_relaxed(wrong, uint64_t{1});
+        }
+        reader.count(), reader.tell();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0u);
+}
+
+}  // namespace
+}  // namespace ark::protocol

@@ -1,0 +1,92 @@
+// Copies posted ahead, with a thread in the place of the stream: waits for 1, writes 0, copies, writes 1.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "protocol/flag.hpp"
+#include "protocol/slots.hpp"
+
+namespace ark::protocol {
+namespace {
+
+constexpr uint64_t kSlots = 3, kWords = 50;
+
+struct Channel {
+  Flag go[kSlots] = {}, arrived[kSlots] = {};
+  uint64_t credit = 0;
+  std::vector<uint64_t> source = std::vector<uint64_t>(kSlots * kWords), there = source;
+  std::atomic<bool> abort{false};
+
+  // The stream of `count` posts; how many ran.
+  uint64_t stream(uint64_t count) {
+    for (uint64_t n = 0; n < count; ++n) {
+      const uint64_t slot = n % kSlots;
+      while (!is_raised(go[slot])) std::this_thread::yield();
+      lower(go[slot]);
+      if (!abort) std::memcpy(&there[slot * kWords], &source[slot * kWords], kWords * 8);
+      raise(arrived[slot]);
+    }
+    return count;
+  }
+  void sender(uint64_t first, uint64_t count) {
+    uint64_t unused = 0;
+    SlotWriter writer(&unused, &credit, kSlots, first);
+    for (uint64_t n = first; n < first + count; ++n) {
+      while (!writer.writable()) std::this_thread::yield();
+      for (uint64_t i = 0; i < kWords; ++i) source[writer.slot() * kWords + i] = n * 1000 + i;
+      raise(go[writer.slot()]);
+      writer.count();
+    }
+    while (!writer.taken(first + count)) std::this_thread::yield();
+  }
+  uint64_t receiver(uint64_t first, uint64_t count) {
+    uint64_t wrong = 0;
+    for (uint64_t n = first; n < first + count; ++n) {
+      Flag& flag = arrived[n % kSlots];
+      while (!is_raised(flag)) std::this_thread::yield();
+      for (uint64_t i = 0; i < kWords; ++i) wrong += there[n % kSlots * kWords + i] != n * 1000 + i;
+      lower(flag);
+      store_release(credit, n + 1);
+    }
+    return wrong;
+  }
+};
+
+TEST(PostedCopies, AGraphThatIsReplayedFindsItsFlagsArmed) {
+  Channel channel;
+  constexpr uint64_t kPosts = 2 * kSlots, kReplays = 150;
+  for (uint64_t replay = 0; replay < kReplays; ++replay) {
+    uint64_t wrong = 0;
+    std::thread stream([&] { channel.stream(kPosts); });
+    std::thread sender([&] { channel.sender(replay * kPosts, kPosts); });
+    std::thread receiver([&] { wrong = channel.receiver(replay * kPosts, kPosts); });
+    for (std::thread* thread : {&stream, &sender, &receiver}) thread->join();
+    ASSERT_EQ(wrong, 0u);
+    for (uint64_t i = 0; i < kSlots; ++i) {
+      ASSERT_FALSE(is_raised(channel.go[i]));
+      ASSERT_FALSE(is_raised(channel.arrived[i]));
+    }
+  }
+}
+
+// CopyPoster::release_all(): a flag raised once is not enough, since each wait lowers it.
+TEST(PostedCopies, AnAbortReleasesEveryWait) {
+  Channel channel;
+  constexpr uint64_t kPosts = 5 * kSlots + 1;
+  std::atomic<uint64_t> ran{0};
+  std::thread stream([&] { ran = channel.stream(kPosts); });
+  channel.abort = true;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (ran == 0 && std::chrono::steady_clock::now() < until) {
+    for (Flag& flag : channel.go) raise(flag);
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(ran, kPosts);
+  stream.join();
+}
+
+}  // namespace
+}  // namespace ark::protocol
