@@ -37,6 +37,7 @@ class Error : public std::runtime_error {
   Error(ErrorKind kind, const std::string& what, ErrorContext context = {});
   ErrorKind kind() const { return kind_; }
   const ErrorContext& context() const { return context_; }
+  const std::string& message() const { return message_; }  // what happened, without rank, operation and remedy
   // The same error told by this rank, in this operation, where it did not know them yet.
   Error at(int rank, const std::string& operation, uint64_t sequence = 0) const;
 

@@ -46,7 +46,7 @@ DeviceMemory::~DeviceMemory() {
   }
 }
 
-DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
+std::optional<DeviceMemory> DeviceMemory::try_allocate(int device, size_t bytes) {
   const RelaxedCapture relaxed;
   const CurrentContext context(device);
   const CUmemAllocationProp prop = shareable_on(device);
@@ -57,23 +57,32 @@ DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
   memory.device_ = device;
   const size_t whole = (bytes + granularity - 1) / granularity * granularity;
   const CUresult result = driver().mem_create(&memory.handle_, whole, &prop, 0);
-  if (result != CUDA_SUCCESS) {
-    memory.handle_ = 0;
+  if (result != CUDA_SUCCESS) memory.handle_ = 0;
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
+  check(result, "cuMemCreate of " + std::to_string(whole >> 20) + " MB on device " + std::to_string(device));
+  memory.map(whole);
+  return memory;
+}
+
+DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
+  std::optional<DeviceMemory> memory = try_allocate(device, bytes);
+  if (!memory) {
     ErrorContext hint;
     hint.remedy = "Free memory on this device before the group's first collective on CUDA tensors.";
     throw Error(ErrorKind::system,
-                "cuMemCreate of " + std::to_string(whole >> 20) + " MB on device " + std::to_string(device) +
-                    " failed: " + describe(result),
+                "cuMemCreate of " + std::to_string(bytes >> 20) + " MB on device " + std::to_string(device) +
+                    " failed: " + describe(CUDA_ERROR_OUT_OF_MEMORY),
                 hint);
   }
-  memory.map(whole);
+  const RelaxedCapture relaxed;
+  const CurrentContext context(device);
   CUstream stream = nullptr;
   check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreateWithPriority");
-  CUresult zeroed = driver().memset_d8_async(memory.pointer_, 0, whole, stream);
+  CUresult zeroed = driver().memset_d8_async(memory->pointer_, 0, memory->bytes_, stream);
   if (zeroed == CUDA_SUCCESS) zeroed = driver().stream_synchronize(stream);
   driver().stream_destroy(stream);
-  check(zeroed, "zeroing " + std::to_string(whole >> 20) + " MB on device " + std::to_string(device));
-  return memory;
+  check(zeroed, "zeroing " + std::to_string(memory->bytes_ >> 20) + " MB on device " + std::to_string(device));
+  return std::move(*memory);
 }
 
 DeviceMemory DeviceMemory::import(int device, const UniqueFd& fd, size_t bytes) {
@@ -106,6 +115,19 @@ UniqueFd DeviceMemory::export_fd() const {
   check(driver().mem_export_to_shareable_handle(&fd, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
         "cuMemExportToShareableHandle");
   return UniqueFd(fd);
+}
+
+void DeviceMemory::open_to_peers() const {
+  const RelaxedCapture relaxed;
+  int count = 0;
+  check(driver().device_get_count(&count), "cuDeviceGetCount");
+  for (int other = 0; other < count; ++other) {
+    int reaches = 0;
+    if (other == device_ || driver().device_can_access_peer(&reaches, other, device_) != CUDA_SUCCESS || reaches == 0)
+      continue;
+    const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, other}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    driver().mem_set_access(pointer_, bytes_, &access, 1);  // where it fails, a copy between the two says so
+  }
 }
 
 PinnedMemory::PinnedMemory(int device, size_t bytes) : ordinal_(device) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "jit/driver.hpp"
 #include "memory/unique_fd.hpp"
@@ -21,10 +22,14 @@ class DeviceMemory {
 
   // At least `bytes` on this device, zeroed. Error(system) with size and remedy when there is not enough.
   static DeviceMemory allocate(int device, size_t bytes);
+  // The same with any contents; nothing where the device has not enough.
+  static std::optional<DeviceMemory> try_allocate(int device, size_t bytes);
   // Maps a peer's allocation of exactly `bytes` for kernels of `device`.
   static DeviceMemory import(int device, const UniqueFd& fd, size_t bytes);
 
   UniqueFd export_fd() const;
+  // Other devices of this process that reach the memory may use it too, as they may PyTorch's own.
+  void open_to_peers() const;
   char* data() const { return reinterpret_cast<char*>(pointer_); }
   size_t size() const { return bytes_; }
 

@@ -106,8 +106,8 @@ bool has_ended(int socket) {
 MessageReceiver::Status MessageReceiver::receive(int socket) {
   for (;;) {
     std::array<uint8_t, 512> buffer;
-    // One byte beyond the message shows that there is more.
-    const size_t want = std::min(buffer.size(), expected_ + 1 - bytes_.size());
+    // One byte beyond the message shows that there is more. (A read never passes a message that brings a descriptor.)
+    const size_t want = std::min(buffer.size(), expected_ + (followed_ ? 0 : 1) - bytes_.size());
     iovec data{buffer.data(), want};
     // Room for a second descriptor shows a surplus; the kernel discards what has no room and says so.
     alignas(cmsghdr) std::array<char, CMSG_SPACE(2 * sizeof(int))> control;
@@ -138,6 +138,7 @@ MessageReceiver::Status MessageReceiver::receive(int socket) {
     if (got == 0) return bytes_.size() == expected_ ? Status::complete : Status::ended;
     bytes_.insert(bytes_.end(), buffer.begin(), buffer.begin() + got);
     if (bytes_.size() > expected_) return Status::oversized;
+    if (followed_ && bytes_.size() == expected_) return Status::complete;
   }
 }
 

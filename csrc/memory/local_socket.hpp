@@ -53,7 +53,8 @@ bool has_ended(int socket);
 
 class MessageReceiver {
  public:
-  explicit MessageReceiver(size_t bytes) : expected_(bytes) {}
+  // With `followed`, another message may come behind it, and is left in the socket.
+  explicit MessageReceiver(size_t bytes, bool followed = false) : expected_(bytes), followed_(followed) {}
 
   enum class Status {
     incomplete,
@@ -70,6 +71,7 @@ class MessageReceiver {
 
  private:
   size_t expected_;
+  bool followed_;
   std::vector<uint8_t> bytes_;
   UniqueFd fd_;
   bool surplus_ = false;

@@ -1,11 +1,8 @@
 // A buffer of the same size on every rank's GPU, mapped by all ranks of a node.
 //
-// create() is collective. It meets the ranks once more through the store (bootstrap.hpp), which gives a socket and a
-// page of shared memory for every pair; each rank allocates, hands its allocation's descriptor to every peer over the
-// socket, maps the peers' and publishes how that went. Memory is zero before its descriptor is handed on, so a peer
-// can write as soon as it has mapped it. One rank's failure is an answer that all ranks get, with its words.
-//
-// Ordering. A page's text and numbers are written before its stage grows (release); readers acquire the stage.
+// create() is collective: the ranks meet (memory_meeting.hpp), each allocates, hands its allocation's descriptor to
+// every peer, maps the peers' and tells how that went. Memory is zero before its descriptor is handed on, so a peer
+// can write as soon as it has mapped it. share() is the second half alone, for memory that exists already.
 #pragma once
 
 #include <functional>
@@ -15,6 +12,7 @@
 #include "health/group_health.hpp"
 #include "memory/device_memory.hpp"
 #include "memory/key_value.hpp"
+#include "memory/memory_meeting.hpp"
 
 namespace ark {
 
@@ -33,6 +31,11 @@ class SymmetricMemory {
 
   // Empty and `why` where the devices do not reach each other's memory, or a rank could not allocate.
   static std::vector<DeviceMemory> create(KeyValueStore& store, const Options& options, std::string& why);
+
+  // In the body of a step that every rank takes: hands this rank's memory to every peer, and each peer's descriptor to
+  // `take`.
+  static void share(MemoryMeeting& meeting, const DeviceMemory& own,
+                    const std::function<void(int peer, UniqueFd fd)>& take);
 };
 
 }  // namespace ark

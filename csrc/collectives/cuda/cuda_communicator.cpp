@@ -174,6 +174,14 @@ void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes
   launcher_->transfer(operation, params);
 }
 
+Windows& CudaCommunicator::windows() {
+  return launcher_->windows();
+}
+
+bool CudaCommunicator::settle() {
+  return launcher_->settle();
+}
+
 void CudaCommunicator::check(const OperationContext& context) {
   launcher_->watch().check(context);
 }

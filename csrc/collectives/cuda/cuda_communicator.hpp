@@ -20,6 +20,7 @@
 namespace ark {
 
 class CudaLauncher;
+class Windows;
 
 // Which algorithm carries an operation, by its bytes. Alike on all ranks.
 struct CudaDispatch {
@@ -65,6 +66,8 @@ class CudaCommunicator final : public Communicator {
 
   // Throws the error that ended the group, if one did: what a host thread asks after it waited for the device.
   void check(const OperationContext& context);
+  Windows& windows();  // registered memory
+  bool settle();       // waits for the device; false: what it does cannot be known
   // Makes every kernel of the group leave (abort, a lost peer). Any thread.
   void abort();
 

@@ -79,15 +79,19 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
   shared_bytes_ = memory_[rank].size();
 }
 
-CudaLauncher::~CudaLauncher() {
+bool CudaLauncher::settle() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
-  bool over = false;
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
-    over = driver().ctx_synchronize() == CUDA_SUCCESS;
+    return driver().ctx_synchronize() == CUDA_SUCCESS;
   } catch (const Error&) {  // at exit the driver may be gone already
+    return false;
   }
+}
+
+CudaLauncher::~CudaLauncher() {
+  const bool over = settle();
   watch_.forget_engine();
   if (over) return;
   // A capture is under way, or the context is gone: memory that may be in use is not taken away.

@@ -38,6 +38,8 @@ class CudaLauncher {
   uint64_t shared_bytes() const { return shared_bytes_; }
   DeviceWatch& watch() { return watch_; }
   Windows& windows() { return windows_; }  // registered memory
+  // Waits until the device has done all that was enqueued. False: that cannot be known (a capture, a lost context).
+  bool settle();
 
   // Sends and receives. `params` but for its rings; long messages go by several launches.
   void move(const Operation& operation, const device::MoveParams& params) {

@@ -26,9 +26,15 @@ std::shared_ptr<void> Windows::remove(uint32_t id) {
   return held;
 }
 
+void Windows::keep(std::shared_ptr<void> held) {
+  const std::lock_guard lock(mutex_);
+  kept_.push_back(std::move(held));
+}
+
 std::vector<std::shared_ptr<void>> Windows::clear() {
   const std::lock_guard lock(mutex_);
-  std::vector<std::shared_ptr<void>> held;
+  std::vector<std::shared_ptr<void>> held = std::move(kept_);
+  kept_.clear();
   for (Entry& entry : entries_) held.push_back(std::move(entry.held));
   entries_.clear();
   renew_reach();
@@ -42,6 +48,17 @@ uint32_t Windows::id_of(const void* begin, uint64_t bytes) const {
   for (const Entry& entry : entries_)
     if (entry.begin == from && entry.end == from + bytes) newest = std::max(newest, entry.id);
   return newest;
+}
+
+uint64_t Windows::bytes() const {
+  const std::lock_guard lock(mutex_);
+  uint64_t sum = 0;
+  uintptr_t reach = 0;
+  for (const Entry& entry : entries_) {
+    if (entry.reach > reach) sum += entry.reach - std::max(reach, entry.begin);
+    reach = entry.reach;
+  }
+  return sum;
 }
 
 std::optional<Window> Windows::look_up(uintptr_t data, uint64_t bytes) const {

@@ -45,10 +45,13 @@ class Windows {
   void add(uint32_t id, char* begin, uint64_t bytes, const Base& base, const Base& seen, std::shared_ptr<void> held);
   // No operation finds it any more; what was held, for whoever waits until the device is done with it. Null: no such.
   std::shared_ptr<void> remove(uint32_t id);
-  // All of them.
+  // Of a removed window, what the device may still use: kept as long as the table.
+  void keep(std::shared_ptr<void> held);
+  // All of them, and what was kept.
   std::vector<std::shared_ptr<void>> clear();
   // The newest window of exactly this range; 0: none.
   uint32_t id_of(const void* begin, uint64_t bytes) const;
+  uint64_t bytes() const;  // of this rank's memory in windows, however many
   size_t size() const { return count_.load(std::memory_order_relaxed); }
 
  private:
@@ -65,6 +68,7 @@ class Windows {
   mutable std::mutex mutex_;
   std::atomic<size_t> count_{0};
   std::vector<Entry> entries_;  // by begin
+  std::vector<std::shared_ptr<void>> kept_;
 };
 
 }  // namespace ark

@@ -112,7 +112,9 @@ TEST(Windows, AgreeWithASearchOfAll) {
       if (range.first <= from && from + bytes <= range.first + range.second) expected = id;
     const auto found = windows.find(memory + from, bytes);
     ASSERT_EQ(found ? found->id : 0, expected) << "step " << step;
-    if (found) ASSERT_EQ(found->offset, from - ranges[expected].first);
+    if (found) {
+      ASSERT_EQ(found->offset, from - ranges[expected].first);
+    }
   }
 }
 

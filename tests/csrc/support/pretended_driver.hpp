@@ -1,0 +1,18 @@
+// What tests ask of the pretended driver (pretended_driver.cpp).
+#pragma once
+
+namespace ark::test {
+
+// What this process has not given back.
+struct Pretended {
+  int allocations;  // handles, own and imported
+  int mappings;
+  int addresses;  // reserved ranges
+  bool operator==(const Pretended&) const = default;
+};
+
+__attribute__((visibility("default"))) Pretended pretended();
+// The next `count` mappings of this process fail.
+__attribute__((visibility("default"))) void fail_mappings(int count);
+
+}  // namespace ark::test
