@@ -6,6 +6,7 @@ PyTorch and the extension belong together, and register the backend; the extensi
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from ark_torch import _autoload
@@ -27,9 +28,14 @@ def flight_record() -> dict[str, Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """`ark_torch.Options`, for init_process_group(pg_options=...), loads the extension when it is asked for."""
+    """`ark_torch.Options`, for init_process_group(pg_options=...), loads the extension when it is asked for.
+
+    So do `ark_torch.memory` and `ark_torch.distributed`, which need not be imported by their own names.
+    """
     if name == "Options":
         from ark_torch._C import Options
 
         return Options
+    if name in ("distributed", "memory"):
+        return importlib.import_module(f"ark_torch.{name}")
     raise AttributeError(f"module 'ark_torch' has no attribute {name!r}")

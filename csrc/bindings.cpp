@@ -205,6 +205,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("global_rank", &Options::global_rank)
       .def_readwrite("make_carrier", &Options::make_carrier)
       .def_readwrite("make_cuda_carrier", &Options::make_cuda_carrier)
+      .def_readwrite("allocate", &Options::allocate)
       .def_readwrite("before_cuda", &Options::before_cuda)
       .def_readwrite("log", &Options::log)
       .def_property(
@@ -224,8 +225,34 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
                              "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
-      .def_property_readonly("cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
-                             "Bytes of this rank's GPU memory that the group's peers map; 0 before the first use.")
+      .def_property_readonly(
+          "cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
+          "Bytes of this rank's GPU memory that are the group's own and that its peers map; 0 before "
+          "the first use. What users have registered is not in it: see cuda_registered_bytes.")
+      .def_property_readonly("cuda_registered_bytes", &ProcessGroupArk::cuda_registered_bytes,
+                             "Bytes of this rank's tensors and pools that are registered with the group.")
+      .def("_register_memory", &ProcessGroupArk::register_memory, py::call_guard<py::gil_scoped_release>())
+      .def("_deregister_memory", &ProcessGroupArk::deregister_memory, py::call_guard<py::gil_scoped_release>())
+      .def("_register_pool", &ProcessGroupArk::register_pool, py::call_guard<py::gil_scoped_release>())
+      .def("_deregister_pool", &ProcessGroupArk::deregister_pool, py::call_guard<py::gil_scoped_release>())
+      // As ProcessGroupNCCL offers them; what knows pools is Python.
+      .def_property_readonly("mem_allocator",
+                             [](const ProcessGroupArk&) -> py::object {
+                               return py::module_::import("ark_torch.memory").attr("allocator")();
+                             })
+      .def(
+          "register_mem_pool",
+          [](const py::object& self, const py::object& pool, bool) {
+            py::module_::import("ark_torch.distributed.registration").attr("register_pool")(self, pool);
+          },
+          py::arg("pool"), py::arg("symm") = false,
+          "Registers all memory that a torch.cuda.MemPool has by now, collectively; again where it has grown.")
+      .def(
+          "deregister_mem_pool",
+          [](const py::object& self, const py::object& pool) {
+            py::module_::import("ark_torch.distributed.registration").attr("deregister_pool")(self, pool);
+          },
+          py::arg("pool"), "Ends what register_mem_pool() began, collectively.")
       .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
                              "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(

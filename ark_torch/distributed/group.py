@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ark_torch import _jit, env
+from ark_torch import _jit, env, memory
 
 log = logging.getLogger("ark_torch")
 if not log.handlers:
@@ -88,6 +88,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_nccl
     options.before_cuda = _jit.configure
+    options.allocate = memory.empty
     options.log = log.info
     return options
 

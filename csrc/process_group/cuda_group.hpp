@@ -99,8 +99,9 @@ class CudaGroup {
   const c10::Device device;
   const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors, where ark cannot; else null
   EventPool& events() { return *events_; }
-  uint64_t shared_bytes();                         // of this rank's GPU memory, which the group's peers map
-  std::function<void(const Enqueued&)> completed;  // set before the first operation
+  std::shared_ptr<CudaCommunicator> communicator();  // null: carried, or closed
+  uint64_t shared_bytes();                           // of this rank's GPU memory, which the group's peers map
+  std::function<void(const Enqueued&)> completed;    // set before the first operation
 
  private:
   struct Line {
@@ -110,7 +111,6 @@ class CudaGroup {
     size_t look_at = 0;                 // how many are pending when the device is asked next
     std::vector<EnqueuedPtr> captured;  // of the newest capture, with what they keep
   };
-  std::shared_ptr<CudaCommunicator> communicator();
   c10::Stream own_stream(Line& line, bool captured);
   // Moves what the device has passed to `passed`.
   void look(Line& line, std::vector<EnqueuedPtr>& passed, bool all);

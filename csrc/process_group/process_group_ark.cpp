@@ -159,6 +159,8 @@ void ProcessGroupArk::abort() {
 
 void ProcessGroupArk::shutdown() {
   core_->shutdown(kPatience, device_patience_of(*core_));
+  const std::unique_lock lock(registering_, std::try_to_lock);
+  if (lock.owns_lock()) registration_.reset();
 }
 
 c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
@@ -169,6 +171,7 @@ c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
     options = c10::make_intrusive<Options>(*own);
     if (!options->make_carrier) options->make_carrier = options_->make_carrier;
     if (!options->make_cuda_carrier) options->make_cuda_carrier = options_->make_cuda_carrier;
+    if (!options->allocate) options->allocate = options_->allocate;
     if (!options->before_cuda) options->before_cuda = options_->before_cuda;
     if (!options->log) options->log = options_->log;
     options->global_rank = options_->global_rank;

@@ -17,10 +17,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
 #include "process_group/comms_record.hpp"
 #include "process_group/group_core.hpp"
@@ -56,6 +58,8 @@ class ProcessGroupArk : public c10d::Backend {
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,
                                                     std::chrono::milliseconds timeout)>
         make_cuda_carrier;
+    // An uninitialised tensor of memory that can be registered (ark_torch.memory.pool()).
+    std::function<at::Tensor(int64_t size, at::ScalarType dtype, c10::Device device)> allocate;
     std::function<void()> before_cuda;            // called once, before the first operation on CUDA tensors
     std::function<void(const std::string&)> log;  // one line for people
   };
@@ -128,6 +132,22 @@ class ProcessGroupArk : public c10d::Backend {
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;
   uint64_t cuda_shared_bytes() const;
+  uint64_t cuda_registered_bytes() const;
+
+  // Registered memory (registration.cpp). Collective. False: something else than ark carries CUDA tensors of this
+  // group, and nothing was done. No tensor: the caller has none, which is told to all ranks.
+  bool register_memory(const std::optional<at::Tensor>& tensor);
+  void deregister_memory(const std::optional<at::Tensor>& tensor);
+  // All segments of a pool: their addresses and bytes, on this device. Those of the same pool that are registered
+  // already are left as they are.
+  using PoolId = std::pair<uint64_t, uint64_t>;
+  using Segments = std::vector<std::pair<uintptr_t, uint64_t>>;
+  bool register_pool(const PoolId& pool, c10::Device device, const Segments& segments);
+  void deregister_pool(const PoolId& pool);
+
+  // Tensors from ark_torch.memory.pool().
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
 
  private:
   // One operation on its way: all that the flight record, the profiler and the communicator's descriptor are told.
@@ -188,6 +208,15 @@ class ProcessGroupArk : public c10d::Backend {
   std::optional<c10::Device> barrier_device(const c10d::BarrierOptions& options);
   WorkPtr barrier_cuda(const Call& call, const c10d::BarrierOptions& options, c10::Device device);
   WorkPtr all_reduce_sparse_cuda(const at::Tensor& tensor, const c10d::AllreduceOptions& options);
+
+  // Registered memory (registration.cpp); all but range_of() with registering_ held.
+  template <class Act>
+  auto registering(const char* call, Act&& act);
+  static RegisteredRange range_of(const CallSite& site, const std::optional<at::Tensor>& tensor);
+  bool may_register();           // false: ark does not carry CUDA tensors, and the log says so
+  Registration& registration();  // made by all ranks at the first call
+  Windows* windows_on(const char* call, c10::Device device, std::shared_ptr<CudaCommunicator>& communicator);
+
   c10::intrusive_ptr<Options> options_like(const c10::intrusive_ptr<c10d::Backend::Options>& given) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -201,7 +230,16 @@ class ProcessGroupArk : public c10d::Backend {
   std::map<std::tuple<bool, int, int>, uint64_t> messages_;
   std::atomic<int> coalescing_threads_{0};
   int shrinks_ = 0;
-  std::string start_;   // ConnectResult::start
+  std::string start_;       // ConnectResult::start
+  std::mutex registering_;  // one call at a time; what follows
+  std::unique_ptr<Registration> registration_;
+  std::optional<Error> registration_failure_;
+  bool told_of_registration_ = false;
+  struct RegisteredPool {
+    std::set<char*> known;
+    std::vector<uint32_t> ids;
+  };
+  std::map<PoolId, RegisteredPool> pools_;
   std::mutex joining_;  // one thread makes the group's side on the device; cuda_failure_
   std::optional<Error> cuda_failure_;
 };
