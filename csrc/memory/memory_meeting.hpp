@@ -58,7 +58,7 @@ class MemoryMeeting {
   int size() const { return options_.size; }
 
  private:
-  static constexpr size_t kCardBytes = 64;
+  static constexpr size_t kCardBytes = 128;
   struct Slot;
   struct Page;
   MemoryMeeting(const Options& options, Neighbourhood hood);

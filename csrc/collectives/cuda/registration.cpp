@@ -65,19 +65,22 @@ uint32_t Registration::share(const RegisteredRange& own, const Place& place) {
   Windows* windows = nullptr;
   auto held = std::make_shared<Held>();
   held->own = own.segment;
-  Windows::Base base{};
+  const int me = meeting_->rank();
+  Windows::Base base{}, seen{};
   meeting_->step([&] {
     windows = place();
     if (windows == nullptr) return;
-    base[meeting_->rank()] = own.data;
+    base[me] = own.data;
     SymmetricMemory::share(*meeting_, own.segment->memory, [&](int peer, UniqueFd fd) {
       const Card& card = meeting_->card_of<Card>(peer);
       held->peers.push_back(mapped(peer, card.segment, card.segment_bytes, own.segment->device, std::move(fd)));
       base[peer] = held->peers.back()->data() + card.offset;
     });
+    meeting_->own_card<Windows::Base>() = base;
   });
   if (windows == nullptr) return 0;
-  windows->add(++last_id_, own.data, own.bytes, base, std::move(held));
+  for (int peer = 0; peer < meeting_->size(); ++peer) seen[peer] = meeting_->card_of<Windows::Base>(peer)[me];
+  windows->add(++last_id_, own.data, own.bytes, base, seen, std::move(held));
   return last_id_;
 }
 

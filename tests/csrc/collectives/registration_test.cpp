@@ -57,6 +57,7 @@ std::string see_everyone(Member& me, char* own, uint64_t bytes, uint32_t id) {
   const auto found = me.windows.find(own, bytes);
   if (!found || found->id != id || found->offset != 0) return "no window " + std::to_string(id);
   if (found->base[me.rank] != own) return "own memory elsewhere";
+  const Windows::Base& seen = found->seen;
   std::memset(own, 0, bytes);
   me.meet();
   for (int peer = 0; peer < me.size; ++peer) found->base[peer][me.rank] = static_cast<char>(1 + me.rank);
@@ -66,6 +67,19 @@ std::string see_everyone(Member& me, char* own, uint64_t bytes, uint32_t id) {
     if (own[peer] != 1 + peer || own[bytes - 1 - peer] != 50 + peer)
       return "rank " + std::to_string(peer) + " writes elsewhere";
   }
+  // Each rank was told where it has this rank's memory: what it has there is compared by telling it back.
+  me.meet();
+  for (int peer = 0; peer < me.size; ++peer) {
+    const auto address = reinterpret_cast<uintptr_t>(seen[peer]);
+    std::memcpy(found->base[peer] + 8 * me.rank, &address, 8);
+  }
+  me.meet();
+  for (int peer = 0; peer < me.size; ++peer) {
+    uintptr_t told;
+    std::memcpy(&told, own + 8 * peer, 8);
+    if (told != reinterpret_cast<uintptr_t>(found->base[peer])) return "rank " + std::to_string(peer) + " sees another";
+  }
+  me.meet();
   return {};
 }
 
