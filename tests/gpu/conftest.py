@@ -19,7 +19,16 @@ from ark_torch import _C
 
 _NEED_TWO = [
     f"test_{name}.py"
-    for name in ("channels", "send_recv", "cuda_failures", "libraries", "pytorch_suite", "against_nccl", "tune_cuda")
+    for name in (
+        "channels",
+        "send_recv",
+        "cuda_failures",
+        "libraries",
+        "pytorch_suite",
+        "against_nccl",
+        "tune_cuda",
+        "registered",
+    )
 ]
 collect_ignore_glob = ["test_*.py"] if not _C._has_cuda_driver() else _NEED_TWO if torch.cuda.device_count() < 2 else []
 
