@@ -3,10 +3,12 @@
 
 #if __CUDA_ARCH__ >= 900
 
-using StreamStages = StreamStagesOf<__CUDA_ARCH__ / 100>;
+template <int kStreams>
+using Streams = StreamStagesOf<__CUDA_ARCH__ / 100, kStreams>;
 
-#define STAGES(Stages)                            \
-  extern __shared__ __align__(128) char memory[]; \
+#define MEMORY extern __shared__ __align__(128) char memory[]
+#define STAGES(Stages) \
+  MEMORY;              \
   Stages& stages = *reinterpret_cast<Stages*>(memory)
 
 ENTRY(bulk_ping, 32) {
@@ -28,50 +30,76 @@ ENTRY(bulk_put, 32) {
   if (put_all(p, sender, true)) sender.close();
 }
 
-// Thread 0 moves, thread 32 tells.
-template <BulkOp kOp, class Body>
-__device__ __forceinline__ void with_stream(const ChannelEnd& end, StreamStages& stages, Body body) {
-  using Stream = BulkStream<StreamStages, kOp>;
-  if (threadIdx.x == 0) Stream::prepare(end, stages);
+// A block has kStreams streams: the first warps move, the others tell, by one thread each.
+template <BulkOp kOp, int kStreams, class Body>
+__device__ __forceinline__ void with_streams(const RunParams& p, char* memory) {
+  using Stages = Streams<kStreams>;
+  using Stream = BulkStream<Stages, kOp>;
+  const uint32 warp = threadIdx.x / 32, lane = blockIdx.x * kStreams + warp % kStreams;
+  const bool first = (threadIdx.x & 31) == 0;
+  const ChannelEnd end = lane_of(p.end, lane);
+  Stages& stages = reinterpret_cast<Stages*>(memory)[warp % kStreams];
+  if (first && warp < kStreams) Stream::prepare(end, stages);
   __syncthreads();
-  if (threadIdx.x == 32) tell_stream(end, stages);
-  if (threadIdx.x != 0) return;
+  if (first && warp >= kStreams) tell_stream(end, stages);
+  if (!first || warp >= kStreams) return;
   Stream stream(end, stages);
-  body(stream);
+  Body::run(p, lane, stream);
   stream.close();
 }
 
-ENTRY(bulk_send, 64) {
-  STAGES(StreamStages);
-  with_stream<BulkOp::copy>(lane_of(p.end, blockIdx.x), stages,
-                            [&](auto& stream) { send_all<OneThread>(p, blockIdx.x, stream); });
-}
-ENTRY(stream_put, 64) {
-  STAGES(StreamStages);
-  with_stream<BulkOp::copy>(p.end, stages, [&](auto& stream) { put_all(p, stream, true); });
-}
-
+struct SendAll {
+  template <class Stream>
+  static __device__ __forceinline__ void run(const RunParams& p, uint32 lane, Stream& stream) {
+    send_all<OneThread>(p, lane, stream);
+  }
+};
+struct PutAll {
+  template <class Stream>
+  static __device__ __forceinline__ void run(const RunParams& p, uint32, Stream& stream) {
+    put_all(p, stream, true);
+  }
+};
 // Adds every message to one place of the peer's, which is not in the ring; the ring's slots stay empty.
-template <BulkOp kOp>
-__device__ __forceinline__ void add_all(const RunParams& p, StreamStages& stages) {
-  with_stream<kOp>(p.end, stages, [&](auto& stream) {
+struct AddAll {
+  template <class Stream>
+  static __device__ __forceinline__ void run(const RunParams& p, uint32, Stream& stream) {
     for (uint32 number = 0; number < p.count; number++) {
       if (!stream.open() || !stream.put_with_signal(p.to_result, cut(p, number), p.bytes)) return;
     }
     stream.flush();
-  });
+  }
+};
+
+// One, two and four lanes a block: what bounds one thread is how soon it can start the next copy.
+ENTRY(bulk_send, 64) {
+  MEMORY;
+  with_streams<BulkOp::copy, 1, SendAll>(p, memory);
 }
+ENTRY(bulk_send_2, 128) {
+  MEMORY;
+  with_streams<BulkOp::copy, 2, SendAll>(p, memory);
+}
+ENTRY(bulk_send_4, 256) {
+  MEMORY;
+  with_streams<BulkOp::copy, 4, SendAll>(p, memory);
+}
+ENTRY(stream_put, 64) {
+  MEMORY;
+  with_streams<BulkOp::copy, 1, PutAll>(p, memory);
+}
+
 ENTRY(add_f32_put, 64) {
-  STAGES(StreamStages);
-  add_all<BulkOp::add_f32>(p, stages);
+  MEMORY;
+  with_streams<BulkOp::add_f32, 1, AddAll>(p, memory);
 }
 ENTRY(add_bf16_put, 64) {
-  STAGES(StreamStages);
-  add_all<BulkOp::add_bf16>(p, stages);
+  MEMORY;
+  with_streams<BulkOp::add_bf16, 1, AddAll>(p, memory);
 }
 ENTRY(add_f16_put, 64) {
-  STAGES(StreamStages);
-  add_all<BulkOp::add_f16>(p, stages);
+  MEMORY;
+  with_streams<BulkOp::add_f16, 1, AddAll>(p, memory);
 }
 
 // Pull: the sender says that its source is there, and the receiver's mover fetches it.

@@ -20,8 +20,8 @@ const char* const kEntries[] = {
     "copy_engine_ping", "copy_engine_send", "copy_engine_put",     "keep",      "packet_keep", "copy_engine_keep",
     "proxy_ping",       "proxy_send",       "copy_engine_receive", "proxy_put",
 };
-const char* const kBulkEntries[] = {"bulk_ping",    "bulk_send",   "bulk_put", "stream_put", "add_f32_put",
-                                    "add_bf16_put", "add_f16_put", "pull_put", "pull_keep"};
+const char* const kBulkEntries[] = {"bulk_send_2", "bulk_send_4",  "bulk_ping",   "bulk_send", "bulk_put", "stream_put",
+                                    "add_f32_put", "add_bf16_put", "add_f16_put", "pull_put",  "pull_keep"};
 
 }  // namespace
 
@@ -125,8 +125,13 @@ device::RunParams Machine::params(int d, const Shape& shape, bool first) const {
 
 size_t Machine::shared_bytes(const std::string& entry) const {
   if (entry == "bulk_ping" || entry == "bulk_put" || entry == "pull_keep") return sizeof(device::MessageStages);
-  if (entry == "bulk_send" || entry == "stream_put" || entry.starts_with("add_"))
-    return major_ < 12 ? sizeof(device::StreamStagesOf<9>) : sizeof(device::StreamStagesOf<12>);
+  const auto streams = [&]<int kStreams>() {
+    return kStreams *
+           (major_ < 12 ? sizeof(device::StreamStagesOf<9, kStreams>) : sizeof(device::StreamStagesOf<12, kStreams>));
+  };
+  if (entry == "bulk_send_2") return streams.operator()<2>();
+  if (entry == "bulk_send_4") return streams.operator()<4>();
+  if (entry == "bulk_send" || entry == "stream_put" || entry.starts_with("add_")) return streams.operator()<1>();
   return 0;
 }
 

@@ -22,10 +22,12 @@ uint32_t blocks_of(const Shape& shape) {
   return shape.engine == "warp" ? (shape.lanes + 31) / 32 : shape.lanes;
 }
 
-uint32_t threads_of(const Shape& shape, bool stream) {
+// By how many threads of a block that each drive a lane of their own.
+const std::pair<const char*, uint32_t> kStreams[] = {{"bulk_send", 1}, {"bulk_send_2", 2}, {"bulk_send_4", 4}};
+
+uint32_t threads_of(const Shape& shape) {
   if (shape.engine == "warp") return 32 * std::min(shape.lanes, 32u);
-  if (shape.engine == "bulk") return stream ? 64 : 32;
-  if (!by_sm(shape.engine)) return 32;
+  if (shape.engine == "bulk" || !by_sm(shape.engine)) return 32;
   return static_cast<uint32_t>(std::clamp<uint64_t>((shape.bytes / 16 + 31) / 32 * 32, 32, 1024));
 }
 
@@ -71,20 +73,23 @@ double round_trips(Machine& machine, const Shape& shape) {
     if (shape.engine == "copy_engine") machine.post(d, shape, d == 0);
     if (shape.engine == "proxy") machine.start_proxy(d);
   }
-  for (int d : {1, 0})
-    machine.launch(d, shape.engine + "_ping", shape, blocks_of(shape), threads_of(shape, false), d == 0);
+  for (int d : {1, 0}) machine.launch(d, shape.engine + "_ping", shape, blocks_of(shape), threads_of(shape), d == 0);
   machine.finish();
   return machine.spent_ns(shape.lanes) / 2e3 / (shape.count - kWarm);
 }
 
-double stream(Machine& machine, const Shape& shape) {
+double stream(Machine& machine, const Shape& shape, uint32_t blocks) {
   if (shape.engine == "cpu") return by_host(machine, shape, false);
   if (shape.engine == "copy_engine") machine.post(0, shape, true);
   if (shape.engine == "proxy") machine.start_proxy(0);
   const bool unpacks = shape.engine == "packet";
   const std::string receiver = unpacks || shape.engine == "copy_engine" ? shape.engine + "_receive" : "watch";
-  machine.launch(1, receiver, shape, shape.lanes, unpacks ? threads_of(shape, true) : 32, false);
-  machine.launch(0, shape.engine + "_send", shape, blocks_of(shape), threads_of(shape, true), true);
+  machine.launch(1, receiver, shape, shape.lanes, unpacks ? threads_of(shape) : 32, false);
+  std::string sender = shape.engine + "_send";
+  uint32_t threads = threads_of(shape);
+  for (const auto& [entry, streams] : kStreams)
+    if (shape.engine == "bulk" && shape.lanes == blocks * streams) sender = entry, threads = 64 * streams;
+  machine.launch(0, sender, shape, shape.engine == "bulk" ? blocks : blocks_of(shape), threads, true);
   machine.finish();
   return machine.spent_ns(shape.lanes) * 1e-9;
 }
@@ -121,27 +126,32 @@ void measure_latency(Machine& machine, const std::string& engine, uint64_t bytes
 
 void measure_throughput(Machine& machine, const std::string& engine, uint64_t bytes, uint32_t blocks) {
   const bool sm = by_sm(engine);
-  Shape shape{engine, sm ? std::min(bytes, kPiece) : bytes};
-  shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = shape.bytes;
-  shape.lanes = !sm ? 1 : engine == "warp" ? 32 * blocks : blocks;
-  // So many slots that a megabyte of a lane may be under way: what is told late must not stop what follows.
-  const uint64_t room = std::min<uint64_t>(sm ? 1 << 20 : kRing, kRing / shape.lanes);
-  shape.depth = static_cast<uint32_t>(std::clamp<uint64_t>(room / shape.slot_bytes, 2, sm ? 256 : 64));
-  const uint64_t wanted = (uint64_t{512} << 20) / (shape.bytes * shape.lanes);
-  shape.count = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 32, sm ? 4000 : CopyPoster::kMostPosted));
-  double seconds = 1e9;
-  uint64_t wrong = 0;
-  for (int round = 0; round < 3; ++round) {
-    machine.prepare(shape, engine == "packet");
-    seconds = std::min(seconds, stream(machine, shape));
-    if (engine != "cpu") wrong += wrong_bytes(machine, 1, shape);
+  std::vector<uint32_t> choices{!sm ? 1 : engine == "warp" ? 32 * blocks : blocks};
+  if (engine == "bulk") choices = {blocks, 2 * blocks, 4 * blocks};
+  double best = 0;
+  uint32_t lanes = 0;
+  uint64_t messages = 0, wrong = 0;
+  for (uint32_t choice : choices) {
+    Shape shape{engine, sm ? std::min(bytes, kPiece) : bytes};
+    shape.slot_bytes = slot_bytes(engine, shape.bytes), shape.result_stride = shape.bytes;
+    shape.lanes = choice;
+    // So many slots that a megabyte of a lane may be under way: what is told late must not stop what follows.
+    const uint64_t room = std::min<uint64_t>(sm ? 1 << 20 : kRing, kRing / shape.lanes);
+    shape.depth = static_cast<uint32_t>(std::clamp<uint64_t>(room / shape.slot_bytes, 2, sm ? 256 : 64));
+    const uint64_t wanted = (uint64_t{512} << 20) / (shape.bytes * shape.lanes);
+    shape.count = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 32, sm ? 4000 : CopyPoster::kMostPosted));
+    for (int round = 0; round < 3; ++round) {
+      machine.prepare(shape, engine == "packet");
+      const double seconds = stream(machine, shape, blocks);
+      if (engine != "cpu") wrong += wrong_bytes(machine, 1, shape);
+      const double gbps = static_cast<double>(shape.bytes) * shape.lanes * shape.count / seconds * 1e-9;
+      if (gbps > best) best = gbps, lanes = choice, messages = uint64_t{shape.count} * choice;
+    }
   }
-  const double total = static_cast<double>(shape.bytes) * shape.lanes * shape.count;
   std::printf(
-      "{\"engine\": \"%s\", \"what\": \"throughput\", \"bytes\": %llu, \"gbps\": %.3f, \"blocks\": %u, \"messages\": "
-      "%u, \"wrong\": %llu}\n",
-      engine.c_str(), printed(bytes), total / seconds * 1e-9, sm ? blocks : 0, shape.count * shape.lanes,
-      printed(wrong));
+      "{\"engine\": \"%s\", \"what\": \"throughput\", \"bytes\": %llu, \"gbps\": %.3f, \"blocks\": %u, \"lanes\": %u, "
+      "\"messages\": %llu, \"wrong\": %llu}\n",
+      engine.c_str(), printed(bytes), best, sm ? blocks : 0, lanes, printed(messages), printed(wrong));
   std::fflush(stdout);
 }
 

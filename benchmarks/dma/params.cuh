@@ -23,10 +23,9 @@ struct RunParams {
   uint32 first;  // this GPU sends first
 };
 
-// Of a message by one thread; of a stream, on GPUs of 227 KB and of 99 KB of shared memory a block.
+// Of a message by one thread; of streams, one or several of a block, on GPUs of 227 KB and of 99 KB of shared memory.
 using MessageStages = BulkStages<20, 8, 4096>;
-template <int kMajor>
-using StreamStagesOf = BulkStages < kMajor < 12 ? 24 : 11,
-      kMajor<12 ? 8 : 4, 8192>;
+template <int kMajor, int kStreams>
+using StreamStagesOf = BulkStages<(kMajor < 12 ? 24 : 11) / kStreams, (kMajor < 12 ? 8 : 4) / kStreams, 8192>;
 
 }  // namespace ark::device

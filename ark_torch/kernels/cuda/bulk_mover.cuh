@@ -21,9 +21,9 @@ namespace ark::device {
 
 enum class BulkOp { copy, add_f32, add_bf16, add_f16 };
 
-// In shared memory, 128-byte aligned. kAhead: chunks loaded before the oldest is stored.
+// In shared memory. kAhead: chunks loaded before the oldest is stored.
 template <int kStageCount, int kAheadCount, int kChunkBytes>
-struct BulkStages {
+struct alignas(128) BulkStages {
   static constexpr int kStages = kStageCount, kAhead = kAheadCount, kChunk = kChunkBytes;
   static_assert(kAhead < kStages && kChunk % 128 == 0);
   char stages[kStages][kChunk];

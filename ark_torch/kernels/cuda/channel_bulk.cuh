@@ -68,12 +68,13 @@ class BulkStream : private BulkMover<kOp, Stages> {
     shared.credit = 0;
   }
   __device__ __forceinline__ BulkStream(const ChannelEnd& end, Stages& shared)
-      : BulkMover<kOp, Stages>(shared), end_(end), sent_(end.state->sent) {}
+      : BulkMover<kOp, Stages>(shared),
+        end_(end),
+        sent_(end.state->sent),
+        slot_(static_cast<uint32>(protocol::slot_of(sent_, end.depth))) {}
   using BulkMover<kOp, Stages>::source_changed;
 
-  __device__ __forceinline__ char* slot() const {
-    return end_.to_slots + protocol::slot_of(sent_, end_.depth) * end_.slot_bytes;
-  }
+  __device__ __forceinline__ char* slot() const { return end_.to_slots + slot_ * end_.slot_bytes; }
   __device__ __forceinline__ bool open() { return taken(protocol::needed_to_write(sent_, end_.depth)); }
   __device__ __forceinline__ bool put(void* to, const void* from, uint64 bytes) {
     BulkMover<kOp, Stages>::put(to, from, bytes, sent_, [&] { note(); });
@@ -81,6 +82,7 @@ class BulkStream : private BulkMover<kOp, Stages> {
   }
   __device__ __forceinline__ bool signal() {
     sent_++;
+    slot_ = slot_ + 1 == end_.depth ? 0 : slot_ + 1;  // a division would take as long as a chunk
     const uint32 last = this->load_stage_ == 0 ? Stages::kStages - 1 : this->load_stage_ - 1;
     if (this->ahead_ != 0) this->shared_.finished[last] = sent_;  // else told by push()
     return true;
@@ -102,9 +104,10 @@ class BulkStream : private BulkMover<kOp, Stages> {
   }
 
  private:
-  // What is written behind the chunks that are still under way.
+  // What is written behind the chunks that are still under way; for every few chunks once.
   __device__ __forceinline__ void note() {
     constexpr int kPending = BulkMover<kOp, Stages>::kPending;
+    if (this->store_stage_ % 4 != 0) return;
     bulk_wait_written<kPending>();
     const uint32 newest = this->store_stage_ + Stages::kStages - 1;
     store_block(this->shared_.written, this->shared_.finished[(newest - kPending) % Stages::kStages]);
@@ -122,6 +125,7 @@ class BulkStream : private BulkMover<kOp, Stages> {
 
   const ChannelEnd end_;
   uint64 sent_, credit_ = 0;
+  uint32 slot_;
 };
 
 // The telling thread's whole work; returns when the mover has closed the stream.

@@ -10,10 +10,10 @@ namespace ark::device {
 
 #if defined(__CUDACC__)
 
-// Bytes by a whole team, eight accesses of a thread under way at once.
+// Bytes by a whole team, four accesses of a thread under way at once.
 template <class Team>
 __device__ __forceinline__ void copy_bytes(void* to, const void* from, uint64 bytes) {
-  constexpr int kBatch = 8;
+  constexpr int kBatch = 4;
   const bool aligned = ((reinterpret_cast<uint64>(to) | reinterpret_cast<uint64>(from)) & 15) == 0;
   const uint64 units = aligned ? bytes / 16 : 0, step = Team::size();
   auto* to_units = static_cast<Unit*>(to);
