@@ -26,14 +26,14 @@ void check_sizes(MemoryMeeting& meeting) {
 
 // One device a rank, and every peer's in reach. A device that this process does not see (CUDA_VISIBLE_DEVICES) is
 // tried: mapping its memory tells.
-void check_devices(MemoryMeeting& meeting, int device) {
+void check_devices(MemoryMeeting& meeting, int device, bool device_each) {
   const CUuuid own = meeting.card_of<BufferCard>(meeting.rank()).device;
   int count = 0;
   check(driver().device_get_count(&count), "cuDeviceGetCount");
   for (int peer = 0; peer < meeting.size(); ++peer) {
     if (peer == meeting.rank()) continue;
     const CUuuid theirs = meeting.card_of<BufferCard>(peer).device;
-    if (std::memcmp(&own, &theirs, sizeof own) == 0) {
+    if (device_each && std::memcmp(&own, &theirs, sizeof own) == 0) {
       throw Error(ErrorKind::invalid_argument,
                   "rank " + std::to_string(peer) + " uses the same GPU as rank " + std::to_string(meeting.rank()),
                   ErrorContext{meeting.rank(), peer, "", 0,
@@ -79,7 +79,7 @@ std::vector<DeviceMemory> SymmetricMemory::create(KeyValueStore& store, const Op
   };
   const auto share = [&] {
     check_sizes(*meeting);
-    check_devices(*meeting, options.device);
+    check_devices(*meeting, options.device, options.device_each);
     SymmetricMemory::share(*meeting, own, [&](int peer, UniqueFd fd) {
       memory[peer] = DeviceMemory::import(options.device, fd, meeting->card_of<BufferCard>(peer).bytes);
     });

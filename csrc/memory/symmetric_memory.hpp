@@ -22,7 +22,8 @@ class SymmetricMemory {
     int rank = 0;
     int size = 1;
     int device = 0;
-    size_t bytes = 0;  // equal on all ranks
+    size_t bytes = 0;         // equal on all ranks
+    bool device_each = true;  // refuses ranks that share a device
     std::chrono::milliseconds timeout{0};
     std::string name;                                  // of this buffer in the group; part of its keys in the store
     std::function<void(const DeviceMemory&)> prepare;  // this rank's, before a peer sees it; may be empty

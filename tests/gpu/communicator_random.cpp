@@ -1,9 +1,11 @@
 // Random operations of CudaCommunicator against the shared-memory communicator, bit for bit, without PyTorch.
 //
 // usage: communicator_random RANKS OPERATIONS SEED KERNELS_DIR [RANK FOLDER]
-// One process a rank, rank r on device r. Every operation is drawn from (SEED, number) alike on all ranks, every rank's
-// input from (SEED, number, rank): sizes from nothing to megabytes, any alignment, values that are random bits half of
-// the time. Outputs are poisoned, some operations repeated without a pause.
+// One process a rank, rank r on device r; with more ranks than devices they share them, and take turns (slow). Every
+// operation is drawn from (SEED, number) alike on all ranks, every rank's input from (SEED, number, rank): sizes from
+// nothing to megabytes, any alignment, values that are random bits half of the time. Outputs are poisoned, some
+// operations repeated without a pause. With an odd SEED half of the memory is registered, and each rank draws for
+// itself where an operation's buffers lie.
 //
 // With RANK and FOLDER this process is that rank alone and meets the others in the folder (new, empty), with nothing
 // large and six times the patience: so compute-sanitizer runs it, a process each.
@@ -15,6 +17,7 @@
 #include <random>
 
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "collectives/cuda/registration.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/shm_communicator.hpp"
 #include "jit/driver.hpp"
@@ -73,19 +76,27 @@ class Rank {
   }
 
   std::string run(std::shared_ptr<KeyValueStore> cuda_store) {
-    context_.emplace(rank_);
+    int devices = 0;
+    check(driver().device_get_count(&devices), "device count");
+    context_.emplace(rank_ % devices);
     CudaCommunicator::Options options;
-    options.device = rank_;
+    options.device = rank_ % devices;
+    options.device_each = arguments_.ranks <= devices;
+    if (!options.device_each) largest_ = std::min(largest_, 17);
     options.timeout = std::chrono::seconds(60) * arguments_.patience;
     // The paths of large sizes for smaller ones too.
     CudaDispatch dispatch = CudaDispatch::measured(arguments_.ranks);
     if (arguments_.seed % 3 == 1) {
       dispatch.one_shot_to = 4 * 1024;
       dispatch.chunks_from = 2 * 1024;
+      dispatch.landings_from = 1;
+      dispatch.relay_from = 64;
       dispatch.copy_engine_from = ~uint64_t{0};
     } else if (arguments_.seed % 3 == 2) {
       dispatch.one_shot_to = 16 * 1024;
       dispatch.chunks_from = 64 * 1024;
+      dispatch.landings_from = 8192;
+      dispatch.relay_from = 4096;
       dispatch.copy_engine_from = 256 * 1024;
     }
     options.dispatch = dispatch;
@@ -94,8 +105,24 @@ class Rank {
     if (!gpu_) return "no communicator: " + why;
     for (CUstream& stream : streams_)
       check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "stream");
-    check(driver().mem_alloc(&in_, kPool), "mem_alloc");
-    check(driver().mem_alloc(&out_, kPool), "mem_alloc");
+    for (CUdeviceptr* pool : {&in_, &out_})
+      *pool = reinterpret_cast<CUdeviceptr>(ark_pool_alloc(2 * kPool, options.device, nullptr));
+    if (arguments_.seed % 2 == 1 && arguments_.ranks > 1) {
+      MemoryMeeting::Options meeting;
+      meeting.rank = rank_, meeting.size = arguments_.ranks;
+      meeting.timeout = options.timeout;
+      meeting.name = "registration";
+      meeting.check = [] {};
+      Registration registration(MemoryMeeting::join(*cuda_store, meeting, why));
+      for (const CUdeviceptr pool : {in_, out_}) {
+        char* const data = reinterpret_cast<char*>(pool);
+        registration.add(
+            [&] {
+              return RegisteredRange{data, kPool, find_shareable(data, kPool)};
+            },
+            [&] { return &gpu_->windows(); });
+      }
+    }
     for (number_ = 0; number_ < arguments_.operations; ++number_) {
       const std::string problem = one();
       if (!problem.empty()) return "operation " + std::to_string(number_) + ": " + problem;
@@ -142,7 +169,7 @@ class Rank {
     const bool rooted =
         kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather || kind == Kind::scatter;
     const int root = rooted ? static_cast<int>(random() % n) : -1;
-    const int size_class = std::min(static_cast<int>(random() % 24), arguments_.largest);
+    const int size_class = std::min(static_cast<int>(random() % 24), largest_);
     size_t count = random() % ((size_t{1} << std::min(size_class, 20)) + 1);
     if (size_class == 23) count = (size_t{1} << (22 + random() % 3)) + random() % 1000;
     count = std::min(count, kPool / 2 / element / n);
@@ -173,7 +200,9 @@ class Rank {
     const Operation on_cpu = operation(kind, dtype, op, root);
     call(*cpu_, on_cpu, kind, transfer, in.data(), expected.data(), count, bytes, sends, receives);
     Operation on_gpu = on_cpu;
-    const CUdeviceptr gpu_in = in_ + in_at, gpu_out = in_place ? gpu_in : out_ + out_at;
+    Random own(arguments_.seed * 77 + number_ * 8 + rank_);
+    const CUdeviceptr gpu_in = in_ + in_at + own() % 2 * kPool;
+    const CUdeviceptr gpu_out = in_place ? gpu_in : out_ + out_at + own() % 2 * kPool;
     for (int turn = 0; turn < repeats; ++turn) {
       copy(gpu_in, in.data(), in_bytes);
       if (!in_place) check(driver().memset_d8_async(gpu_out, 0xa5, out_bytes, streams_[0]), "memset");
@@ -267,6 +296,7 @@ class Rank {
   CUstream streams_[1 + 2 * 8] = {};
   CUdeviceptr in_ = 0, out_ = 0;
   int number_ = 0;
+  int largest_ = arguments_.largest;
   uint64_t sequence_ = 0;
   int done_[kKinds + 1] = {};
 };

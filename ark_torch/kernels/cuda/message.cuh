@@ -61,8 +61,14 @@ __device__ __forceinline__ void send_message(const Rings& rings, uint32 lane, in
   sender.close();
 }
 
-template <class Protocol>
-__device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes) {
+struct NobodyAsks {
+  __device__ __forceinline__ void operator()(uint64) const {}
+};
+
+// `stored(step)` is called by the whole warp when a step lies in `to`.
+template <class Protocol, class Stored = NobodyAsks>
+__device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane, int peer, void* to, uint64 bytes,
+                                                Stored stored = {}) {
   const RingTable& table = Protocol::table(rings);
   const Spread spread = spread_of<Protocol>(bytes, table.lanes);
   Piece<Protocol, kMessageRows> piece;
@@ -84,8 +90,10 @@ __device__ __forceinline__ void receive_message(const Rings& rings, uint32 lane,
     }
     ARK_UNROLL
     for (int j = 0; j < kMessageRows; j++) raw[j] = Protocol::Receiver::unpacked(raw[j]);
-    if (!next.there || next.step != piece.step) receiver.release();
+    const bool ends = !next.there || next.step != piece.step;
+    if (ends) receiver.release();
     store_piece(to, bytes, piece, raw);
+    if (ends) stored(piece.step);
     piece = next;
   }
   receiver.close();

@@ -9,13 +9,14 @@
 namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // H200, 2 and 4 ranks. Alone, rings take 212 us for 64 MB and 3.3 ms for 1 GB, copy engines 249 us and 3.9 ms (NCCL
-  // 247 us and 3.3 ms); but large buckets are summed beside computation, which rings slow down (a step of GPT-2 XL: 78
-  // ms, NCCL 72, copy engines 66). On more than two ranks they were not measured yet. Landings gain 2 to 5% (64 MB 202
-  // us instead of 209) and lose below 16 MB, where lines are there sooner than an announcement.
+  // H200, 2 and 4 ranks (relay_from is a guess: two flights over the link against one longer stay on it). Alone, rings
+  // take 212 us for 64 MB and 3.3 ms for 1 GB, copy engines 249 us and 3.9 ms (NCCL 247 us and 3.3 ms); but large
+  // buckets are summed beside computation, which rings slow down (a step of GPT-2 XL: 78 ms, NCCL 72, copy engines 66).
+  // On more than two ranks they were not measured yet. Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose
+  // below 16 MB, where lines are there sooner than an announcement.
   constexpr uint64_t kNever = ~uint64_t{0};
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
-  return {one_shot_to, 8 << 20, 8 << 20, ranks <= 2 ? 24 << 20 : kNever, 512 << 20};
+  return {one_shot_to, 8 << 20, 8 << 20, 1 << 20, ranks <= 2 ? 24 << 20 : kNever, 512 << 20};
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
@@ -33,6 +34,7 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   sharing.rank = rank;
   sharing.size = size;
   sharing.device = options.device;
+  sharing.device_each = options.device_each;
   sharing.bytes = ArenaLayout(size).total;
   sharing.timeout = options.timeout;
   sharing.name = "arena";
@@ -101,6 +103,7 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   launcher_->watch().check(operation.context);
+  if (size_ > 2 && bytes >= dispatch_.relay_from) return launcher_->relay(operation, data, bytes);
   const int root = operation.descriptor.root;
   device::MoveParams params{};
   for (int r = 0; r < size_ && rank_ == root; ++r) {

@@ -27,6 +27,7 @@ struct CudaDispatch {
   uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings
   uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
   uint64_t landings_from;     // of one rank's part or message: from here into the receiver's registered memory
+  uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
   uint64_t buffer_bytes;      // of shared memory for copy engines, at most (ARK_BUFFER_MB)
   static CudaDispatch measured(int ranks);
@@ -37,6 +38,7 @@ class CudaCommunicator final : public Communicator {
   struct Options {
     int device = 0;                         // CUDA ordinal of this process
     std::chrono::milliseconds timeout{0};   // for create()
+    bool device_each = true;                // false, for tests: ranks on one device take turns, by slices of time
     std::optional<CudaDispatch> dispatch;   // else the measured one
     std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
   };

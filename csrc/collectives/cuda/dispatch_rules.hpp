@@ -25,9 +25,9 @@ struct CudaDispatchField {
   uint64_t CudaDispatch::*value;
 };
 inline constexpr CudaDispatchField kCudaDispatchFields[] = {
-    {"one_shot_to", &CudaDispatch::one_shot_to},     {"chunks_from", &CudaDispatch::chunks_from},
-    {"landings_from", &CudaDispatch::landings_from}, {"copy_engine_from", &CudaDispatch::copy_engine_from},
-    {"buffer_bytes", &CudaDispatch::buffer_bytes},
+    {"one_shot_to", &CudaDispatch::one_shot_to},           {"chunks_from", &CudaDispatch::chunks_from},
+    {"landings_from", &CudaDispatch::landings_from},       {"relay_from", &CudaDispatch::relay_from},
+    {"copy_engine_from", &CudaDispatch::copy_engine_from}, {"buffer_bytes", &CudaDispatch::buffer_bytes},
 };
 
 CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);

@@ -9,6 +9,7 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"move", move_stub()});
+  stubs.push_back({"relay", relay_stub()});
   const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};
   for (const int size : sizes) {
     for (int kind = 0; kind < kRuleKinds; ++kind) {

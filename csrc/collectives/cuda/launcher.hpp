@@ -15,6 +15,7 @@
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/cuda/windows.hpp"
 #include "cuda/move.cuh"
+#include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
 #include "dma/copy_engine.hpp"
 #include "health/device_watch.hpp"
@@ -48,6 +49,8 @@ class CudaLauncher {
   void transfer(const Operation& operation, const device::MoveParams& params) {
     move(operation, layout_.transfers, params);
   }
+  // The root's data to everybody, by way of each other: for more than two ranks.
+  void relay(const Operation& operation, void* data, uint64_t bytes);
   // params.in, out, bytes and receivers are set.
   void two_shot(const Operation& operation, device::TwoShotParams params);
   void one_shot(const Operation& operation, const void* in, void* out, uint64_t bytes);
@@ -79,6 +82,7 @@ class CudaLauncher {
   uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const;
   void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const;
   const jit::Kernel& moving();
+  const jit::Kernel& relaying();
   const Reduce& reducing(const Operation& operation);
   const jit::Kernel& adding_by_parts(const Operation& operation, bool chunked);
   device::Rings rings(const Operation& operation, const RingSet& set) const;
@@ -95,10 +99,11 @@ class CudaLauncher {
   Windows windows_;
   PinnedMemory status_;
   DeviceWatch watch_;
+  const bool device_each_;
   const uint64_t chunks_from_, landings_from_, buffer_bytes_;
   std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;
-  const jit::Kernel* move_ = nullptr;
+  const jit::Kernel *move_ = nullptr, *relay_ = nullptr;
   std::array<Reduce, kRuleKinds> reduces_;
   std::unique_ptr<CopyEngine> engine_;
   bool engine_refused_ = false;

@@ -1,6 +1,7 @@
 // The texts behind stubs.hpp. A new kernel header adds its stub here.
 #include "collectives/cuda/stubs.hpp"
 
+#include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
 
@@ -59,10 +60,15 @@ std::string move_stub() {
   return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)");
 }
 
+std::string relay_stub() {
+  return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
+}
+
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"move", move_stub()});
+  stubs.push_back({"relay", relay_stub()});
   const char* const names[] = {"bf16", "f16", "f32", "any"};
   const auto add = [&](RuleKind rule, int ranks, int rank) {
     const std::string name = std::string("_") + names[static_cast<int>(rule)] + "_" + std::to_string(ranks);

@@ -19,6 +19,8 @@ std::string reduce_stub(RuleKind rule, int ranks, int rank);
 std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked);
 // Entry "move".
 std::string move_stub();
+// Entry "relay".
+std::string relay_stub();
 
 struct Stub {
   std::string name;   // "probe"
