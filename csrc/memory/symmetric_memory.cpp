@@ -39,6 +39,7 @@ void check_devices(MemoryMeeting& meeting, int device, bool device_each) {
                   ErrorContext{meeting.rank(), peer, "", 0,
                                "Give every rank a GPU of its own (torch.cuda.set_device(local_rank))."});
     }
+    if (std::memcmp(&own, &theirs, sizeof own) == 0) continue;
     for (int ordinal = 0; ordinal < count; ++ordinal) {
       CUuuid seen;
       int reaches = 1;

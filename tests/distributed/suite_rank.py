@@ -33,10 +33,10 @@ def bodies(rank: Rank) -> dict[str, str]:
     return {name: getattr(getattr(case, name), "__unittest_skip_why__", "") for name in names}
 
 
-def run_body(rank: Rank, name: str, seen_as: str = "") -> str:
+def run_body(rank: Rank, name: str, seen_as: str = "", reload: bool = True) -> str:
     """ "" when it passed, else why it skipped itself; raises what the body raises.
 
-    `seen_as` is what BACKEND says while the body runs.
+    `seen_as` is what BACKEND says while the body runs; with `reload` DDP is saved and loaded between two steps.
     """
     import torch.distributed as dist
     from torch.testing._internal import common_utils
@@ -48,6 +48,7 @@ def run_body(rank: Rank, name: str, seen_as: str = "") -> str:
     os.environ.update(TEMP_DIR=folder, INIT_METHOD=init, MASTER_ADDR="127.0.0.1")
     # Bodies for the group [1, 2] skip themselves below 8 ranks unless this says "mpi"; they need three.
     os.environ["BACKEND"] = seen_as or ("mpi" if rank.world_size > 2 else "gloo")
+    usual, suite.INIT_METHOD = suite.INIT_METHOD, suite.INIT_METHOD if reload else "env://"
     suite.Barrier.barrier_id = 0
     for sub in ("barrier", "test_dir", "init_dir"):
         os.makedirs(os.path.join(folder, sub), exist_ok=True)
@@ -69,6 +70,7 @@ def run_body(rank: Rank, name: str, seen_as: str = "") -> str:
             raise AssertionError(f"{name} left with exit code {leave.code}") from leave
     if not why:
         case._barrier(timeout=60)
+    suite.INIT_METHOD = usual  # after a failure this process runs no other body
     if dist.is_initialized():
         dist.destroy_process_group()
     return why
