@@ -5,7 +5,7 @@
 // knows a group. A table of the process knows every segment, so that registration (collectives/cuda/registration.hpp)
 // finds the one that a tensor lies in.
 //
-// Life. Who registers a segment holds it. Freed by PyTorch meanwhile (torch.cuda.empty_cache()), it stays mapped at its
+// Life. Who registers a segment holds it. Freed by PyTorch meanwhile (when its MemPool goes), it stays mapped at its
 // address until the last window onto it ends, so no other memory can come to lie where a window is thought to be, and
 // what peers write goes nowhere else. It only is no longer found: it cannot be registered again.
 #pragma once
