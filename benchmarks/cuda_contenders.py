@@ -1,0 +1,195 @@
+"""What benchmarks/cuda_collectives.py compares: one operation at one size, as each implementation offers it.
+
+ark and NCCL on plain and on registered tensors, NCCL's efficiency and zero (copy-engine) policies where they apply,
+PyTorch's symmetric memory: one-shot, two-shot and low-contention forms. Each works on tensors of its own. One that a
+version or machine lacks is left out, on all ranks alike, and named on standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Call = Callable[[], Any]
+MB = 1 << 20
+POLICIES = {"nccl_efficiency": 1, "nccl_zero": 2}  # NCCL_CTA_POLICY_*
+
+
+def make_groups(device: torch.device, timeout: Any) -> dict[str, Any]:
+    """The default group is NCCL's; the others beside it."""
+    groups = {"nccl": dist.group.WORLD, "ark": dist.new_group(backend="ark", timeout=timeout)}
+    for name, policy in POLICIES.items():
+        options = dist.ProcessGroupNCCL.Options()
+        try:
+            options.config.cta_policy = policy
+        except AttributeError:
+            print(f"left out: {name}: this PyTorch does not set NCCL's policy", file=sys.stderr)
+            continue
+        groups[name] = dist.new_group(backend="nccl", pg_options=options)
+    for group in groups.values():  # the first call meets the other ranks
+        dist.all_reduce(torch.ones(1, device=device), group=group)
+    return groups
+
+
+class Row:
+    """The implementations of one operation at one size."""
+
+    def __init__(self, operation: str, size: int, rank: int, ranks: int, groups: dict[str, Any]) -> None:
+        self.operation, self.size, self.rank, self.ranks = operation, size, rank, ranks
+        self.groups = groups
+        self.count = max(size // 2 // ranks, 1) * ranks
+        generator = torch.Generator(device="cuda").manual_seed(1000 * rank + 1)
+        self.seed = torch.randn(self.count, generator=generator, device="cuda").to(torch.bfloat16)
+        self.tensors: list[torch.Tensor] = []
+        self.reduced: dict[str, torch.Tensor] = {}
+        self.undo: list[Call] = []
+        self.calls: dict[str, Call] = {}
+        makers = {"ark": self.plain, "nccl": self.plain, "ark_registered": self.ark_registered}
+        makers |= {name: self.nccl_registered for name in ("nccl_registered", *POLICIES)}
+        makers |= {
+            "symm_one_shot": self.symmetric,
+            "symm_two_shot": self.symmetric,
+            "symm_low_contention": self.symmetric,
+        }
+        for name, make in makers.items():
+            try:
+                made = make(name)
+            except (RuntimeError, AttributeError) as error:
+                if rank == 0:
+                    print(f"left out: {name}: {str(error).splitlines()[0]}", file=sys.stderr)
+                continue
+            if made is not None:
+                self.calls[name] = made
+
+    def tensor(self, name: str, parts: int) -> torch.Tensor:
+        """With so many of the ranks' parts."""
+        made = torch.empty(self.count // self.ranks * parts, dtype=torch.bfloat16, device="cuda")
+        self.tensors.append(made)
+        if self.operation == "all_reduce":
+            self.reduced[name] = made
+        return made
+
+    def renew(self) -> None:
+        for tensor in self.tensors:
+            tensor.copy_(self.seed[: tensor.numel()])
+
+    def call_on(self, group: Any, tensors: list[torch.Tensor]) -> Call:
+        """tensors: the whole, and a part or as much again where the operation has two sides."""
+        whole, op = tensors[0], self.operation
+        if op == "all_reduce":
+            return lambda: dist.all_reduce(whole, group=group)
+        if op == "broadcast":
+            return lambda: dist.broadcast(whole, 0, group=group)
+        other = tensors[1]
+        if op == "all_to_all":
+            return lambda: dist.all_to_all_single(other, whole, group=group)
+        if op == "all_gather":
+            return lambda: dist.all_gather_into_tensor(whole, other, group=group)
+        if op == "reduce_scatter":
+            return lambda: dist.reduce_scatter_tensor(other, whole, group=group)
+        left, right = (self.rank - 1) % self.ranks, (self.rank + 1) % self.ranks
+
+        def exchange() -> None:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, whole, group=group, group_peer=right),
+                    dist.P2POp(dist.irecv, other, group=group, group_peer=left),
+                ]
+            )
+            for work in works:
+                work.wait()
+
+        return exchange
+
+    def sides(self, name: str) -> list[torch.Tensor]:
+        parts = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": self.ranks, "send_recv": self.ranks}
+        made = [self.tensor(name, self.ranks)]
+        if self.operation in parts:
+            made.append(self.tensor(name, parts[self.operation]))
+        return made
+
+    def plain(self, name: str) -> Call:
+        return self.call_on(self.groups[name], self.sides(name))
+
+    def ark_registered(self, name: str) -> Call | None:
+        from ark_torch import distributed, memory
+
+        if self.operation == "send_recv":  # messages do not look for registered memory
+            return None
+        group = self.groups["ark"]
+        with torch.cuda.use_mem_pool(memory.pool()):
+            sides = self.sides(name)
+        for side in sides:
+            distributed.register(side, group=group)
+            self.undo.append(lambda side=side: distributed.deregister(side, group=group))
+        return self.call_on(group, sides)
+
+    def nccl_registered(self, name: str) -> Call | None:
+        if name == "nccl_efficiency" and self.operation not in ("all_reduce", "all_gather", "reduce_scatter"):
+            return None
+        if name == "nccl_zero" and self.operation not in ("all_gather", "all_to_all"):
+            return None  # no copy-engine form
+        group = self.groups[name if name in POLICIES else "nccl"]
+        backend = group._get_backend(torch.device("cuda"))
+        pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(pool):
+            sides = self.sides(name)
+        try:
+            backend.register_mem_pool(pool, True)
+        except TypeError:
+            backend.register_mem_pool(pool)
+        self.undo.append(lambda: backend.deregister_mem_pool(pool))
+        return self.call_on(group, sides)
+
+    def symmetric(self, name: str) -> Call | None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        low = {
+            "all_gather": (1, "_low_contention_all_gather"),
+            "reduce_scatter": (self.ranks, "_low_contention_reduce_scatter"),
+        }
+        if (name == "symm_low_contention") != (self.operation in low):
+            return None
+        if self.operation not in ("all_reduce", *low) or (name == "symm_one_shot" and self.size > 4 * MB):
+            return None
+        group = self.groups["nccl"].group_name
+        parts = low.get(self.operation, (self.ranks, ""))[0]
+        tensor = symmetric.empty(self.count // self.ranks * parts, dtype=torch.bfloat16, device="cuda")
+        self.tensors.append(tensor)
+        symmetric.rendezvous(tensor, group)
+        ops = torch.ops.symm_mem
+        if self.operation == "all_gather":
+            return lambda: ops._low_contention_all_gather(tensor, group)
+        if self.operation == "reduce_scatter":
+            return lambda: ops._low_contention_reduce_scatter(tensor, "sum", group)
+        if name == "symm_one_shot":
+            return lambda: ops.one_shot_all_reduce(tensor, "sum", group)
+        return lambda: ops.two_shot_all_reduce_(tensor, "sum", group)
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+        for step in self.undo:
+            step()
+        for kept in (self.calls, self.tensors, self.undo, self.reduced):
+            kept.clear()
+
+    def wrong(self) -> int:
+        """Elements of ark's all_reduces that differ from the float32 sum in rank order, rounded once; -1: not seen."""
+        if self.operation != "all_reduce" or self.size > 64 * MB:
+            return -1
+        inputs = torch.empty(self.ranks, self.count, dtype=torch.bfloat16, device="cuda")
+        dist.all_gather_into_tensor(inputs, self.seed, group=self.groups["nccl"])
+        total = inputs[0].float()
+        for r in range(1, self.ranks):
+            total += inputs[r].float()
+        self.renew()
+        wrong = 0
+        for name in [name for name in self.calls if name.startswith("ark")]:
+            self.calls[name]()
+            torch.cuda.synchronize()
+            wrong += int((self.reduced[name].view(torch.int16) != total.to(torch.bfloat16).view(torch.int16)).sum())
+        return wrong
