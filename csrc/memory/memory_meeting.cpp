@@ -181,7 +181,9 @@ void MemoryMeeting::pause(int peer) {
   const ErrorContext blame{options_.rank, peer, "", 0, "Look at that rank's output."};
   if (options_.check) options_.check();
   check_there(peer);
-  if (hood_.connections[peer] && has_ended(hood_.connections[peer].get()))
+  // One that has been through with this step may have ended its meeting since: its stage is looked at once more.
+  if (hood_.connections[peer] && has_ended(hood_.connections[peer].get()) &&
+      protocol::load_acquire(page(peer).stage) < stage_)
     throw Error(ErrorKind::peer_lost, "rank " + std::to_string(peer) + " ended while it shared its GPU memory", blame);
   if (Clock::now() > deadline_) {
     throw Error(ErrorKind::timeout,
