@@ -21,6 +21,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     debug: bool
     spin_us: int
     buffer_mb: int
+    reduction: str
     flight_record: int
     flight_dump: str
     global_rank: int
@@ -44,6 +45,8 @@ class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
     def shares_memory(self) -> bool: ...
     @property
     def cuda_carrier(self) -> str: ...
+    @property
+    def cuda_carried(self) -> int: ...
     @property
     def cuda_shared_bytes(self) -> int: ...
     @property

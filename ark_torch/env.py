@@ -146,6 +146,14 @@ VARIABLES = (
         maximum=1 << 20,
     ),
     Variable(
+        "ARK_REDUCTION",
+        "choice",
+        "exact",
+        "exact: sums are added in rank order and rounded once, the same bits whatever carries them. fast: sums of CUDA "
+        "tensors go the fastest way that was measured, NCCL's included, which adds in other orders.",
+        choices=("exact", "fast"),
+    ),
+    Variable(
         "ARK_CACHE",
         "folder",
         "",
@@ -174,6 +182,7 @@ class Settings:
     spin_us: int | str
     dispatch: str
     buffer_mb: int
+    reduction: str
     cache: str
     nvrtc: str
 

@@ -200,6 +200,13 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("debug", &Options::debug)
       .def_readwrite("spin_us", &Options::spin_us)
       .def_readwrite("buffer_mb", &Options::buffer_mb)
+      .def_property(
+          "reduction", [](const Options& self) { return self.fast_reduction ? "fast" : "exact"; },
+          [](Options& self, const std::string& reduction) {
+            if (reduction != "exact" && reduction != "fast")
+              throw py::value_error("reduction is '" + reduction + "': it takes 'exact' or 'fast'");
+            self.fast_reduction = reduction == "fast";
+          })
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)
       .def_readwrite("global_rank", &Options::global_rank)
@@ -253,6 +260,8 @@ PYBIND11_MODULE(_C, m) {
             py::module_::import("ark_torch.distributed.registration").attr("deregister_pool")(self, pool);
           },
           py::arg("pool"), "Ends what register_mem_pool() began, collectively.")
+      .def_property_readonly("cuda_carried", &ProcessGroupArk::cuda_carried,
+                             "How many collectives on CUDA tensors PyTorch's NCCL carried, being faster by the table.")
       .def_property_readonly("cuda_carrier", &ProcessGroupArk::cuda_carrier,
                              "What moves CUDA tensors: 'ark', or 'nccl' where ark cannot; '' before the first.")
       .def_property_readonly(

@@ -27,6 +27,7 @@ struct DeviceWatch::Watched {
   bool noticed = false;  // that the device gave up
   const device::EngineStatus* engine = nullptr;
   std::function<void()> release_engine;
+  std::function<void()> failed;
   std::atomic<int64_t> engine_limit_ms{0};
   uint32_t engine_progress = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
@@ -89,6 +90,7 @@ struct DeviceWatch::Watched {
     protocol::store_relaxed(status->departed, departed);
     if (lost) protocol::store_release(status->abort, uint32_t{1});
     look_at_engine();
+    if (failed && health->failed()) failed();
   }
 };
 
@@ -179,6 +181,11 @@ void DeviceWatch::engine_used(std::chrono::milliseconds limit) {
 void DeviceWatch::forget_engine() {
   std::lock_guard lock(watched_->mutex);
   watched_->engine = nullptr;
+}
+
+void DeviceWatch::when_failed(std::function<void()> then) {
+  std::lock_guard lock(watched_->mutex);
+  watched_->failed = std::move(then);
 }
 
 void DeviceWatch::abort() {

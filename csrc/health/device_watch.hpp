@@ -29,6 +29,9 @@ class DeviceWatch {
   void engine_used(std::chrono::milliseconds limit);  // by the operation just enqueued
   void forget_engine();
 
+  // Called in every look once the group has failed. Must not block.
+  void when_failed(std::function<void()> then);
+
  private:
   struct Watched;
   std::shared_ptr<Watched> watched_;

@@ -41,8 +41,12 @@ std::shared_ptr<void> Enqueued::release() {
   return std::move(kept);
 }
 
-CudaGroup::CudaGroup(c10::Device where, std::unique_ptr<CudaCommunicator> communicator)
-    : device(where), communicator_(std::move(communicator)) {}
+CudaGroup::CudaGroup(c10::Device where, std::unique_ptr<CudaCommunicator> communicator,
+                     std::shared_ptr<NcclEntry> entry)
+    : device(where), nccl(std::move(entry)), communicator_(std::move(communicator)) {
+  // Its kernels wait for a lost peer until they are told.
+  if (nccl) communicator_->when_failed([nccl = nccl] { nccl->abort(); });
+}
 
 CudaGroup::CudaGroup(c10::Device where, c10::intrusive_ptr<c10d::Backend> by) : device(where), carrier(std::move(by)) {}
 

@@ -32,6 +32,7 @@
 
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "process_group/cuda_streams.hpp"
+#include "process_group/nccl_entry.hpp"
 
 namespace ark {
 
@@ -76,7 +77,8 @@ class CudaGroup {
   using Number = c10::function_ref<std::pair<uint64_t, uint64_t>()>;  // sequence and flight id, in the order of issue
   using Body = c10::function_ref<void(CudaCommunicator&, void* stream, uint64_t sequence)>;
 
-  CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator);
+  // `nccl`: an entry of the dispatch table; null where it has no share.
+  CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator, std::shared_ptr<NcclEntry> nccl = {});
   explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
   ~CudaGroup();
 
@@ -98,6 +100,7 @@ class CudaGroup {
 
   const c10::Device device;
   const c10::intrusive_ptr<c10d::Backend> carrier;  // carries CUDA tensors, where ark cannot; else null
+  const std::shared_ptr<NcclEntry> nccl;            // carries single collectives beside ark; may be null
   EventPool& events() { return *events_; }
   std::shared_ptr<CudaCommunicator> communicator();  // null: carried, or closed
   uint64_t shared_bytes();                           // of this rank's GPU memory, which the group's peers map

@@ -22,6 +22,7 @@ bool CudaGroup::failed(const OperationContext& context, std::exception_ptr& erro
 
 void CudaGroup::abort() {
   if (carrier) carrier->abort();
+  if (nccl) nccl->abort();
   if (const auto communicator = this->communicator()) communicator->abort();
 }
 

@@ -5,12 +5,18 @@
 // between these GPUs, PyTorch's NCCL is given the very same calls. A rank uses one device a group, the first it used.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <algorithm>
+
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/launcher.hpp"
 #include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace ark {
+
+namespace {
+constexpr char kCudaFailure[] = "failure";
+}
 
 c10::Device ProcessGroupArk::device_of(const Call& call) const {
   std::optional<c10::Device> device;
@@ -67,7 +73,14 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
   const std::lock_guard lock(joining_);
   if (auto made = core_->cuda()) return made;
   if (cuda_failure_) throw *cuda_failure_;
-  if (is_capturing(device)) {
+  auto store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/cuda/" + start_, store_));
+  bool capturing = false;
+  try {
+    capturing = is_capturing(device);
+  } catch (const Error& error) {
+    fail_cuda(*store, error.at(rank_, operation));
+  }
+  if (capturing) {
     refuse(here, ErrorKind::invalid_argument,
            "this group's first operation on CUDA tensors is under graph capture, where ranks cannot meet",
            "Call one collective on CUDA tensors, on all ranks, before the capture begins.");
@@ -77,16 +90,22 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
     std::string why = "its ranks share no memory";
     std::shared_ptr<CudaGroup> side;
     if (core_->shm) {
-      auto store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/cuda/" + start_, store_));
       CudaCommunicator::Options options;
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
+      options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
+        check();
+        raise_peers_cuda_failure(*store, rank);
+      };
       options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
-                                           static_cast<uint64_t>(options_->buffer_mb) << 20,
-                                           ends_with(core_->shm->health(), options.timeout));
+                                           {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction},
+                                           options.check);
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
-      if (communicator) side = std::make_shared<CudaGroup>(device, std::move(communicator));
+      if (communicator) {
+        auto nccl = nccl_entry(device, *options.dispatch);
+        side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
+      }
     }
     if (!side) {
       if (!options_->make_cuda_carrier) {
@@ -107,12 +126,78 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
     core_->adopt(side);
     return side;
   } catch (const Error& error) {
-    cuda_failure_ = error.at(rank_, operation);  // the peers have gone on: there is no second try
+    fail_cuda(*store, error.at(rank_, operation));
   } catch (const std::exception& error) {
-    cuda_failure_ = Error(ErrorKind::system, std::string("CUDA tensors cannot be used: ") + error.what(),
-                          ErrorContext{rank_, -1, operation, 0, "Pass CPU tensors, or see the cause above."});
+    fail_cuda(*store, Error(ErrorKind::system, std::string("CUDA tensors cannot be used: ") + error.what(),
+                            ErrorContext{rank_, -1, operation, 0, "Pass CPU tensors, or see the cause above."}));
+  }
+}
+
+// What keeps one rank from CUDA tensors keeps all: the peers are told, and would else wait for it. There is no second
+// try, as they have gone on; CPU tensors are not concerned.
+void ProcessGroupArk::fail_cuda(KeyValueStore& store, Error error) {
+  cuda_failure_ = std::move(error);
+  try {
+    const std::string told = std::to_string(rank_) + " " + cuda_failure_->what();
+    store.set(kCudaFailure, {told.begin(), told.end()});
+  } catch (const std::exception&) {
+    // Without a store nobody waits there either.
   }
   throw *cuda_failure_;
+}
+
+void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
+  const auto found = store.find(kCudaFailure);
+  if (!found) return;
+  const std::string told(found->begin(), found->end());
+  const int peer = std::atoi(told.c_str());
+  if (peer == rank) return;
+  throw Error(ErrorKind::system,
+              "rank " + std::to_string(peer) +
+                  " cannot use CUDA tensors: " + told.substr(std::min(told.size(), told.find(' ') + 1)),
+              ErrorContext{rank, peer, "", 0, "Mend that, and create the group again."});
+}
+
+std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {
+  if (size_ == 1 || !options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return nullptr;
+  NcclEntry::Options options;
+  options.rank = rank_;
+  options.size = size_;
+  options.device = device;
+  options.dispatch = dispatch;
+  options.store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/nccl/" + start_, store_));
+  options.fail_group = [core = core_.get()](const Error& error) { core->shm->health().fail(error); };
+  return std::make_shared<NcclEntry>(std::move(options));
+}
+
+// Before an operation that NCCL is to carry: makes it, where that was not tried yet.
+void ProcessGroupArk::meet_for_nccl(const Call& call, CudaGroup& cuda) {
+  if (cuda.nccl->decided()) return;
+  const TensorArgument& tensors = call.kind == Kind::reduce_scatter ? call.outputs : call.inputs;
+  uint64_t most = 0;
+  tensors.for_each([&](const at::Tensor& tensor) { most = std::max<uint64_t>(most, tensor.nbytes()); });
+  if (call.kind == Kind::reduce_scatter || call.kind == Kind::all_gather) most *= size_;
+  if (!cuda.nccl->wants(call.kind, most) || is_capturing(cuda.device)) return;
+  if (call.kind == Kind::all_to_all && !call.even) return;
+  // NCCL's own watchdog ends the process; this group's, which only raises, comes first.
+  const std::chrono::milliseconds timeout(core_->timeout_ms.load()), later = timeout + std::chrono::minutes(1);
+  NcclEntry::Meeting meeting;
+  meeting.make = [&] {
+    auto store = c10::make_intrusive<c10d::PrefixStore>("ark/nccl/own/" + start_, store_);
+    return options_->make_cuda_carrier(std::move(store), rank_, size_, later);
+  };
+  meeting.check = ends_with(core_->shm->health(), timeout);
+  if (options_->log) {
+    meeting.log = [&](const std::string& line) {
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks: " + line);
+    };
+  }
+  cuda.nccl->meet(meeting);
+}
+
+uint64_t ProcessGroupArk::cuda_carried() const {
+  const auto cuda = core_->cuda();
+  return cuda && cuda->nccl ? cuda->nccl->carried() : 0;
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::carry_cuda(const Call& call, CudaGroup& cuda) {

@@ -67,6 +67,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::alltoall_base(at::Tensor& output, at::
                     .outputs = output,
                     .input_splits = &input_splits,
                     .output_splits = &output_splits,
+                    .even = input_splits.empty() && output_splits.empty(),
                     .carry = [&](c10d::Backend& carrier) {
                       return carrier.alltoall_base(output, input, output_splits, input_splits, options);
                     }};

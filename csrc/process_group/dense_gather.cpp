@@ -93,7 +93,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allgather(std::vector<Tensors>& output
       check_uneven(here, "tensor_list", list, input);
     }
     const Call call{.type = c10d::OpType::ALLGATHER,
-                    .kind = Kind::all_gather,
+                    .kind = even ? Kind::all_gather : Kind::all_to_all,  // the latter has no count that all ranks share
                     .name = here.operation,
                     .event = "all_gather",
                     .timeout = options.timeout,

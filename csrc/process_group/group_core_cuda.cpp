@@ -64,6 +64,7 @@ void GroupCore::close_device(std::chrono::milliseconds patience) {
     abort("the group was destroyed while operations were pending on the device");
     drained = side->drain(Clock::now() + std::chrono::seconds(2));
   }
+  if (side->nccl) drained ? side->nccl->close(std::chrono::seconds(10)) : side->nccl->abort();
   side->close(drained);
   // Kernels may still run, and a thread watches them: what they use is given up rather than freed.
   if (!drained) new std::shared_ptr<GroupCore>(shared_from_this());

@@ -31,7 +31,12 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
   const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
     operation.context = core_->context(call.name, sequence, call.timeout);
     operation.stream = stream;
-    (*held)(group, operation);
+    if (cuda->nccl && cuda->nccl->ready()) {
+      SharedCommunicator shared(group, *cuda->nccl, call.even);
+      (*held)(shared, operation);
+    } else {
+      (*held)(group, operation);
+    }
   };
   try {
     auto enqueued = cuda->enqueue(std::move(request), number, run);
@@ -49,6 +54,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue_cuda(const Call& call, Body body, c10::Device device) {
   const auto cuda = cuda_side(call.name, device);
   if (cuda->carrier) return carry_cuda(call, *cuda);
+  if (cuda->nccl) meet_for_nccl(call, *cuda);
   return collect(enqueue(call, std::move(body), cuda));
 }
 

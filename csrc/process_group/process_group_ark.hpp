@@ -33,6 +33,7 @@ namespace ark {
 
 class CudaGroup;
 class CudaWork;
+class NcclEntry;
 
 class ProcessGroupArk : public c10d::Backend {
  public:
@@ -48,6 +49,7 @@ class ProcessGroupArk : public c10d::Backend {
     std::vector<Rule> dispatch;           // empty: the measured defaults; rank 0's count
     std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
     int64_t buffer_mb = 512;              // of GPU memory that peers map, for large buckets, at most; rank 0's counts
+    bool fast_reduction = false;          // CUDA tensors: sums in any order, where that was measured faster; rank 0's
     int64_t global_rank = -1;             // for names of dumps; -1: the rank in the group
     // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
     // every rank. Kept by split(), merge() and shrink().
@@ -133,6 +135,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::string cuda_carrier() const;
   uint64_t cuda_shared_bytes() const;
   uint64_t cuda_registered_bytes() const;
+  uint64_t cuda_carried() const;  // collectives that NCCL carried as an entry of the dispatch table
 
   // Registered memory (registration.cpp). Collective. False: something else than ark carries CUDA tensors of this
   // group, and nothing was done. No tensor: the caller has none, which is told to all ranks.
@@ -165,6 +168,7 @@ class ProcessGroupArk : public c10d::Backend {
     TensorArgument outputs = {};
     const std::vector<int64_t>* input_splits = nullptr;  // all_to_all, for the profiler
     const std::vector<int64_t>* output_splits = nullptr;
+    bool even = false;                                  // all_to_all: equal parts, on all ranks
     uint64_t shape = 0;                                 // debug_shape()
     std::function<WorkPtr(c10d::Backend&)> carry = {};  // the same call to another backend, for CUDA tensors
   };
@@ -201,6 +205,10 @@ class ProcessGroupArk : public c10d::Backend {
   c10::Device device_of(const Call& call) const;  // of all tensors; refuses several
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
+  [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
+  static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
+  std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
+  void meet_for_nccl(const Call& call, CudaGroup& cuda);
   WorkPtr issue_cuda(const Call& call, Body body, c10::Device device);
   c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);

@@ -36,10 +36,21 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_CACHE": str(tmp_path / "new" / "kernels"),
         "ARK_NVRTC": str(table),
         "ARK_BUFFER_MB": "64",
+        "ARK_REDUCTION": "fast",
     }
     assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
     expected = env.Settings(
-        True, False, "off", 0, str(tmp_path / "flight-"), "auto", str(table), 64, values["ARK_CACHE"], str(table)
+        True,
+        False,
+        "off",
+        0,
+        values["ARK_FLIGHT_DUMP"],
+        "auto",
+        str(table),
+        64,
+        "fast",
+        values["ARK_CACHE"],
+        str(table),
     )
     assert env.read(values) == expected
     assert env.read({"ARK_SPIN_US": "7"}).spin_us == 7
@@ -65,6 +76,7 @@ BAD = [
     ("ARK_NVRTC", "/no/such/libnvrtc.so.13", "the path of a readable file"),
     ("ARK_BUFFER_MB", "-1", "from 0 to 1048576"),
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),
+    ("ARK_REDUCTION", "quick", "exact or fast"),
 ]
 
 

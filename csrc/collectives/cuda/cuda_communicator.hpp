@@ -30,6 +30,16 @@ struct CudaDispatch {
   uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
   uint64_t buffer_bytes;      // of shared memory for copy engines, at most (ARK_BUFFER_MB)
+
+  // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/nccl_entry.hpp); sums only under
+  // Options::reduction "fast", as it adds in other orders.
+  static constexpr uint64_t kNever = ~uint64_t{0};
+  uint64_t nccl_all_reduce_from = kNever;
+  uint64_t nccl_reduce_from = kNever;
+  uint64_t nccl_reduce_scatter_from = kNever;
+  uint64_t nccl_all_gather_from = kNever;
+  uint64_t nccl_broadcast_from = kNever;
+  uint64_t nccl_all_to_all_from = kNever;
   static CudaDispatch measured(int ranks);
 };
 
@@ -40,6 +50,7 @@ class CudaCommunicator final : public Communicator {
     std::chrono::milliseconds timeout{0};   // for create()
     bool device_each = true;                // false, for tests: ranks on one device take turns, by slices of time
     std::optional<CudaDispatch> dispatch;   // else the measured one
+    std::function<void()> check;            // between the waits of create(); throws what ends it. Else the health's
     std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
   };
 
@@ -72,6 +83,8 @@ class CudaCommunicator final : public Communicator {
   bool settle();       // waits for the device; false: what it does cannot be known
   // Makes every kernel of the group leave (abort, a lost peer). Any thread.
   void abort();
+  // Called at least once when the group has failed, from the watching thread.
+  void when_failed(std::function<void()> then);
 
  private:
   CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher, const CudaDispatch& dispatch);

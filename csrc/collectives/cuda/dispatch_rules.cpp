@@ -22,10 +22,12 @@ CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size) {
 }
 
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
-                               uint64_t buffer_bytes, const std::function<void()>& check) {
+                               const DispatchLimits& limits, const std::function<void()>& check) {
   constexpr size_t kFields = std::size(kCudaDispatchFields);
   CudaDispatch mine = choose_dispatch(rules, size);
-  mine.buffer_bytes = std::min(mine.buffer_bytes, buffer_bytes);
+  mine.buffer_bytes = std::min(mine.buffer_bytes, limits.buffer_bytes);
+  for (const CudaDispatchField& field : kCudaDispatchFields)
+    if (field.fast && !limits.fast) mine.*field.value = CudaDispatch::kNever;
   if (size == 1) return mine;
   std::vector<uint8_t> told(kFields * sizeof(uint64_t));
   if (rank == 0) {

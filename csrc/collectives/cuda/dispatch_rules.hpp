@@ -23,18 +23,33 @@ struct CudaRule {
 struct CudaDispatchField {
   const char* name;
   uint64_t CudaDispatch::*value;
+  bool fast = false;  // counts under Options::reduction "fast" alone: what it names does not add in rank order
 };
 inline constexpr CudaDispatchField kCudaDispatchFields[] = {
-    {"one_shot_to", &CudaDispatch::one_shot_to},           {"chunks_from", &CudaDispatch::chunks_from},
-    {"landings_from", &CudaDispatch::landings_from},       {"relay_from", &CudaDispatch::relay_from},
-    {"copy_engine_from", &CudaDispatch::copy_engine_from}, {"buffer_bytes", &CudaDispatch::buffer_bytes},
+    {"one_shot_to", &CudaDispatch::one_shot_to},
+    {"chunks_from", &CudaDispatch::chunks_from},
+    {"landings_from", &CudaDispatch::landings_from},
+    {"relay_from", &CudaDispatch::relay_from},
+    {"copy_engine_from", &CudaDispatch::copy_engine_from},
+    {"buffer_bytes", &CudaDispatch::buffer_bytes},
+    {"nccl_all_reduce_from", &CudaDispatch::nccl_all_reduce_from, true},
+    {"nccl_reduce_from", &CudaDispatch::nccl_reduce_from, true},
+    {"nccl_reduce_scatter_from", &CudaDispatch::nccl_reduce_scatter_from, true},
+    {"nccl_all_gather_from", &CudaDispatch::nccl_all_gather_from},
+    {"nccl_broadcast_from", &CudaDispatch::nccl_broadcast_from},
+    {"nccl_all_to_all_from", &CudaDispatch::nccl_all_to_all_from},
 };
 
 CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);
 
-// Collective: rank 0's choice, on every rank; `buffer_bytes` at most for copy engines. `check` is called between waits
-// and throws what ends the group.
+struct DispatchLimits {
+  uint64_t buffer_bytes;  // for copy engines, at most
+  bool fast = false;      // sums may be added in any order
+};
+
+// Collective: rank 0's choice within its limits, on every rank. `check` is called between waits and throws what ends
+// the group.
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
-                               uint64_t buffer_bytes, const std::function<void()>& check);
+                               const DispatchLimits& limits, const std::function<void()>& check);
 
 }  // namespace ark

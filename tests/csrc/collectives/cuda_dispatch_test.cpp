@@ -34,7 +34,7 @@ TEST(CudaDispatch, AllTakeRankZeros) {
     ranks.emplace_back([&, rank] {
       test::DirectoryStore store(folder.path());
       if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      found[rank] = agree_on_dispatch(store, rank, 3, {{8, numbered(100 * (rank + 1))}}, kAmple, [] {});
+      found[rank] = agree_on_dispatch(store, rank, 3, {{8, numbered(100 * (rank + 1))}}, {kAmple, true}, [] {});
     });
   }
   for (std::thread& rank : ranks) rank.join();
@@ -46,18 +46,32 @@ TEST(CudaDispatch, AllTakeRankZeros) {
 TEST(CudaDispatch, BufferIsLimitedByRankZeroToo) {
   const test::TemporaryDirectory folder;
   test::DirectoryStore store(folder.path());
-  EXPECT_EQ(agree_on_dispatch(store, 0, 2, {{2, numbered(1000)}}, 5, [] {}).buffer_bytes, 5u);
-  EXPECT_EQ(agree_on_dispatch(store, 1, 2, {{2, numbered(1000)}}, 7, [] {}).buffer_bytes, 5u);
+  EXPECT_EQ(agree_on_dispatch(store, 0, 2, {{2, numbered(1000)}}, {5}, [] {}).buffer_bytes, 5u);
+  EXPECT_EQ(agree_on_dispatch(store, 1, 2, {{2, numbered(1000)}}, {7}, [] {}).buffer_bytes, 5u);
+}
+
+TEST(CudaDispatch, SumsInOtherOrdersMustBeAskedFor) {
+  const test::TemporaryDirectory folder;
+  test::DirectoryStore store(folder.path());
+  const CudaDispatch exact = agree_on_dispatch(store, 0, 2, {{2, numbered(1000)}}, {kAmple, false}, [] {});
+  EXPECT_EQ(exact.nccl_all_reduce_from, CudaDispatch::kNever);
+  EXPECT_EQ(exact.nccl_reduce_from, CudaDispatch::kNever);
+  EXPECT_EQ(exact.nccl_reduce_scatter_from, CudaDispatch::kNever);
+  EXPECT_EQ(exact.nccl_all_gather_from, numbered(1000).nccl_all_gather_from) << "only moves bytes";
+  // Rank 0's choice counts, as with everything in the table.
+  const CudaDispatch told = agree_on_dispatch(store, 1, 2, {{2, numbered(1000)}}, {kAmple, true}, [] {});
+  EXPECT_EQ(told.nccl_all_reduce_from, CudaDispatch::kNever);
+  EXPECT_EQ(CudaDispatch::measured(2).nccl_all_gather_from, CudaDispatch::kNever) << "nothing unmeasured";
 }
 
 TEST(CudaDispatch, WaitingEndsWithTheGroup) {
   const test::TemporaryDirectory folder;
   test::DirectoryStore store(folder.path());
   const auto lost = [] { throw Error(ErrorKind::peer_lost, "rank 0 is gone"); };
-  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, kAmple, lost), Error);
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, {kAmple}, lost), Error);
   store.set("dispatch", {1, 2, 3});
-  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, kAmple, [] {}), Error) << "another version";
-  EXPECT_EQ(agree_on_dispatch(store, 0, 1, {{1, numbered(7)}}, kAmple, lost).one_shot_to, 7u) << "alone";
+  EXPECT_THROW(agree_on_dispatch(store, 1, 2, {}, {kAmple}, [] {}), Error) << "another version";
+  EXPECT_EQ(agree_on_dispatch(store, 0, 1, {{1, numbered(7)}}, {kAmple}, lost).one_shot_to, 7u) << "alone";
 }
 
 }  // namespace

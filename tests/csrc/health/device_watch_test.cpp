@@ -118,6 +118,19 @@ TEST_F(DeviceWatchTest, CopyEnginesThatAreStuckAreReleasedAgainAndAgain) {
   watch->forget_engine();
 }
 
+TEST_F(DeviceWatchTest, WhoeverElseCarriesTheGroupIsToldOfItsFailure) {
+  make(2);
+  std::atomic<int> told{0};
+  watch->when_failed([&] { ++told; });
+  std::this_thread::sleep_for(milliseconds(250));
+  EXPECT_EQ(told, 0);
+  ends[1].reset();
+  const auto until = Clock::now() + milliseconds(2000);
+  while (told == 0 && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
+  EXPECT_GE(told, 1);
+  watch.reset();
+}
+
 TEST_F(DeviceWatchTest, NothingIsWatchedAfterTheEnd) {
   make(2);
   watch.reset();

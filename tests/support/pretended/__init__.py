@@ -1,0 +1,78 @@
+"""A pretended CUDA device, driver and NVRTC, so that the host's side of CUDA tensors runs where there is no GPU.
+
+`build()` compiles them; a rank's body calls `enter()` before it makes a group. No kernel runs: what ark's own kernels
+were to do is not done, what a carrier does (PyTorch's NCCL, here a Recorder) is real, in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+driver: Any = None  # the pretended libcuda, with its pretend_... functions
+device: Any = None  # the module pretended_device
+
+
+def build(folder: Path) -> dict[str, str | None]:
+    """Compiles all of it into the folder; returns the environment of ranks that are to use it."""
+    torch_folder = Path(torch.__file__).parent
+    include = [f"-isystem{path}" for path in (torch_folder / "include", sysconfig.get_path("include"))]
+    libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    own = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'ark_torch' / 'kernels'}"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    shared = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC"]
+    made = {
+        "libcuda.so.1": [*own, str(HERE / "driver.cpp"), str(HERE / "driver_rest.cpp"), "-Wl,-soname,libcuda.so.1"],
+        "libnvrtc.so.13": [str(HERE / "nvrtc.cpp")],
+        "pretended_device.so": [abi, *include, str(HERE / "device.cpp"), *libraries],
+    }
+    for name, sources in made.items():
+        subprocess.run([*shared, *sources, "-o", str(folder / name)], check=True, timeout=200)
+    return {
+        "ARK_TEST_PRETENDED": str(folder),
+        "ARK_NVRTC": str(folder / "libnvrtc.so.13"),
+        "ARK_CACHE": str(folder / "cache"),
+    }
+
+
+def enter() -> None:
+    """In a rank, before its first group: from here on this process has a GPU, or seems to."""
+    global driver, device
+    folder = Path(os.environ["ARK_TEST_PRETENDED"])
+    driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found by its name from here on
+    driver.pretend_capture.argtypes = [ctypes.c_uint64]
+    spec = importlib.util.spec_from_file_location("pretended_device", folder / "pretended_device.so")
+    assert spec is not None and spec.loader is not None
+    device = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(device)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)  # asked by torch.distributed for float8
+
+
+def on(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of "cuda:rank" over the host tensor's memory."""
+    made = device.tensor(tensor, rank)
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+class Carriers:
+    """Makes what stands in for NCCL, and keeps it. `inner`: groups that carry for them, made ahead since ranks meet."""
+
+    def __init__(self, inner: list[dist.ProcessGroup], fails: bool = False) -> None:
+        self._inner, self._fails = inner, fails
+        self.made: list[Any] = []
+
+    def __call__(self, store: Any, rank: int, size: int, timeout: Any) -> Any:
+        backend = self._inner[len(self.made)]._get_backend(torch.device("cpu"))
+        self.made.append(device.Recorder(rank, size, backend, self._fails))
+        return self.made[-1]

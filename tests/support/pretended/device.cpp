@@ -1,0 +1,177 @@
+// A pretended CUDA device for tests of the host's side: PyTorch's streams and events of "cuda" that do nothing, tensors
+// of "cuda" that lie in host memory, and a backend that stands in for NCCL: it carries what it is given by another
+// group, on the same memory, and remembers what it was asked for.
+#include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+
+namespace {
+
+using c10::Device, c10::DeviceIndex, c10::DeviceType, c10::Stream, c10::StreamId;
+using Tensors = std::vector<at::Tensor>;
+
+thread_local DeviceIndex current_device = 0;
+thread_local StreamId current_stream = 0;
+std::atomic<bool> lagging{false};  // no event has passed
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device device) const override {
+    const Device former(DeviceType::CUDA, current_device);
+    current_device = device.index();
+    return former;
+  }
+  Device getDevice() const override { return {DeviceType::CUDA, current_device}; }
+  void setDevice(Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
+  Stream getStream(Device device) const override { return Stream(Stream::UNSAFE, device, current_stream); }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::UNSAFE, device, 0); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    static std::atomic<int> drawn{0};
+    return Stream(Stream::UNSAFE, device, 1 + drawn++ % 32);
+  }
+  Stream exchangeStream(Stream stream) const override {
+    const Stream former(Stream::UNSAFE, stream.device(), current_stream);
+    current_stream = stream.id();
+    return former;
+  }
+  void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+    static std::atomic<intptr_t> made{0};
+    if (*event == nullptr) *event = reinterpret_cast<void*>(++made);
+  }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return !lagging; }
+  double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.5; }
+  DeviceIndex deviceCount() const noexcept override { return 16; }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+at::Tensor on_device(const at::Tensor& host, int device) {
+  const Device where(at::kCUDA, static_cast<DeviceIndex>(device));
+  return at::for_blob(host.data_ptr(), host.sizes())
+      .deleter([host](void*) {})
+      .options(host.options().device(where))
+      .target_device(where)
+      .make_tensor();
+}
+
+class Recorder : public c10d::Backend {
+ public:
+  Recorder(int rank, int size, c10::intrusive_ptr<c10d::Backend> inner, bool fails)
+      : Backend(rank, size), inner_(*new c10::intrusive_ptr<c10d::Backend>(std::move(inner))), fails_(fails) {}
+  const std::string getBackendName() const override { return "nccl"; }
+
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    note("allreduce", options.asyncOp);
+    auto views = host(tensors);
+    return inner_->allreduce(views, options);
+  }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    note("reduce", options.asyncOp);
+    auto views = host(tensors);
+    return inner_->reduce(views, options);
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    note("broadcast", options.asyncOp);
+    auto views = host(tensors);
+    return inner_->broadcast(views, options);
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    note("_allgather_base", options.asyncOp);
+    at::Tensor to = host(output), from = host(input);
+    return inner_->_allgather_base(to, from, options);
+  }
+  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    note("allgather", options.asyncOp);
+    std::vector<Tensors> to{host(outputs[0])};
+    auto from = host(inputs);
+    return inner_->allgather(to, from, options);
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override {
+    note("_reduce_scatter_base", options.asyncOp);
+    at::Tensor to = host(output), from = host(input);
+    return inner_->_reduce_scatter_base(to, from, options);
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                         const c10d::ReduceScatterOptions& options) override {
+    note("reduce_scatter", options.asyncOp);
+    auto to = host(outputs);
+    std::vector<Tensors> from{host(inputs[0])};
+    return inner_->reduce_scatter(to, from, options);
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& receives,
+                        std::vector<int64_t>& sends, const c10d::AllToAllOptions& options) override {
+    note("alltoall_base", options.asyncOp);
+    at::Tensor to = host(output), from = host(input);
+    return inner_->alltoall_base(to, from, receives, sends, options);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options) override {
+    note("barrier", false);
+    c10d::BarrierOptions plain;
+    plain.timeout = options.timeout;
+    return inner_->barrier(plain);
+  }
+  void eagerConnectSingleDevice(at::Device device) override {
+    note("connect " + device.str(), false);
+    while (hangs_) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (fails_) throw std::runtime_error("no transport between these GPUs");
+  }
+  void abort() override { note("abort", false); }
+  void shutdown() override { note("shutdown", false); }
+
+  std::vector<std::string> calls() {
+    const std::lock_guard lock(mutex_);
+    return calls_;
+  }
+  std::atomic<bool> hangs_{false};
+  std::atomic<bool> raises_{false};
+
+ private:
+  static at::Tensor host(const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.is_cuda(), "the carrier was given a tensor on ", tensor.device());
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU));
+  }
+  static Tensors host(const Tensors& tensors) {
+    Tensors views;
+    for (const at::Tensor& tensor : tensors) views.push_back(host(tensor));
+    return views;
+  }
+  void note(const std::string& call, bool async) {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back(async ? call + " async" : call);
+    if (raises_ && call.find("connect") == std::string::npos) throw std::runtime_error("unhandled cuda error");
+  }
+
+  const c10::intrusive_ptr<c10d::Backend>& inner_;  // given up: it holds functions of Python, which may have ended
+  const bool fails_;
+  std::mutex mutex_;
+  std::vector<std::string> calls_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(pretended_device, m) {
+  pybind11::module_::import("torch.distributed");
+  m.def("tensor", &on_device);
+  m.def("host", [](const at::Tensor& tensor) {
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU)).clone();
+  });
+  m.def("lag", [](bool on) { lagging = on; });
+  m.def("set_device", [](int device) { current_device = static_cast<DeviceIndex>(device); });
+  pybind11::class_<Recorder, c10d::Backend, c10::intrusive_ptr<Recorder>>(m, "Recorder")
+      .def(pybind11::init<int, int, c10::intrusive_ptr<c10d::Backend>, bool>())
+      .def("calls", &Recorder::calls)
+      .def("hang", [](Recorder& self, bool on) { self.hangs_ = on; })
+      .def("fail", [](Recorder& self, bool on) { self.raises_ = on; });
+}

@@ -1,0 +1,194 @@
+// A pretended libcuda: every call succeeds and does nothing, memory is addresses that nobody may touch (what the host
+// touches is real), and what tests want otherwise is set by the pretend_... functions. No kernel ever runs.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include <sys/mman.h>
+
+#include <atomic>
+
+#include "collectives/cuda/launcher.hpp"
+#include "cuda/add.cuh"
+#include "cuda/one_shot.cuh"
+#include "cuda/relay.cuh"
+
+using namespace ark;
+
+namespace {
+std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0};
+std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
+thread_local void* context = nullptr;
+
+uint64_t take(size_t bytes) {
+  constexpr uint64_t kPage = uint64_t{1} << 21;
+  return next_address.fetch_add((bytes + kPage) / kPage * kPage);
+}
+}  // namespace
+
+extern "C" {
+void pretend_capability(int major_and_minor) {
+  capability = major_and_minor;
+}
+void pretend_version(int value) {
+  version = value;
+}
+void pretend_reach(int value) {
+  reach = value;
+}
+void pretend_capture(uint64_t id) {
+  capture = id;
+}
+int pretend_launches() {
+  return launched;
+}
+
+CUresult cuDriverGetVersion(int* value) {
+  *value = version;
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetCount(int* count) {
+  *count = devices;
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  switch (static_cast<int>(attribute)) {
+    case 75: *value = capability / 10; break;
+    case 76: *value = capability % 10; break;
+    case 16: *value = 132; break;
+    case 97: *value = 232448; break;
+    default: *value = 1;
+  }
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetName(char* name, int bytes, CUdevice) {
+  std::snprintf(name, static_cast<size_t>(bytes), "pretended GPU");
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
+  std::memset(uuid, device + 1, sizeof *uuid);
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceCanAccessPeer(int* can, CUdevice, CUdevice) {
+  *can = reach;
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* made, CUdevice device) {
+  *reinterpret_cast<intptr_t*>(made) = 0x1000 + device;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(CUcontext* current) {
+  *reinterpret_cast<void**>(current) = context;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxSetCurrent(CUcontext current) {
+  context = reinterpret_cast<void*>(current);
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleLoadData(CUmodule* module, const void*) {
+  *reinterpret_cast<intptr_t*>(module) = 1;
+  return CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  *reinterpret_cast<void**>(function) = strdup(name);
+  return CUDA_SUCCESS;
+}
+CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t* bytes) {
+  const struct {
+    const char* name;
+    size_t bytes;
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},
+               {"move", sizeof(device::MoveParams)},
+               {"relay", sizeof(device::RelayParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},
+               {"add", sizeof(device::AddParams)}};
+  *offset = *bytes = 0;
+  for (const auto& one : known)
+    if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
+  return CUDA_SUCCESS;
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) {
+  ++launched;
+  return CUDA_SUCCESS;
+}
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
+  *blocks = 2;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+  *free = *total = size_t{1} << 36;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
+  *pointer = take(bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  *pointer = take(bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *bytes = size_t{1} << 21;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t, const CUmemAllocationProp*, unsigned long long) {
+  *handle = 1;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemExportToShareableHandle(void* fd, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
+                                      unsigned long long) {
+  *static_cast<int*>(fd) = memfd_create("pretended", 0);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void*, CUmemAllocationHandleType) {
+  *handle = 2;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemFreeHost(void* pointer) {
+  std::free(pointer);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* device, void* host, unsigned) {
+  *device = reinterpret_cast<CUdeviceptr>(host);
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
+  *reinterpret_cast<intptr_t*>(stream) = 0x77;
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
+  *status = static_cast<CUstreamCaptureStatus>(capture != 0);
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamGetCaptureInfo_v3(CUstream, CUstreamCaptureStatus* status, uint64_t* id, void**, const void**,
+                                   const void**, size_t*) {
+  *status = static_cast<CUstreamCaptureStatus>(capture != 0);
+  *id = capture;
+  return CUDA_SUCCESS;
+}
+CUresult cuEventCreate(CUevent* event, unsigned) {
+  static std::atomic<intptr_t> made{0};
+  *reinterpret_cast<intptr_t*>(event) = ++made;
+  return CUDA_SUCCESS;
+}
+CUresult cuEventElapsedTime(float* milliseconds, CUevent, CUevent) {
+  *milliseconds = 1.5F;
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorName(CUresult, const char** text) {
+  *text = "CUDA_ERROR_PRETENDED";
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult, const char** text) {
+  *text = "pretended";
+  return CUDA_SUCCESS;
+}
+}
