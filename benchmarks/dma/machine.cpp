@@ -52,9 +52,9 @@ Machine::Machine(std::string stub) : stub_(std::move(stub)), random_(kMost / 8) 
   for (int d = 0; d < 2; ++d) {
     jit::KernelLibrary& library = jit::KernelLibrary::of(d);
     major_ = library.target().major;
-    for (const char* entry : kEntries) library.get(stub_, entry);
+    for (const char* entry : kEntries) gpus_[d]->entries[entry] = &library.get(stub_, entry);
     if (has_bulk())
-      for (const char* entry : kBulkEntries) library.get(stub_, entry);
+      for (const char* entry : kBulkEntries) gpus_[d]->entries[entry] = &library.get(stub_, entry);
     write(d, kSource, random_.data(), kMost);
     const CurrentContext context(d);  // once in peace: copies may load kernels of the driver's own
     check(driver().memcpy_async(address(gpus_[d]->there(kSlots)), address(gpus_[d]->at(kSource)), kMost,
@@ -137,7 +137,10 @@ size_t Machine::shared_bytes(const std::string& entry) const {
 
 void Machine::launch(int d, const std::string& entry, const Shape& shape, uint32_t blocks, uint32_t threads,
                      bool first) {
-  const jit::Kernel& kernel = jit::KernelLibrary::of(d).get(stub_, entry.c_str());
+  const auto found = gpus_[d]->entries.find(entry);
+  if (found == gpus_[d]->entries.end())
+    throw Error(ErrorKind::invalid_argument, "there is no kernel " + entry + ": is its engine's name right?");
+  const jit::Kernel& kernel = *found->second;
   const CurrentContext context(d);
   jit::launch(kernel, {blocks}, {threads}, shared_bytes(entry), gpus_[d]->kernels, params(d, shape, first));
 }

@@ -4,6 +4,7 @@
 // kernels are loaded before the first is launched: none may have to be loaded while another one waits for it.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -75,6 +76,7 @@ class Machine {
     DeviceMemory own, peer;  // peer: the other GPU's, mapped for this one
     PinnedMemory words;
     CUstream kernels = nullptr;
+    std::map<std::string, const jit::Kernel*> entries;
     std::unique_ptr<CopyPoster> poster;
     std::unique_ptr<Proxy> proxy;
   };

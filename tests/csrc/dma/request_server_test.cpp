@@ -56,9 +56,10 @@ TEST(RequestRing, NoHalfIsTakenEarly) {
   EXPECT_FALSE(protocol::take(ring, 0, request)) << "a new ring is empty";
   for (uint64_t number : {uint64_t{0}, protocol::kRequests, 2 * protocol::kRequests}) {
     const auto words = protocol::packed({Request::put, 3, 16, 32, 48}, number);
-    ring.requests[0].high = words.high;
+    const bool low_first = number == protocol::kRequests;
+    (low_first ? ring.requests[0].low : ring.requests[0].high) = low_first ? words.low : words.high;
     EXPECT_FALSE(protocol::take(ring, number, request));
-    ring.requests[0].low = words.low;
+    ring.requests[0] = words;
     EXPECT_TRUE(protocol::take(ring, number, request));
     EXPECT_FALSE(protocol::take(ring, number + protocol::kRequests, request)) << "the next lap's is another one";
   }
