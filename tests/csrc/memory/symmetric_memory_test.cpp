@@ -63,6 +63,15 @@ std::unique_ptr<MemoryMeeting> join(const TemporaryDirectory& directory, const M
   return meeting;
 }
 
+SymmetricMemory::Options buffer_of(int rank, int size, int device, size_t bytes) {
+  SymmetricMemory::Options options;
+  options.rank = rank, options.size = size, options.device = device, options.bytes = bytes;
+  options.timeout = milliseconds(20000);
+  options.name = "buffer";
+  options.check = [] {};
+  return options;
+}
+
 class GroupSize : public testing::TestWithParam<int> {};
 
 TEST_P(GroupSize, EveryRankMapsEveryBuffer) {
@@ -71,7 +80,7 @@ TEST_P(GroupSize, EveryRankMapsEveryBuffer) {
   Ranks ranks(size, [&](int rank) -> std::string {
     const Pretended before = pretended();
     DirectoryStore store(directory.path());
-    SymmetricMemory::Options options{rank, size, rank, 3 * kMegabyte, milliseconds(20000), "buffer", {}, [] {}};
+    SymmetricMemory::Options options = buffer_of(rank, size, rank, 3 * kMegabyte);
     options.prepare = [&](const DeviceMemory& own) { own.data()[0] = static_cast<char>(10 + rank); };
     std::string why;
     auto memory = SymmetricMemory::create(store, options, why);
@@ -99,8 +108,7 @@ TEST(SymmetricMemory, OneRankThatCannotAllocateIsAnAnswerForAll) {
     DirectoryStore store(directory.path());
     if (rank == 1) fail_mappings(1);
     std::string why;
-    const auto memory =
-        SymmetricMemory::create(store, {rank, 3, rank, kMegabyte, milliseconds(20000), "buffer", {}, [] {}}, why);
+    const auto memory = SymmetricMemory::create(store, buffer_of(rank, 3, rank, kMegabyte), why);
     return memory.empty() ? why.substr(why.find("cuMemMap"), 8) + (rank == 1 ? "" : why.substr(0, 7)) : "shared";
   });
   const auto& results = ranks.wait();
@@ -114,7 +122,7 @@ TEST(SymmetricMemory, OneGpuForTwoRanksIsAnErrorOnAll) {
   Ranks ranks(3, [&](int rank) -> std::string {
     DirectoryStore store(directory.path());
     std::string why;
-    SymmetricMemory::create(store, {rank, 3, rank / 2, kMegabyte, milliseconds(20000), "buffer", {}, [] {}}, why);
+    SymmetricMemory::create(store, buffer_of(rank, 3, rank / 2, kMegabyte), why);
     return "shared";
   });
   for (const Result& result : ranks.wait()) {
