@@ -98,7 +98,7 @@ void Machine::post(int d, const Shape& shape, bool first) {
 
 void Machine::start_proxy(int d) {
   Gpu& gpu = *gpus_[d];
-  gpu.proxy = std::make_unique<Proxy>(d, Window{gpu.own.data(), kTotal}, Window{gpu.peer.data(), kTotal},
+  gpu.proxy = std::make_unique<Proxy>(d, Proxy::Window{gpu.own.data(), kTotal}, Proxy::Window{gpu.peer.data(), kTotal},
                                       std::vector{reinterpret_cast<uint64_t*>(gpu.there(kArrived))});
 }
 

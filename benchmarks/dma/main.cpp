@@ -5,6 +5,7 @@
 //            [cache=DIR] [roots=DIR:DIR] [toolkit=DIR:DIR]
 // Prints one line of JSON a measurement or check. Nothing waits without a bound: a kernel gives up after two seconds,
 // and then the flags that streams wait for are raised.
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>

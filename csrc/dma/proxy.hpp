@@ -19,13 +19,13 @@
 
 namespace ark {
 
-struct Window {
-  char* data = nullptr;
-  uint64_t bytes = 0;
-};
-
 class Proxy {
  public:
+  struct Window {
+    char* data = nullptr;
+    uint64_t bytes = 0;
+  };
+
   // `arrived[c]`: the word of channel c in the peer's memory as mapped here, which holds the count `told`.
   Proxy(int device, Window from, Window to, std::vector<uint64_t*> arrived, uint64_t told = 0);
   ~Proxy();

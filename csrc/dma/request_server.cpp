@@ -1,6 +1,8 @@
 // The thread behind request_server.hpp.
 #include "dma/request_server.hpp"
 
+#include <utility>
+
 #include "health/start_thread.hpp"
 
 namespace ark {

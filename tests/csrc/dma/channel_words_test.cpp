@@ -1,6 +1,7 @@
 // The words of a channel between threads in the places of two GPUs: what ThreadSanitizer would see if they were wrong.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <barrier>
 #include <thread>
 #include <vector>
