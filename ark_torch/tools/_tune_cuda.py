@@ -4,6 +4,9 @@ Two candidates differ in one number of the dispatch: the algorithm is always tak
 same processes and streams, each as a CUDA graph of several operations, and what counts is the slowest rank's median.
 The size that is written is the one at which choosing by it costs least over all sizes, so that one noisy figure moves
 nothing. What is not in `FIELDS` keeps its measured default.
+
+PyTorch's NCCL is measured last, against what was chosen by then. What it sums it adds in other orders, so those numbers
+count under reduction="fast" alone; where that would gain more than a tenth, the table says by how much.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import json
 import math
 import os
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +24,33 @@ import torch.distributed as dist
 
 NEVER = 2**64 - 1
 ALWAYS = 0
+GAIN = 1.1  # of a sum in any order over one in rank order: what is worth telling
 
 
 @dataclass(frozen=True)
 class Field:
-    """One number of the dispatch, and at which sizes of an all_reduce it may matter."""
+    """One number of the dispatch, and at which sizes of an operation it may matter."""
 
     name: str
     small_first: bool  # the algorithm is for sizes up to the number, not from it on
     of_a_part: bool  # it is compared with one rank's part of the tensor
     sizes: tuple[int, ...]
+    operation: str = "all_reduce"
+    nccl: bool = False
+
+    @property
+    def sums(self) -> bool:
+        return "reduce" in self.operation
 
 
 FIELDS = (
     Field("one_shot_to", True, False, tuple(1 << power for power in range(12, 22))),
     Field("chunks_from", False, True, tuple(1 << power for power in range(18, 29))),
     Field("copy_engine_from", False, False, tuple(1 << power for power in range(20, 30))),
+    *(
+        Field(f"nccl_{operation}_from", False, False, tuple(1 << power for power in range(18, 29)), operation, True)
+        for operation in ("all_gather", "broadcast", "all_to_all", "all_reduce", "reduce", "reduce_scatter")
+    ),
 )
 
 
@@ -58,32 +73,63 @@ def decide(field: Field, ranks: int, without: list[float], always: list[float]) 
     return sizes[count] if count < len(sizes) else NEVER
 
 
-def _group(numbers: dict[str, int], ranks: int) -> Any:
+def gains(field: Field, without: list[float], always: list[float]) -> dict[str, float]:
+    """Where a sum in any order would gain more than a tenth: bytes -> times as fast."""
+    if not (field.nccl and field.sums):
+        return {}
+    times = zip(field.sizes, without, always, strict=True)
+    return {str(size): round(ours / theirs, 2) for size, ours, theirs in times if ours > GAIN * theirs}
+
+
+def _group(numbers: dict[str, int], ranks: int, fast: bool) -> Any:
     from ark_torch import _C
     from ark_torch.distributed.group import complete
 
     options = complete(_C.Options())
     options.cuda_dispatch = [(ranks, numbers)]
+    options.reduction = "fast" if fast else "exact"
     return dist.new_group(backend="ark", pg_options=options)
 
 
-class _Timer:
-    """One candidate: graphs of several all_reduces of a size, made once."""
+def _call(operation: str, group: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
+    """The operation, `whole` being the tensor whose bytes the dispatch looks at."""
+    part = other[: whole.numel() // ranks]
+    mean = dist.ReduceOp.AVG  # again and again on the same tensor: sums would soon be infinite
+    if operation == "all_reduce":
+        return lambda: dist.all_reduce(whole, mean, group=group)
+    if operation == "reduce":
+        return lambda: dist.reduce(whole, op=mean, group_dst=0, group=group)
+    if operation == "broadcast":
+        return lambda: dist.broadcast(whole, group_src=0, group=group)
+    if operation == "all_gather":
+        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+    if operation == "reduce_scatter":
+        return lambda: dist.reduce_scatter_tensor(part, whole, mean, group=group)
+    return lambda: dist.all_to_all_single(other[: whole.numel()], whole, group=group)
 
-    def __init__(self, group: Any, tensor: torch.Tensor) -> None:
-        self._group, self._tensor = group, tensor
-        dist.all_reduce(tensor[:16], group=group)
+
+class _Timer:
+    """One candidate: graphs of several operations of a size, made once."""
+
+    def __init__(self, group: Any, field: Field, tensors: Sequence[torch.Tensor], ranks: int) -> None:
+        self._group, self._operation, self._tensors, self._ranks = group, field.operation, tensors, ranks
+        self._call(1 << 12)()
         torch.cuda.synchronize()
+
+    def _call(self, size: int) -> Callable[[], Any]:
+        whole, other = self._tensors
+        count = size // whole.element_size() // self._ranks * self._ranks
+        return _call(self._operation, self._group, whole[:count], other, self._ranks)
 
     def prepare(self, size: int) -> None:
         self._calls = max(2, min(20, (64 << 20) // size))
-        part = self._tensor[: size // self._tensor.element_size()]
-        dist.all_reduce(part, group=self._group)  # kernels are loaded outside the graph
+        call = self._call(size)
+        call()  # kernels are loaded, and NCCL is made, outside the graph
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for _ in range(self._calls):
-                dist.all_reduce(part, group=self._group)
+                call()
 
     def microseconds(self) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -96,11 +142,13 @@ class _Timer:
         return float(start.elapsed_time(end)) * 1000 / self._calls
 
 
-def _measure(field: Field, numbers: dict[str, int], ranks: int, tensor: torch.Tensor, rounds: int) -> list[list[float]]:
+def _measure(
+    field: Field, numbers: dict[str, int], ranks: int, tensors: Sequence[torch.Tensor], rounds: int
+) -> list[list[float]]:
     """Times at the field's sizes without the algorithm, and with it always."""
     values = (ALWAYS, NEVER) if field.small_first else (NEVER, ALWAYS)
-    groups = [_group(numbers | {field.name: value}, ranks) for value in values]
-    timers = [_Timer(group, tensor) for group in groups]
+    groups = [_group(numbers | {field.name: value}, ranks, field.nccl) for value in values]
+    timers = [_Timer(group, field, tensors, ranks) for group in groups]
     found: list[list[float]] = [[], []]
     for size in field.sizes:
         times: list[list[float]] = [[], []]
@@ -120,29 +168,45 @@ def _measure(field: Field, numbers: dict[str, int], ranks: int, tensor: torch.Te
     return found
 
 
-def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str) -> None:
-    """One rank's part; rank 0 writes the file."""
+def tune(rank: int, ranks: int, rendezvous: str, rounds: int, output: str, only: Sequence[str] = ()) -> None:
+    """One rank's part; rank 0 writes the file. `only`: names of fields, the others keep their defaults."""
     from ark_torch import _C
 
     torch.cuda.set_device(rank)
     dist.init_process_group("ark", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     say = print if rank == 0 else lambda *_: None
     numbers = _C._default_cuda_dispatch(ranks)
-    tensor = torch.zeros(max(max(field.sizes) for field in FIELDS) // 2, dtype=torch.bfloat16, device="cuda")
-    for field in FIELDS:
-        without, always = _measure(field, numbers, ranks, tensor, rounds)
+    fields = [field for field in FIELDS if not only or field.name in only]
+    count = max(max(field.sizes) for field in fields) // 2
+    tensors = [torch.rand(count, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    faster: dict[str, dict[str, float]] = {}
+    for field in fields:
+        without, always = _measure(field, numbers, ranks, tensors, rounds)
         numbers[field.name] = decide(field, ranks, without, always)
+        if gained := gains(field, without, always):
+            faster[field.operation] = gained
         say(f"{field.name}: {numbers[field.name] if numbers[field.name] != NEVER else 'never'}")
         for size, one, two in zip(field.sizes, without, always, strict=True):
             say(f"  {size:>10} bytes: {one:9.1f} us without, {two:9.1f} us with")
+    for line in told(ranks, faster):
+        say(line)
     if rank == 0:
-        write(output, ranks, numbers)
+        write(output, ranks, numbers, faster)
         say(f"wrote {output}: use it with ARK_DISPATCH={output}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def write(output: str, ranks: int, numbers: dict[str, int]) -> None:
+def told(ranks: int, faster: dict[str, dict[str, float]]) -> list[str]:
+    """What reduction="fast" would gain, for people."""
+    lines = []
+    for operation, sizes in faster.items():
+        shown = ", ".join(f"{(gain - 1) * 100:.0f}% at {int(size) / (1 << 20):g} MB" for size, gain in sizes.items())
+        lines.append(f'reduction="fast" would gain for {operation} on {ranks} GPUs: {shown}')
+    return lines
+
+
+def write(output: str, ranks: int, numbers: dict[str, int], faster: dict[str, dict[str, float]] | None = None) -> None:
     """Puts the rule into the file, beside what it holds for other sizes of groups and for CPU tensors."""
     table: dict[str, Any] = {}
     if os.path.exists(output):
@@ -150,5 +214,7 @@ def write(output: str, ranks: int, numbers: dict[str, int]) -> None:
             table = json.load(file)
     others = [rule for rule in table.get("cuda", []) if rule["max_ranks"] != ranks]
     table["cuda"] = sorted([*others, {"max_ranks": ranks, **numbers}], key=lambda rule: int(rule["max_ranks"]))
+    kept = [rule for rule in table.get("fast", []) if rule["ranks"] != ranks]
+    table["fast"] = [*kept, {"ranks": ranks, "gains": faster}] if faster else kept
     with open(output, "w", encoding="utf-8") as file:
         json.dump(table, file, indent=1)

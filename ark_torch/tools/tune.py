@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from ark_torch.tools._tune_cuda import FIELDS
 from ark_torch.tools._tune_cuda import tune as tune_cuda
 
 ANY_BYTES = 2**64 - 1
@@ -127,7 +128,7 @@ def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> No
         kept = {}
         if os.path.exists(output):
             with open(output, encoding="utf-8") as file:
-                kept = {name: value for name, value in json.load(file).items() if name == "cuda"}
+                kept = {name: value for name, value in json.load(file).items() if name in ("cuda", "fast")}
         with open(output, "w", encoding="utf-8") as file:
             json.dump({**kept, "ranks": size, "cores": len(os.sched_getaffinity(0)), "rules": rules}, file, indent=1)
         say(f"wrote {output}: use it with ARK_DISPATCH={output}")
@@ -140,6 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cuda", action="store_true", help="the algorithms for CUDA tensors, one rank a GPU")
     parser.add_argument("--ranks", type=int, help="processes to measure with (default 2; --cuda: one for each GPU)")
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each candidate (default 7)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD", help="--cuda: measure these numbers alone")
     parser.add_argument("--output", default="ark-dispatch.json", help="file to write (default ark-dispatch.json)")
     options = parser.parse_args(arguments)
     gpus = torch.cuda.device_count() if options.cuda else 0
@@ -149,9 +151,14 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--cuda needs a GPU for each of 2 ranks or more, and this machine has {gpus}")
     if options.ranks < 2 or options.rounds < 1:
         parser.error("--ranks must be 2 or more and --rounds 1 or more")
+    known = {field.name for field in FIELDS}
+    if options.only and not (options.cuda and set(options.only) <= known):
+        parser.error(f"--only goes with --cuda, and takes {', '.join(sorted(known))}")
     measure = tune_cuda if options.cuda else _tune
     with tempfile.TemporaryDirectory() as folder:
-        spawned = (options.ranks, f"{folder}/store", options.rounds, options.output)
+        spawned: tuple[Any, ...] = (options.ranks, f"{folder}/store", options.rounds, options.output)
+        if options.cuda:
+            spawned += (options.only,)
         mp.spawn(measure, spawned, options.ranks)  # type: ignore[no-untyped-call]
     return 0
 

@@ -21,6 +21,7 @@ _NEED_TWO = [
     f"test_{name}.py"
     for name in (
         "channels",
+        "nccl_entry",
         "send_recv",
         "cuda_failures",
         "libraries",

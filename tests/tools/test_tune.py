@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ark_torch.distributed.group import load_dispatch
-from ark_torch.tools import _tune_cuda, tune
+from ark_torch.tools import _probes, _tune_cuda, tune
 
 USE = """
 import torch, torch.distributed as dist
@@ -95,6 +95,29 @@ def test_a_size_is_chosen_where_it_costs_least() -> None:
     part = _tune_cuda.Field("chunks_from", False, True, (1024, 2048, 4096))
     assert _tune_cuda.decide(part, 4, [1.0, 5.0, 5.0], [2.0, 2.0, 2.0]) == 512
     assert _tune_cuda.decide(part, 4, [1.0] * 3, [2.0] * 3) == _tune_cuda.NEVER
+
+
+@pytest.mark.quick
+def test_what_fast_sums_would_gain_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = _tune_cuda.Field("nccl_all_reduce_from", False, False, (1 << 20, 1 << 21, 1 << 22), "all_reduce", True)
+    faster = {"all_reduce": _tune_cuda.gains(sums, [100.0, 109.0, 125.0], [120.0, 100.0, 100.0])}
+    assert faster == {"all_reduce": {str(1 << 22): 1.25}}, "a tenth or less is not worth telling"
+    moves = _tune_cuda.Field("nccl_broadcast_from", False, False, sums.sizes, "broadcast", True)
+    assert _tune_cuda.gains(moves, [100.0] * 3, [1.0] * 3) == {}, "what only moves bytes is taken anyway"
+    assert _tune_cuda.told(2, faster) == ['reduction="fast" would gain for all_reduce on 2 GPUs: 25% at 4 MB']
+    table = tmp_path / "table.json"
+    _tune_cuda.write(str(table), 2, {"nccl_all_reduce_from": 1 << 22}, faster)
+    _tune_cuda.write(str(table), 4, {})
+    assert load_dispatch(str(table)) == ([], [(2, {"nccl_all_reduce_from": 1 << 22}), (4, {})])
+    monkeypatch.setenv("ARK_DISPATCH", str(table))
+    rows = {row.probe: row for row in _probes.dispatch()}
+    assert "groups of 2, 4 GPUs" in rows["dispatch"].found
+    assert "all_reduce on 2 GPUs: up to 25% (4 MB)" in rows["reduction"].found
+    assert "ARK_REDUCTION=fast" in rows["reduction"].advice
+    monkeypatch.setenv("ARK_REDUCTION", "fast")
+    assert {row.probe: row for row in _probes.dispatch()}["reduction"].advice == ""
+    _tune_cuda.write(str(table), 2, {})
+    assert [row.probe for row in _probes.dispatch()] == ["dispatch"], "measured again"
 
 
 @pytest.mark.quick
