@@ -1,4 +1,4 @@
-// What tests ask of the pretended driver (pretended_driver.cpp).
+// What tests ask of the pretended driver (pretended_memory.cpp).
 #pragma once
 
 namespace ark::test {

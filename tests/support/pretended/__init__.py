@@ -28,11 +28,13 @@ def build(folder: Path) -> dict[str, str | None]:
     torch_folder = Path(torch.__file__).parent
     include = [f"-isystem{path}" for path in (torch_folder / "include", sysconfig.get_path("include"))]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    own = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'ark_torch' / 'kernels'}"]
+    own = [f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'tests' / 'csrc'}", f"-I{ROOT / 'ark_torch' / 'kernels'}"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    memory = ROOT / "tests" / "csrc" / "support" / "pretended_memory.cpp"
+    driver_files = [HERE / "driver.cpp", HERE / "driver_rest.cpp", memory]
     shared = ["g++", "-std=c++20", "-O0", "-w", "-shared", "-fPIC"]
     made = {
-        "libcuda.so.1": [*own, str(HERE / "driver.cpp"), str(HERE / "driver_rest.cpp"), "-Wl,-soname,libcuda.so.1"],
+        "libcuda.so.1": [*own, *map(str, driver_files), "-Wl,-soname,libcuda.so.1"],
         "libnvrtc.so.13": [str(HERE / "nvrtc.cpp")],
         "pretended_device.so": [abi, *include, str(HERE / "device.cpp"), *libraries],
     }

@@ -1,10 +1,9 @@
-// A pretended libcuda: every call succeeds and does nothing, memory is addresses that nobody may touch (what the host
-// touches is real), and what tests want otherwise is set by the pretend_... functions. No kernel ever runs.
+// A pretended libcuda: every call succeeds and does nothing, what tests want otherwise is set by the pretend_...
+// functions. Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp), other memory is
+// addresses that nobody may touch. No kernel ever runs.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-
-#include <sys/mman.h>
 
 #include <atomic>
 
@@ -125,27 +124,6 @@ CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 }
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
   *pointer = take(bytes);
-  return CUDA_SUCCESS;
-}
-CUresult cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
-  *pointer = take(bytes);
-  return CUDA_SUCCESS;
-}
-CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
-  *bytes = size_t{1} << 21;
-  return CUDA_SUCCESS;
-}
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t, const CUmemAllocationProp*, unsigned long long) {
-  *handle = 1;
-  return CUDA_SUCCESS;
-}
-CUresult cuMemExportToShareableHandle(void* fd, CUmemGenericAllocationHandle, CUmemAllocationHandleType,
-                                      unsigned long long) {
-  *static_cast<int*>(fd) = memfd_create("pretended", 0);
-  return CUDA_SUCCESS;
-}
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void*, CUmemAllocationHandleType) {
-  *handle = 2;
   return CUDA_SUCCESS;
 }
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {

@@ -1,0 +1,112 @@
+// GPU memory without a GPU: the pretended driver's allocations are memfds and their mappings are real, so what one
+// process writes another one reads, descriptors are real ones, and what is not given back is counted. A device has 1
+// GB. Other calls are in pretended_driver.cpp, and for tests from Python in tests/support/pretended.
+#include "support/pretended_driver.hpp"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "jit/driver.hpp"
+
+namespace ark::test {
+
+namespace {
+std::mutex mutex;
+std::map<CUdeviceptr, size_t> reserved;
+std::atomic<int> handles{0}, mappings{0};
+std::atomic<int> maps_that_fail{0};
+}  // namespace
+
+Pretended pretended() {
+  const std::lock_guard lock(mutex);
+  return {handles, mappings, static_cast<int>(reserved.size())};
+}
+
+void fail_mappings(int count) {
+  maps_that_fail = count;
+}
+
+}  // namespace ark::test
+
+using namespace ark;
+using namespace ark::test;
+
+extern "C" {
+#define ARK_PRETENDED __attribute__((visibility("default"))) CUresult
+
+ARK_PRETENDED cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                            CUmemAllocationGranularity_flags) {
+  *bytes = 2 << 20;
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+                          unsigned long long) {
+  if (bytes > (size_t{1} << 30)) return CUDA_ERROR_OUT_OF_MEMORY;
+  const int fd = ::memfd_create("pretended", MFD_CLOEXEC);
+  if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_UNKNOWN;
+  *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
+  ++handles;
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemRelease(CUmemGenericAllocationHandle handle) {
+  --handles;
+  return ::close(static_cast<int>(handle - 1)) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+ARK_PRETENDED cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle,
+                                           CUmemAllocationHandleType, unsigned long long) {
+  const int fd = ::dup(static_cast<int>(handle - 1));
+  *static_cast<int*>(shareable) = fd;
+  return fd >= 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+ARK_PRETENDED cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* shareable,
+                                             CUmemAllocationHandleType) {
+  const int fd = ::dup(static_cast<int>(reinterpret_cast<intptr_t>(shareable)));
+  if (fd < 0) return CUDA_ERROR_INVALID_HANDLE;
+  *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
+  ++handles;
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  void* const range = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *pointer = reinterpret_cast<CUdeviceptr>(range);
+  const std::lock_guard lock(mutex);
+  reserved[*pointer] = bytes;
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemAddressFree(CUdeviceptr pointer, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  if (reserved.erase(pointer) == 0) return CUDA_ERROR_INVALID_VALUE;
+  ::munmap(reinterpret_cast<void*>(pointer), bytes);
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocationHandle handle,
+                       unsigned long long) {
+  if (maps_that_fail > 0 && maps_that_fail-- > 0) return CUDA_ERROR_UNKNOWN;
+  const off_t there = ::lseek(static_cast<int>(handle - 1), 0, SEEK_END);
+  if (there < static_cast<off_t>(bytes)) return CUDA_ERROR_INVALID_VALUE;
+  void* const at = ::mmap(reinterpret_cast<void*>(pointer), bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
+                          static_cast<int>(handle - 1), 0);
+  if (at == MAP_FAILED) return CUDA_ERROR_UNKNOWN;
+  ++mappings;
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
+  --mappings;
+  ::mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
+         -1, 0);
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
+  return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream) {
+  std::memset(reinterpret_cast<void*>(to), value, count);
+  return CUDA_SUCCESS;
+}
+}
