@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 NEVER = 2**64 - 1
 ALWAYS = 0
+LARGE = tuple(1 << power for power in range(22, 29))
 GAIN = 1.1  # of a sum in any order over one in rank order: what is worth telling
 
 
@@ -47,6 +48,10 @@ FIELDS = (
     Field("one_shot_to", True, False, tuple(1 << power for power in range(12, 22))),
     Field("chunks_from", False, True, tuple(1 << power for power in range(18, 29))),
     Field("copy_engine_from", False, False, tuple(1 << power for power in range(20, 30))),
+    Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter"),
+    Field("all_gather_engine_from", False, True, LARGE, "all_gather"),
+    Field("broadcast_engine_from", False, False, LARGE, "broadcast"),
+    Field("all_to_all_engine_from", False, True, LARGE, "all_to_all"),
     *(
         Field(f"nccl_{operation}_from", False, False, tuple(1 << power for power in range(18, 29)), operation, True)
         for operation in ("all_gather", "broadcast", "all_to_all", "all_reduce", "reduce", "reduce_scatter")
@@ -147,7 +152,12 @@ def _measure(
 ) -> list[list[float]]:
     """Times at the field's sizes without the algorithm, and with it always."""
     values = (ALWAYS, NEVER) if field.small_first else (NEVER, ALWAYS)
-    groups = [_group(numbers | {field.name: value}, ranks, field.nccl) for value in values]
+    # An all_to_all leaves it to other operations to bring the memory of copy engines.
+    others = {"broadcast_engine_from": ALWAYS} if field.name == "all_to_all_engine_from" else {}
+    groups = [_group(numbers | others | {field.name: value}, ranks, field.nccl) for value in values]
+    if others:
+        for group in groups:
+            dist.broadcast(tensors[0], group_src=0, group=group)
     timers = [_Timer(group, field, tensors, ranks) for group in groups]
     found: list[list[float]] = [[], []]
     for size in field.sizes:

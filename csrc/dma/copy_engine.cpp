@@ -1,53 +1,59 @@
-// The pieces of copy_engine.hpp.
+// Memory, words and streams of copy_engine.hpp, and what the watching thread asks.
 #include "dma/copy_engine.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "error.hpp"
+#include "protocol/atomics.hpp"
 
 namespace ark {
 
 namespace {
 
-constexpr uint64_t kHead = 4096;  // of the words
-constexpr int kSets = 3;
+constexpr uint64_t kHead = 4096;           // of the words
 constexpr uint64_t kLeastPiece = 4 << 20;  // a smaller one costs more in hand-overs than it hides
+constexpr std::chrono::milliseconds kReleasing{60};
 
 }  // namespace
 
 uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
-  constexpr uint64_t kMostSet = 64 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain nothing
-  const uint64_t set = std::min(kMostSet, limit < kHead ? 0 : (limit - kHead) / kSets);
-  return set / ranks < kLeastSlot ? 0 : kHead + kSets * set;
+  constexpr uint64_t kMost = 256 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain little
+  const uint64_t slots = static_cast<uint64_t>(2 * kSlots) * std::max(ranks - 1, 1);
+  const uint64_t slot = std::min(kMost, limit < kHead ? 0 : limit - kHead) / slots / 4096 * 4096;
+  return slot < kLeastSlot ? 0 : kHead + slots * slot;
 }
 
-void CopyEngine::prepare(const DeviceMemory& own, int ranks) {
+void CopyEngine::prepare(char* own, int ranks) {
   CUstream stream = nullptr;
   check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreateWithPriority");
-  const CUdeviceptr words = reinterpret_cast<CUdeviceptr>(own.data());
-  for (Word which : {free_part, free_sum})
-    driver().memset_d32_async(words + 4 * which * ranks * kSets, 1, static_cast<size_t>(ranks) * kSets, stream);
+  const CUdeviceptr words = reinterpret_cast<CUdeviceptr>(own);
+  const size_t count = static_cast<size_t>(ranks) * kSlots;
+  driver().memset_d32_async(words + 4 * free_slot * count, 1, (entered - free_slot) * count, stream);
   const CUresult result = driver().stream_synchronize(stream);
   driver().stream_destroy(stream);
   check(result, "preparing memory for copy engines");
 }
 
-CopyEngine::CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, uint64_t bytes,
-                       device::EngineStatus* status)
+CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, device::EngineStatus* status,
+                       device::EngineStatus* host_status, std::shared_ptr<void> held)
     : rank_(rank),
       size_(static_cast<int>(memory.size())),
       device_(device),
-      most_piece_((bytes - kHead) / kSets / memory.size() / 4096 * 4096),
+      slot_bytes_((bytes - kHead) / (2 * kSlots) / std::max<size_t>(memory.size() - 1, 1) / 4096 * 4096),
       memory_(std::move(memory)),
-      status_(status) {
+      held_(std::move(held)),
+      status_(status),
+      host_status_(host_status) {
   const RelaxedCapture relaxed;
   const CurrentContext context(device);
   int least = 0, greatest = 0;
   check(driver().ctx_get_stream_priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  for (CUstream* stream : {&copy_, &add_, &release_})
+  for (CUstream* stream : {&link_, &add_[0], &add_[1], &deliver_[0], &deliver_[1], &release_})
     check(driver().stream_create_with_priority(stream, CU_STREAM_NON_BLOCKING, greatest), "cuStreamCreateWithPriority");
   check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
 }
 
 CopyEngine::~CopyEngine() {
@@ -55,42 +61,20 @@ CopyEngine::~CopyEngine() {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
     driver().event_destroy(event_);
-    for (CUstream stream : {copy_, add_, release_}) driver().stream_destroy(stream);
+    for (CUevent event : done_) driver().event_destroy(event);
+    for (CUstream stream : {link_, add_[0], add_[1], deliver_[0], deliver_[1], release_})
+      driver().stream_destroy(stream);
   } catch (const Error&) {  // at exit the driver may be gone already
   }
 }
 
-CUdeviceptr CopyEngine::word(int owner, Word which, int writer, int set) const {
-  return reinterpret_cast<CUdeviceptr>(memory_[owner].data()) + 4 * ((which * size_ + writer) * kSets + set);
+CUdeviceptr CopyEngine::word(int waiter, Word which, int teller, uint64_t piece) const {
+  return reinterpret_cast<CUdeviceptr>(memory_[waiter]) + 4 * ((which * size_ + teller) * kSlots + piece % kSlots);
 }
 
-char* CopyEngine::slot(int owner, int source, int set) const {
-  return memory_[owner].data() + kHead + (static_cast<uint64_t>(set) * size_ + source) * most_piece_;
-}
-
-void CopyEngine::Words::await(CUdeviceptr address) {
-  add(CU_STREAM_MEM_OP_WAIT_VALUE_32, address, 1, CU_STREAM_WAIT_VALUE_EQ);
-  add(CU_STREAM_MEM_OP_WRITE_VALUE_32, address, 0, CU_STREAM_WRITE_VALUE_DEFAULT);
-}
-
-void CopyEngine::Words::tell(CUdeviceptr address) {
-  add(CU_STREAM_MEM_OP_WRITE_VALUE_32, address, 1, CU_STREAM_WRITE_VALUE_DEFAULT);
-}
-
-void CopyEngine::Words::add(CUstreamBatchMemOpType operation, CUdeviceptr address, uint32_t value, unsigned flags) {
-  CUstreamBatchMemOpParams params{};
-  params.waitValue.operation = operation;  // a write's parameters lie alike
-  params.waitValue.address = address;
-  params.waitValue.value = value;
-  params.waitValue.flags = flags;
-  operations_.push_back(params);
-}
-
-void CopyEngine::Words::enqueue() {
-  if (operations_.empty()) return;
-  check(driver().stream_batch_mem_op(stream_, static_cast<unsigned>(operations_.size()), operations_.data(), 0),
-        "cuStreamBatchMemOp");
-  operations_.clear();
+char* CopyEngine::slot(int owner, Bank bank, int writer, uint64_t piece) const {
+  const int column = writer < owner ? writer : writer - 1;
+  return memory_[owner] + kHead + (((bank * kSlots) + piece % kSlots) * (size_ - 1) + column) * slot_bytes_;
 }
 
 void CopyEngine::copy(CUstream stream, void* to, const void* from, uint64_t bytes) {
@@ -103,79 +87,52 @@ void CopyEngine::follow(CUstream stream, CUstream before) {
   check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
 }
 
-void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t element_bytes, CUstream stream,
-                            const Add& add) {
-  const CurrentContext context(device_);
-  const uint64_t unit = std::max<uint64_t>(element_bytes, 16);
-  const uint64_t units = (bytes + unit - 1) / unit, part = (units + size_ - 1) / size_ * unit;  // the last may be short
-  const auto from_of = [&](int r) { return std::min(r * part, bytes); };
-  const auto size_of = [&](int r) { return std::min(part, bytes - from_of(r)); };
-  std::vector<int> others;
-  for (int k = 1; k < size_; ++k) others.push_back((rank_ + k) % size_);
-
-  const CUdeviceptr busy = reinterpret_cast<CUdeviceptr>(&status_->busy);
-  check(driver().stream_write_value32(stream, busy, 1, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
-  for (CUstream own : {copy_, add_}) follow(own, stream);
-  const uint64_t pieces = std::max((part + most_piece_ - 1) / most_piece_, std::min<uint64_t>(part / kLeastPiece, 2));
-  const uint64_t piece = ((part + pieces - 1) / pieces + unit - 1) / unit * unit;
-  const auto length = [&](int r, uint64_t i) { return std::min(piece, size_of(r) - std::min(size_of(r), i * piece)); };
-  const auto at = [&](auto* base, int r, uint64_t i) {
-    using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(base)>>, const char, char>;
-    return static_cast<Byte*>(base) + from_of(r) + i * piece;
-  };
-  Words copied(copy_), added(add_);
-  const auto scatter = [&](uint64_t i) {
-    const int set = static_cast<int>(i % kSets);
-    for (int peer : others) {
-      if (length(peer, i) == 0) continue;
-      copied.await(word(rank_, free_part, peer, set));
-      copied.enqueue();
-      copy(copy_, slot(peer, rank_, set), at(in, peer, i), length(peer, i));
-      copied.tell(word(peer, arrived_part, rank_, set));
-    }
-  };
-  const auto add_up = [&](uint64_t i) {
-    const int set = static_cast<int>(i % kSets);
-    if (length(rank_, i) == 0) return;
-    for (int peer : others) {
-      added.await(word(rank_, arrived_part, peer, set));
-      added.await(word(rank_, free_sum, peer, set));
-    }
-    added.enqueue();
-    std::vector<const void*> parts(size_);
-    for (int r = 0; r < size_; ++r) parts[r] = r == rank_ ? at(in, r, i) : slot(rank_, r, set);
-    add(parts.data(), at(out, rank_, i), slot(rank_, rank_, set), length(rank_, i), add_);
-    for (int peer : others) added.tell(word(peer, arrived_sum, rank_, set));
-    for (int peer : others) added.tell(word(peer, free_part, rank_, set));
-    added.enqueue();
-  };
-  const auto fetch = [&](uint64_t i) {
-    const int set = static_cast<int>(i % kSets);
-    for (int k = 1; k < size_; ++k) {
-      const int owner = (rank_ + size_ - k) % size_;
-      if (length(owner, i) == 0) continue;
-      copied.await(word(rank_, arrived_sum, owner, set));
-      copied.enqueue();
-      // In place this overwrites what this stream has sent already: the sum was made from it.
-      copy(copy_, at(out, owner, i), slot(owner, owner, set), length(owner, i));
-      copied.tell(word(owner, free_sum, rank_, set));
-    }
-  };
-  for (uint64_t i = 0; i <= pieces; ++i) {
-    if (i < pieces) add_up(i);
-    if (i < pieces) scatter(i);
-    if (i > 0) fetch(i - 1);
-    copied.enqueue();  // nothing is left untold while a full queue may stop the host
-  }
-  for (CUstream own : {copy_, add_}) follow(stream, own);
-  check(driver().stream_write_value32(stream, busy, 0, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue32");
+// Equal pieces of whole units: as many as are wanted, but not too small ones, and more where they must fit into slots.
+uint64_t CopyEngine::piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const {
+  const uint64_t least = slots ? (bytes + slot_bytes_ - 1) / slot_bytes_ : 1;
+  const uint64_t count = std::max({least, std::min(bytes / kLeastPiece, wanted), uint64_t{1}});
+  return std::max(((bytes + count - 1) / count + unit - 1) / unit, uint64_t{1}) * unit;
 }
 
 void CopyEngine::release_all() {
   const RelaxedCapture relaxed;
   const CurrentContext context(device_);
-  driver().memset_d32_async(word(rank_, arrived_part, 0, 0), 1, static_cast<size_t>(kWords) * size_ * kSets, release_);
-  driver().stream_synchronize(release_);
+  const size_t count = static_cast<size_t>(size_) * kSlots;
+  const auto until = std::chrono::steady_clock::now() + kReleasing;
+  do {  // a stream may have many calls before it
+    const uint32_t mark = protocol::load_relaxed(host_status_->expected);
+    driver().memset_d32_async(word(rank_, arrived, 0, 0), 1, entered * count, release_);
+    driver().memset_d32_async(word(rank_, entered, 0, 0), mark, count, release_);
+    if (driver().stream_synchronize(release_) != CUDA_SUCCESS) return;
+  } while (protocol::load_relaxed(host_status_->busy) != 0 && std::chrono::steady_clock::now() < until);
+}
+
+EngineDiagnosis CopyEngine::diagnose() {
+  const RelaxedCapture relaxed;
+  const CurrentContext context(device_);
+  std::vector<uint32_t> words(static_cast<size_t>(kWords) * size_ * kSlots);
+  if (driver().memcpy_async(reinterpret_cast<CUdeviceptr>(words.data()), word(rank_, arrived, 0, 0), 4 * words.size(),
+                            release_) != CUDA_SUCCESS ||
+      driver().stream_synchronize(release_) != CUDA_SUCCESS)
+    return {};
+  const uint32_t expected = protocol::load_relaxed(host_status_->expected);
+  const uint32_t asked = protocol::load_relaxed(host_status_->asked);
+  const auto count_of = [&](Word which, int peer) {
+    const uint32_t* const first = &words[(which * size_ + peer) * kSlots];
+    return std::count_if(first, first + kSlots, [](uint32_t value) { return value != 0; });
+  };
+  // Missing is from whom nothing lies here that would wait to be used, first of all where what it got was not used.
+  std::vector<int> silent, idle;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    const uint32_t mark = words[(entered * size_ + peer) * kSlots];
+    if ((asked >> peer & 1) != 0 && mark != 0 && mark != expected) return {peer, true};
+    if (count_of(arrived, peer) + count_of(came, peer) != 0) continue;
+    silent.push_back(peer);
+    if (count_of(free_slot, peer) + count_of(taken, peer) != 2 * kSlots) idle.push_back(peer);
+  }
+  if (idle.size() == 1) return {idle[0], false};
+  return {silent.size() == 1 ? silent[0] : -1, false};
 }
 
 }  // namespace ark

@@ -1,32 +1,41 @@
-// All-reduce of large buckets by copy engines: they scatter the parts and fetch the results, one short kernel adds.
-// While they move bytes no SM is taken from whatever computes beside them, and nothing is copied twice: contributions
-// are pushed from the user's buffer into the owner's slots, results are pulled from the owner's slots into the user's
-// buffer (an engine needs 8 us more to read a piece over the link than to write it, H200; but to hand sums out would
-// take a second copy within the receiver's GPU, which may be an SM's work).
+// Collectives of many bytes by copy engines: while they move bytes no SM is taken from whatever computes beside them.
+// Alike on all ranks: which of these functions is called, for how many bytes.
 //
-// A bucket goes in pieces through kSets sets of slots. All copies of a rank are on one stream, the parts of piece i + 1
-// before the sums of piece i: two copies at once, or copies to two peers at once, halve a copy engine's speed. The
-// adding kernels have a stream of their own.
+// Everything is pushed: when two ranks read from each other at once each gets half of what the link carries (H200).
+// What is to be added goes into slots of its owner, and so does what a receiver's own tensor is to get, unless that is
+// registered: then straight to its place. The way from a slot to the tensor is a copy within the GPU, which the driver
+// makes by SMs whatever one asks it for. All copies over the link are on one stream, one peer at a time, beginning with
+// the next rank: two copies at once, to two peers, or of two ranks to one, halve an engine's speed.
 //
-// Hand-overs are words in symmetric memory, written and awaited by stream memory operations, which no SM executes.
-// Their values are constants once captured in a graph, so they are not counters: a word is 1 when something is there,
-// and whoever waited for it puts 0 back. Two kinds alternate strictly: "arrived" is set by the sender behind its copy,
-// or by the owner behind the kernel that made the sum (a stream's operations are ordered, and the driver orders a write
-// behind copies and kernels of its stream), "free" by whoever read the slot, behind its kernel or copy; a slot is
-// written again behind a wait for "free". Free words are 1 at first.
+// Beside computation each kernel waits until SMs are free, which may take as long as a whole kernel of the others. So
+// there are kWorkers streams for what SMs do, that several pieces wait side by side.
 //
-// Such waits have no bound of their own. Words in host memory say that an all-reduce is under way and count the pieces
-// added; the watching thread (health/device_watch.hpp) fails the group when nothing was added for the timeout, and then
-// sets all words until the streams have drained: results are garbage then, and every later call raises.
+// Slots are used in turn, from the first one on in every call, so that a graph's constants fit whatever ran before; a
+// slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
+// behind a piece of a message, "free" and "taken" back from whoever has read the slot; those two are 1 at first, and
+// awaited before the slot is written again. No cycle: what a rank does in step j depends on what all ranks do in
+// earlier steps, or in this one before it.
+//
+// Registered outputs: copies are enqueued before anybody could ask the receiver for its address. So the contract is
+// NCCL's: all ranks pass the same place of the same window. It is checked on the device: a receiver tells its senders
+// a mark that stands for window, place, bytes and operation, and a sender writes only behind a wait for its own mark,
+// which also shows that the receiver's stream has come to this call. Ranks that disagree wait, write nothing, and
+// diagnose() finds out why. Marks are exchanged as soon as a group has registered anything, for plain tensors too: the
+// other rank's may be registered. One is told again only after all of a call arrived, which was sent after it was seen.
+//
+// Waits have no bound of their own. Words in host memory say that a collective is under way and how far it is; the
+// watching thread (health/device_watch.hpp) fails the group when nothing moved for the timeout, and then calls
+// release_all() until the streams have drained: results are garbage then, and every later call raises.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "cuda/add.cuh"
-#include "jit/driver.hpp"
-#include "memory/device_memory.hpp"
+#include "dma/stream_words.hpp"
+#include "health/device_watch.hpp"
 
 namespace ark {
 
@@ -36,47 +45,69 @@ class CopyEngine {
   static uint64_t memory_bytes(int ranks, uint64_t limit);
 
   // memory[r]: rank r's, as mapped here, prepared by prepare() before it was handed to the peers; `bytes` of each.
-  CopyEngine(int rank, int device, std::vector<DeviceMemory> memory, uint64_t bytes, device::EngineStatus* status);
+  // `status`: as the device sees it, and as the host does. `held`: kept as long as the engine.
+  CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, device::EngineStatus* status,
+             device::EngineStatus* host_status, std::shared_ptr<void> held = nullptr);
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
 
-  static void prepare(const DeviceMemory& own, int ranks);
+  static void prepare(char* own, int ranks);
 
-  // parts[r]: rank r's contribution; out, handed_out: the sum; all of `bytes`.
-  using Add =
-      std::function<void(const void* const* parts, void* out, void* handed_out, uint64_t bytes, CUstream stream)>;
-  void all_reduce(const void* in, void* out, uint64_t bytes, uint64_t element_bytes, CUstream stream, const Add& add);
+  struct Message {
+    const void* data;
+    uint64_t bytes;
+  };
+  struct Place {
+    void* data;
+    uint64_t bytes;
+  };
+  // On a group with registered memory: where the outputs lie.
+  struct Outputs {
+    uint32_t mark = 0;      // never 0; equal on two ranks if they passed what belongs together
+    std::vector<char*> at;  // rank r's output as mapped here; empty: it is not registered
+  };
+  // Null: the group has registered nothing.
+  using MaybeOutputs = const Outputs*;
+
+  // parts[r]: rank r's contribution; sum: where the result goes; all of `bytes`.
+  using Add = std::function<void(const void* const* parts, void* sum, uint64_t bytes, CUstream stream)>;
+  void all_reduce(const void* in, void* out, uint64_t bytes, uint64_t element_bytes, CUstream stream, const Add& add,
+                  MaybeOutputs outputs);
+  // ins[r]: what goes into rank r's result, of `bytes`.
+  void reduce_scatter(const void* const* ins, void* out, uint64_t bytes, uint64_t element_bytes, CUstream stream,
+                      const Add& add);
+  // sends[r] to rank r, receives[r] from rank r; own ones too. Registered: at[r] is where this rank's message belongs
+  // in rank r's output.
+  void move(const Message* sends, const Place* receives, CUstream stream, MaybeOutputs outputs);
+  void broadcast(void* data, uint64_t bytes, int root, CUstream stream, MaybeOutputs outputs);  // from rank to rank
 
   void release_all();  // the group has failed: lets every wait end; called again and again by the watching thread
 
+  EngineDiagnosis diagnose();  // by the watching thread, while a collective does not move
+
  private:
-  enum Word { arrived_part, free_part, arrived_sum, free_sum, kWords };
+  enum Word { arrived, came, free_slot, taken, entered, kWords };  // 0, 0, 1, 1 at first; marks
+  enum Bank { parts, messages };
+  static constexpr int kSlots = 4, kWorkers = 2;
+  static_assert(kSlots % kWorkers == 0);
+  class Call;
 
-  // Words that a stream writes and awaits, by one call of the driver.
-  class Words {
-   public:
-    explicit Words(CUstream stream) : stream_(stream) {}
-    void await(CUdeviceptr word);  // until it is 1; puts 0 back
-    void tell(CUdeviceptr word);   // makes it 1
-    void enqueue();
-
-   private:
-    void add(CUstreamBatchMemOpType operation, CUdeviceptr address, uint32_t value, unsigned flags);
-    const CUstream stream_;
-    std::vector<CUstreamBatchMemOpParams> operations_;
-  };
-
-  CUdeviceptr word(int owner, Word which, int writer, int set) const;
-  char* slot(int owner, int source, int set) const;  // source owner: the sum
+  CUdeviceptr word(int waiter, Word which, int teller, uint64_t piece) const;
+  char* slot(int owner, Bank bank, int writer, uint64_t piece) const;
   void copy(CUstream stream, void* to, const void* from, uint64_t bytes);
   void follow(CUstream stream, CUstream before);  // stream waits for all that `before` has been given
+  uint64_t piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const;
+  uint32_t others() const { return ((uint32_t{1} << size_) - 1) & ~(uint32_t{1} << rank_); }
 
   const int rank_, size_, device_;
-  const uint64_t most_piece_;  // of one part
-  std::vector<DeviceMemory> memory_;
-  device::EngineStatus* const status_;  // as the device sees it
-  CUstream copy_ = nullptr, add_ = nullptr, release_ = nullptr;
+  const uint64_t slot_bytes_;
+  const std::vector<char*> memory_;
+  const std::shared_ptr<void> held_;
+  device::EngineStatus* const status_;
+  device::EngineStatus* const host_status_;
+  CUstream link_ = nullptr, add_[kWorkers] = {}, deliver_[kWorkers] = {}, release_ = nullptr;
   CUevent event_ = nullptr;
+  CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
 };
 
 }  // namespace ark

@@ -25,11 +25,12 @@ struct DeviceWatch::Watched {
   std::mutex mutex;
   bool over = false;     // the group is gone
   bool noticed = false;  // that the device gave up
-  const device::EngineStatus* engine = nullptr;
+  device::EngineStatus* engine = nullptr;
   std::function<void()> release_engine;
   std::function<void()> failed;
+  std::function<EngineDiagnosis()> diagnose_engine;
   std::atomic<int64_t> engine_limit_ms{0};
-  uint32_t engine_progress = 0;
+  uint32_t engine_progress = 0, engine_beat = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
 
   // `peer` -1: not known.
@@ -41,21 +42,34 @@ struct DeviceWatch::Watched {
                                   " output: it may have stopped, or called other collectives."});
   }
 
-  // Copy engines tell nobody whom they wait for; of two ranks it can only be the other.
+  void fail_engine(const Error& error) {
+    health->fail(error);
+    if (log) log(error);
+  }
+
   void look_at_engine() {
     if (engine == nullptr) return;
-    const uint32_t progress = protocol::load_relaxed(engine->progress);
+    protocol::store_relaxed(engine->clock, protocol::load_relaxed(engine->clock) + 1);
+    const uint32_t progress = protocol::load_relaxed(engine->progress), beat = protocol::load_relaxed(engine->beat);
     if (protocol::load_relaxed(engine->busy) == 0) {
       engine_stuck_since = Clock::time_point::max();
-    } else if (progress != engine_progress || engine_stuck_since == Clock::time_point::max()) {
+    } else if (progress != engine_progress || beat != engine_beat || engine_stuck_since == Clock::time_point::max()) {
       engine_stuck_since = Clock::now();
-    } else if (Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load()) &&
-               !health->failed()) {
-      const Error error = waited("copy engines of this rank", health->size() == 2 ? 1 - health->rank() : -1);
-      health->fail(error);
-      if (log) log(error);
+    } else if (!health->failed()) {
+      const bool timed_out = Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load());
+      const bool asked = protocol::load_relaxed(engine->asked) != 0;
+      const EngineDiagnosis found = timed_out || asked ? diagnose_engine() : EngineDiagnosis{};
+      if (found.mismatched)
+        fail_engine(Error(ErrorKind::mismatch,
+                          "rank " + std::to_string(found.peer) +
+                              " passed another place of registered memory than this rank, or memory that is not "
+                              "registered, or called another operation",
+                          ErrorContext{health->rank(), found.peer, "", 0,
+                                       "Pass tensors at the same place of the same registered memory on all ranks."}));
+      else if (timed_out)
+        fail_engine(waited("copy engines of this rank", health->size() == 2 ? 1 - health->rank() : found.peer));
     }
-    engine_progress = progress;
+    engine_progress = progress, engine_beat = beat;
     if (health->failed()) release_engine();
   }
 
@@ -168,10 +182,12 @@ void DeviceWatch::check(const OperationContext& context) {
   watched_->health->check_alive(context);
 }
 
-void DeviceWatch::watch_engine(const device::EngineStatus* status, std::function<void()> release) {
+void DeviceWatch::watch_engine(device::EngineStatus* status, std::function<void()> release,
+                               std::function<EngineDiagnosis()> diagnose) {
   std::lock_guard lock(watched_->mutex);
   watched_->engine = status;
   watched_->release_engine = std::move(release);
+  watched_->diagnose_engine = std::move(diagnose);
 }
 
 void DeviceWatch::engine_used(std::chrono::milliseconds limit) {

@@ -13,6 +13,12 @@
 
 namespace ark {
 
+// Whom copy engines that do not move wait for, as far as it can be told.
+struct EngineDiagnosis {
+  int peer = -1;
+  bool mismatched = false;  // its output is registered memory at another place than this rank's
+};
+
 class DeviceWatch {
  public:
   // `status` is in memory that the device writes; both outlive this object. `log` is told of a device that gave up.
@@ -23,9 +29,11 @@ class DeviceWatch {
   void check(const OperationContext& context);
   void abort();  // kernels leave
 
-  // Copy engines that wait on words of memory: they fail the group when they are busy without progress for `limit`, and
-  // once it has failed `release` is called in every look, to let their waits end. Until forget_engine() returns.
-  void watch_engine(const device::EngineStatus* status, std::function<void()> release);
+  // Copy engines that wait on words of memory: they fail the group when they are busy without progress for `limit`, or
+  // when a peer passed what does not belong to what this rank passed; `diagnose` says so. Once the group has failed
+  // `release` is called in every look, to let their waits end. Until forget_engine() returns.
+  void watch_engine(device::EngineStatus* status, std::function<void()> release,
+                    std::function<EngineDiagnosis()> diagnose);
   void engine_used(std::chrono::milliseconds limit);  // by the operation just enqueued
   void forget_engine();
 

@@ -96,6 +96,10 @@ const Driver& driver() {
   return *g_driver.load(std::memory_order_relaxed);
 }
 
+void use_driver(const Driver& table) {
+  g_driver.store(&table, std::memory_order_release);
+}
+
 bool has_driver() noexcept {
   try {
     driver();

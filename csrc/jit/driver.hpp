@@ -121,6 +121,8 @@ constexpr int kOldestDriver = 12040;
 // The driver, initialised (cuInit). Throws Error(system) with the remedy when there is none, it is too old, or it sees
 // no GPU. A failure is not remembered: the next call tries again.
 const Driver& driver();
+// What driver() returns from now on: for tests without a GPU. Outlives its use.
+void use_driver(const Driver& table);
 // True when driver() would not throw.
 bool has_driver() noexcept;
 

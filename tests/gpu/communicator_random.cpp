@@ -98,6 +98,8 @@ class Rank {
       dispatch.landings_from = 8192;
       dispatch.relay_from = 4096;
       dispatch.copy_engine_from = 256 * 1024;
+      dispatch.reduce_scatter_engine_from = dispatch.all_gather_engine_from = 64 * 1024;
+      dispatch.broadcast_engine_from = dispatch.all_to_all_engine_from = 100'000;
     }
     options.dispatch = dispatch;
     std::string why;

@@ -15,7 +15,16 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // On more than two ranks they were not measured yet. Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose
   // below 16 MB, where lines are there sooner than an announcement.
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
-  return {one_shot_to, 8 << 20, 8 << 20, 1 << 20, ranks <= 2 ? 24 << 20 : kNever, 512 << 20};
+  return {.one_shot_to = one_shot_to,
+          .chunks_from = 8 << 20,
+          .landings_from = 8 << 20,
+          .relay_from = 1 << 20,
+          .copy_engine_from = ranks <= 2 ? 24 << 20 : kNever,
+          .reduce_scatter_engine_from = kNever,
+          .all_gather_engine_from = kNever,
+          .broadcast_engine_from = kNever,
+          .all_to_all_engine_from = kNever,
+          .buffer_bytes = 512 << 20};
 }
 
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
@@ -64,7 +73,8 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
   if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, most_one_shot_bytes(size_)) && !factors)
     return launcher_->one_shot(operation, in, out, bytes);
-  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && launcher_->bucket(operation, in, out, bytes))
+  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors &&
+      launcher_->engine_all_reduce(operation, in, out, bytes))
     return;
   launcher_->two_shot(operation, launcher_->parts_of(in, out, bytes, ~uint32_t{0}));
 }
@@ -80,10 +90,14 @@ void CudaCommunicator::reduce(const Operation& operation, const void* in, void* 
 void CudaCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
   launcher_->watch().check(operation.context);
   if (count == 0) return;
+  const uint64_t bytes = count * size_of(operation.descriptor.dtype);
+  if (size_ > 1 && bytes >= dispatch_.reduce_scatter_engine_from && operation.descriptor.op != ReduceOp::premul_sum &&
+      launcher_->engine_reduce_scatter(operation, ins, out, bytes))
+    return;
   device::TwoShotParams parts{};
   for (int r = 0; r < size_; ++r) {
     parts.in[r] = ins[r];
-    parts.bytes[r] = count * size_of(operation.descriptor.dtype);
+    parts.bytes[r] = bytes;
   }
   parts.out[rank_] = out;
   launcher_->two_shot(operation, parts);
@@ -91,6 +105,9 @@ void CudaCommunicator::reduce_scatter(const Operation& operation, const void* co
 
 void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   launcher_->watch().check(operation.context);
+  if (size_ > 1 && bytes >= dispatch_.all_gather_engine_from && bytes != 0 &&
+      launcher_->engine_all_gather(operation, in, outs, bytes))
+    return;
   device::MoveParams params{};
   for (int r = 0; r < size_; ++r) {
     params.send[r] = in;
@@ -102,6 +119,9 @@ void CudaCommunicator::all_gather(const Operation& operation, const void* in, vo
 
 void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   launcher_->watch().check(operation.context);
+  if (size_ > 1 && bytes >= dispatch_.broadcast_engine_from && bytes != 0 &&
+      launcher_->engine_broadcast(operation, data, bytes))
+    return;
   if (size_ > 2 && bytes >= dispatch_.relay_from) return launcher_->relay(operation, data, bytes);
   const int root = operation.descriptor.root;
   device::MoveParams params{};
@@ -152,6 +172,7 @@ void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, 
     params.receive[r] = outs[r].data;
     params.receive_bytes[r] = outs[r].size;
   }
+  if (size_ > 1) launcher_->engine_all_to_all(operation, params, dispatch_.all_to_all_engine_from);
   launcher_->move(operation, params);
 }
 

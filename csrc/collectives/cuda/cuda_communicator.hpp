@@ -29,7 +29,12 @@ struct CudaDispatch {
   uint64_t landings_from;     // of one rank's part or message: from here into the receiver's registered memory
   uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
-  uint64_t buffer_bytes;      // of shared memory for copy engines, at most (ARK_BUFFER_MB)
+  // The same, by the bytes of one rank's part or message.
+  uint64_t reduce_scatter_engine_from;
+  uint64_t all_gather_engine_from;
+  uint64_t broadcast_engine_from;
+  uint64_t all_to_all_engine_from;  // once another operation's use has brought the memory
+  uint64_t buffer_bytes;            // of shared memory for copy engines, at most (ARK_BUFFER_MB)
 
   // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/nccl_entry.hpp); sums only under
   // Options::reduction "fast", as it adds in other orders.

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cuda/add.cuh"
 #include "memory/symmetric_memory.hpp"
 
 namespace ark {
@@ -13,10 +12,6 @@ namespace ark {
 namespace {
 
 constexpr uint32_t kAllRanks = ~uint32_t{0};  // of TwoShotParams::receivers
-
-CUstream stream_of(const Operation& operation) {
-  return static_cast<CUstream>(operation.stream);
-}
 
 uint64_t nanoseconds_of(const OperationContext& context) {
   if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
@@ -31,13 +26,6 @@ void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, const Operation& op
   const CurrentContext context(kernel.device);
   jit::launch(kernel, {(lanes + each - 1) / each}, {each * device::ring_roles(ranks) * 32}, 0, stream_of(operation),
               params, jit::LaunchMode::overlapped);
-}
-
-template <class Params>
-void describe_reduction(const Operation& operation, Params& params) {
-  params.average = operation.descriptor.op == ReduceOp::avg;
-  params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
-  params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
 }
 
 // What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
@@ -290,52 +278,6 @@ void CudaLauncher::one_shot(const Operation& operation, const void* in, void* ou
   const jit::Kernel& kernel = *reducing(operation).one_shot;
   const CurrentContext context(device_);
   jit::launch(kernel, {blocks}, {threads}, 0, stream_of(operation), params, jit::LaunchMode::overlapped);
-}
-
-// Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
-// Alike on all ranks, as their calls are.
-CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
-  if (engine_ || engine_refused_) return engine_.get();
-  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-  check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
-  if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
-  SymmetricMemory::Options sharing;
-  sharing.rank = rank_, sharing.size = size_, sharing.device = device_, sharing.device_each = device_each_;
-  sharing.name = "buckets";
-  sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
-  engine_refused_ = sharing.bytes == 0;
-  if (engine_refused_) return nullptr;
-  sharing.timeout = timeout_;
-  sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own, size_); };
-  sharing.check = ends_with(health_, timeout_);
-  std::string why;
-  std::vector<DeviceMemory> buckets = SymmetricMemory::create(*store_, sharing, why);
-  engine_refused_ = buckets.empty();
-  if (engine_refused_) return nullptr;
-  shared_bytes_ += buckets[rank_].size();
-  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(buckets), sharing.bytes, &device_status()->engine);
-  watch_.watch_engine(&host_status()->engine, [this] { engine_->release_all(); });
-  return engine_.get();
-}
-
-bool CudaLauncher::bucket(const Operation& operation, const void* in, void* out, uint64_t bytes) {
-  CopyEngine* const copies = copy_engine(operation);
-  if (copies == nullptr) return false;
-  watch_.engine_used(operation.context.timeout);
-  const jit::Kernel& kernel = *reducing(operation).add;
-  const auto add = [&](const void* const* parts, void* sum, void* handed_out, uint64_t part_bytes, CUstream stream) {
-    device::AddParams params{};
-    std::copy_n(parts, size_, params.parts);
-    params.out = sum;
-    params.handed_out = handed_out;
-    params.bytes = part_bytes;
-    params.progress = &device_status()->engine.progress;
-    describe_reduction(operation, params);
-    const uint64_t each = 256 * device::kAddUnits * 16;
-    jit::launch(kernel, {static_cast<unsigned>((part_bytes + each - 1) / each)}, {256}, 0, stream, params);
-  };
-  copies->all_reduce(in, out, bytes, size_of(operation.descriptor.dtype), stream_of(operation), add);
-  return true;
 }
 
 }  // namespace ark

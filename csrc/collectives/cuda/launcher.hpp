@@ -20,11 +20,22 @@
 #include "dma/copy_engine.hpp"
 #include "health/device_watch.hpp"
 #include "jit/kernel.hpp"
+#include "memory/device_memory.hpp"
 
 namespace ark {
 
 // While a group meets to share memory: throws as soon as the group has failed or a peer is gone.
 std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout);
+
+inline CUstream stream_of(const Operation& operation) {
+  return static_cast<CUstream>(operation.stream);
+}
+template <class Params>
+void describe_reduction(const Operation& operation, Params& params) {
+  params.average = operation.descriptor.op == ReduceOp::avg;
+  params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
+  params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
+}
 
 class CudaLauncher {
  public:
@@ -57,8 +68,13 @@ class CudaLauncher {
   // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
   // result, in `out`.
   device::TwoShotParams parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const;
-  // All-reduce by copy engines. False, and nothing done, where they cannot be used.
-  bool bucket(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  // By copy engines (launcher_engine.cpp). False, and nothing done, where they cannot be used.
+  bool engine_all_reduce(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  bool engine_reduce_scatter(const Operation& operation, const void* const* ins, void* out, uint64_t bytes);
+  bool engine_all_gather(const Operation& operation, const void* in, void* const* outs, uint64_t bytes);
+  bool engine_broadcast(const Operation& operation, void* data, uint64_t bytes);
+  // Messages of `from` bytes and more, whose sizes become 0; all, where there is nothing to do.
+  void engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from);
   // Every rank's word of `bytes` (at most 16) from own_word() to words().
   void gather_words(const Operation& operation, uint64_t bytes);
   CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(memory_[rank_].data() + layout_.scratch); }
@@ -87,6 +103,12 @@ class CudaLauncher {
   const jit::Kernel& adding_by_parts(const Operation& operation, bool chunked);
   device::Rings rings(const Operation& operation, const RingSet& set) const;
   CopyEngine* copy_engine(const Operation& operation);
+  CopyEngine::Add adding(const Operation& operation);
+  struct Marked {
+    CopyEngine::Outputs outputs;
+    CopyEngine::MaybeOutputs given() const { return outputs.mark == 0 ? nullptr : &outputs; }
+  };
+  Marked marked(const Operation& operation, void* const* outs, int count, uint64_t bytes, int own) const;
   Status* host_status() const { return static_cast<Status*>(status_.host()); }
   Status* device_status() const { return static_cast<Status*>(status_.device()); }
 

@@ -104,7 +104,8 @@ TEST_F(DeviceWatchTest, CopyEnginesThatAreStuckAreReleasedAgainAndAgain) {
   make(2);
   device::EngineStatus engine{1, 0};
   std::atomic<int> releases{0};
-  watch->watch_engine(&engine, [&] { ++releases; });
+  watch->watch_engine(
+      &engine, [&] { ++releases; }, [] { return EngineDiagnosis{}; });
   watch->engine_used(milliseconds(300));
   std::this_thread::sleep_for(milliseconds(250));
   protocol::store_relaxed(engine.progress, uint32_t{1});  // not stuck: slow
@@ -129,6 +130,43 @@ TEST_F(DeviceWatchTest, WhoeverElseCarriesTheGroupIsToldOfItsFailure) {
   while (told == 0 && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
   EXPECT_GE(told, 1);
   watch.reset();
+}
+
+TEST_F(DeviceWatchTest, CopyEnginesThatBeginAnewAreNotStuck) {
+  make(3);
+  device::EngineStatus engine{1, 0};
+  watch->watch_engine(
+      &engine, [] {},
+      [] {
+        return EngineDiagnosis{2, false};
+      });
+  watch->engine_used(milliseconds(300));
+  for (int i = 0; i < 12; ++i) {  // as a call's copies do it
+    std::this_thread::sleep_for(milliseconds(50));
+    protocol::store_relaxed(engine.beat, protocol::load_relaxed(engine.clock));
+  }
+  EXPECT_EQ(protocol::load_acquire(status.abort), 0u);
+  EXPECT_TRUE(aborts_within(milliseconds(3000)));
+  EXPECT_NE(failure().find("copy engines of this rank waited for rank 2"), std::string::npos) << failure();
+  watch->forget_engine();
+}
+
+TEST_F(DeviceWatchTest, PlacesThatDoNotBelongTogetherFailTheGroupBeforeItsTimeout) {
+  make(3);
+  device::EngineStatus engine{1, 0};
+  engine.expected = 5;
+  watch->watch_engine(
+      &engine, [] {},
+      [] {
+        return EngineDiagnosis{1, true};
+      });
+  watch->engine_used(milliseconds(60'000));
+  std::this_thread::sleep_for(milliseconds(350));
+  EXPECT_EQ(failure(), "none") << "nobody is asked";
+  protocol::store_relaxed(engine.asked, uint32_t{2});
+  EXPECT_TRUE(aborts_within(milliseconds(3000)));
+  EXPECT_NE(failure().find("rank 1 passed another place"), std::string::npos) << failure();
+  watch->forget_engine();
 }
 
 TEST_F(DeviceWatchTest, NothingIsWatchedAfterTheEnd) {

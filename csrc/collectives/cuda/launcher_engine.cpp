@@ -1,0 +1,159 @@
+// What copy engines carry (dma/copy_engine.hpp): their memory, shared when the first large operation comes, the kernel
+// that adds for them, and what ranks tell each other about registered outputs.
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "collectives/cuda/launcher.hpp"
+#include "memory/symmetric_memory.hpp"
+
+namespace ark {
+
+namespace {
+
+// 32 bits of all that it is given; never 0.
+class Hash {
+ public:
+  Hash& operator<<(uint64_t value) {
+    state_ = (state_ ^ value) * 0x9e3779b97f4a7c15u;
+    state_ ^= state_ >> 29;
+    return *this;
+  }
+  uint32_t value() const { return std::max(static_cast<uint32_t>(state_ >> 16), uint32_t{1}); }
+
+ private:
+  uint64_t state_ = 1;
+};
+
+}  // namespace
+
+// Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
+// Alike on all ranks, as their calls are.
+CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
+  if (engine_ || engine_refused_) return engine_.get();
+  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+  check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
+  if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
+  SymmetricMemory::Options sharing;
+  sharing.rank = rank_, sharing.size = size_, sharing.device = device_, sharing.device_each = device_each_;
+  sharing.name = "buckets";
+  sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
+  engine_refused_ = sharing.bytes == 0;
+  if (engine_refused_) return nullptr;
+  sharing.timeout = timeout_;
+  sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own.data(), size_); };
+  sharing.check = ends_with(health_, timeout_);
+  std::string why;
+  const auto buckets = std::make_shared<std::vector<DeviceMemory>>(SymmetricMemory::create(*store_, sharing, why));
+  engine_refused_ = buckets->empty();
+  if (engine_refused_) return nullptr;
+  shared_bytes_ += (*buckets)[rank_].size();
+  std::vector<char*> memory;
+  for (const DeviceMemory& of_rank : *buckets) memory.push_back(of_rank.data());
+  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, &device_status()->engine,
+                                         &host_status()->engine, buckets);
+  watch_.watch_engine(
+      &host_status()->engine, [this] { engine_->release_all(); }, [this] { return engine_->diagnose(); });
+  return engine_.get();
+}
+
+CopyEngine::Add CudaLauncher::adding(const Operation& operation) {
+  const jit::Kernel* const kernel = reducing(operation).add;
+  return [this, &operation, kernel](const void* const* parts, void* sum, uint64_t bytes, CUstream stream) {
+    device::AddParams params{};
+    std::copy_n(parts, size_, params.parts);
+    params.out = sum;
+    params.bytes = bytes;
+    params.progress = &device_status()->engine.progress;
+    describe_reduction(operation, params);
+    const uint64_t each = 256 * device::kAddUnits * 16;
+    jit::launch(*kernel, {static_cast<unsigned>((bytes + each - 1) / each)}, {256}, 0, stream, params);
+  };
+}
+
+// outs: this rank's outputs of `bytes` each, in the order of the ranks they come from; own: which of them is where this
+// rank's message belongs in every rank's.
+CudaLauncher::Marked CudaLauncher::marked(const Operation& operation, void* const* outs, int count, uint64_t bytes,
+                                          int own) const {
+  Marked made;
+  if (windows_.size() == 0) return made;
+  Hash plain;
+  plain << static_cast<uint64_t>(operation.descriptor.kind) << bytes
+        << static_cast<uint64_t>(operation.descriptor.root);
+  Hash hash = plain;
+  uint32_t id = 0;
+  for (int i = 0; i < count; ++i) {
+    const auto window = windows_.find(outs[i], bytes);
+    if (!window || (i > 0 && window->id != id)) {
+      made.outputs.at.clear();
+      break;
+    }
+    id = window->id;
+    hash << id << window->offset;
+    if (i != own) continue;
+    for (int r = 0; r < size_; ++r) made.outputs.at.push_back(window->base[r] + window->offset);
+  }
+  made.outputs.mark = (made.outputs.at.empty() ? plain : hash).value();
+  return made;
+}
+
+bool CudaLauncher::engine_all_reduce(const Operation& operation, const void* in, void* out, uint64_t bytes) {
+  CopyEngine* const engine = copy_engine(operation);
+  if (engine == nullptr) return false;
+  watch_.engine_used(operation.context.timeout);
+  const Marked outputs = marked(operation, &out, 1, bytes, 0);
+  engine->all_reduce(in, out, bytes, size_of(operation.descriptor.dtype), stream_of(operation), adding(operation),
+                     outputs.given());
+  return true;
+}
+
+bool CudaLauncher::engine_reduce_scatter(const Operation& operation, const void* const* ins, void* out,
+                                         uint64_t bytes) {
+  CopyEngine* const engine = copy_engine(operation);
+  if (engine == nullptr) return false;
+  watch_.engine_used(operation.context.timeout);
+  engine->reduce_scatter(ins, out, bytes, size_of(operation.descriptor.dtype), stream_of(operation), adding(operation));
+  return true;
+}
+
+bool CudaLauncher::engine_all_gather(const Operation& operation, const void* in, void* const* outs, uint64_t bytes) {
+  CopyEngine* const engine = copy_engine(operation);
+  if (engine == nullptr) return false;
+  watch_.engine_used(operation.context.timeout);
+  const Marked outputs = marked(operation, outs, size_, bytes, rank_);
+  CopyEngine::Message sends[device::kMaxRanks];
+  CopyEngine::Place receives[device::kMaxRanks];
+  for (int r = 0; r < size_; ++r) sends[r] = {in, bytes}, receives[r] = {outs[r], bytes};
+  engine->move(sends, receives, stream_of(operation), outputs.given());
+  return true;
+}
+
+bool CudaLauncher::engine_broadcast(const Operation& operation, void* data, uint64_t bytes) {
+  CopyEngine* const engine = copy_engine(operation);
+  if (engine == nullptr) return false;
+  watch_.engine_used(operation.context.timeout);
+  const Marked outputs = marked(operation, &data, 1, bytes, 0);
+  engine->broadcast(data, bytes, operation.descriptor.root, stream_of(operation), outputs.given());
+  return true;
+}
+
+// Which messages are large only their two ranks know, so the memory is not made here: it must be there already.
+void CudaLauncher::engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from) {
+  if (engine_ == nullptr) return;
+  CopyEngine::Message sends[device::kMaxRanks] = {};
+  CopyEngine::Place receives[device::kMaxRanks] = {};
+  bool any = false;
+  for (int r = 0; r < size_; ++r) {
+    if (r == rank_) continue;
+    if (messages.send_bytes[r] >= from) sends[r] = {messages.send[r], std::exchange(messages.send_bytes[r], 0)};
+    if (messages.receive_bytes[r] >= from)
+      receives[r] = {messages.receive[r], std::exchange(messages.receive_bytes[r], 0)};
+    any = any || sends[r].bytes != 0 || receives[r].bytes != 0;
+  }
+  if (!any) return;
+  watch_.engine_used(operation.context.timeout);
+  const Marked outputs = marked(operation, nullptr, 0, 0, 0);
+  engine_->move(sends, receives, stream_of(operation), outputs.given());
+}
+
+}  // namespace ark

@@ -1,0 +1,131 @@
+// See copy_engine_call.hpp.
+#include "dma/copy_engine_call.hpp"
+
+namespace ark {
+
+CopyEngine::Call::Call(CopyEngine& engine, CUstream stream)
+    : engine_(engine),
+      stream_(stream),
+      link_(engine.link_),
+      add_{StreamWords(engine.add_[0]), StreamWords(engine.add_[1])},
+      deliver_{StreamWords(engine.deliver_[0]), StreamWords(engine.deliver_[1])} {
+  check(driver().event_record(engine.event_, stream), "cuEventRecord");
+  for (CUstream own : {engine.link_, engine.add_[0], engine.add_[1], engine.deliver_[0], engine.deliver_[1]})
+    check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
+  // On a stream that has nothing to do yet. What the host's clock was, by copies: a graph's replays tell it anew.
+  deliver_[0].tell(reinterpret_cast<CUdeviceptr>(&engine.status_->busy));
+  deliver_[0].enqueue();
+  char* const relay = reinterpret_cast<char*>(engine.word(engine.rank_, kWords, 0, 0));
+  engine.copy(engine.deliver_[0], relay, &engine.status_->clock, sizeof engine.status_->clock);
+  engine.copy(engine.deliver_[0], &engine.status_->beat, relay, sizeof engine.status_->beat);
+}
+
+void CopyEngine::Call::finish() {
+  step();
+  const CUstream last = engine_.deliver_[0];
+  for (CUstream own : {engine_.link_, engine_.add_[0], engine_.add_[1], engine_.deliver_[1]}) engine_.follow(last, own);
+  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+  check(driver().stream_is_capturing(stream_, &capturing), "cuStreamIsCapturing");
+  // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
+  const bool early = capturing == CU_STREAM_CAPTURE_STATUS_NONE;
+  if (early) engine_.follow(stream_, last);
+  deliver_[0].tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->busy), 0);
+  deliver_[0].enqueue();
+  if (!early) engine_.follow(stream_, last);
+}
+
+void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
+  if (outputs == nullptr) return;
+  for_each(senders, [&](int r) { link_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark); });
+  link_.enqueue();
+}
+
+void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
+  if (outputs == nullptr || receivers == 0) return;
+  const CUdeviceptr asked = reinterpret_cast<CUdeviceptr>(&engine_.status_->asked);
+  link_.tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->expected), outputs->mark);
+  link_.tell(asked, receivers);
+  for_each(receivers, [&](int r) { link_.await(engine_.word(engine_.rank_, entered, r, 0), outputs->mark); });
+  link_.tell(asked, 0);
+  link_.enqueue();
+}
+
+void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, uint64_t bytes) {
+  link_.await(engine_.word(engine_.rank_, free_slot, owner, piece));
+  link_.enqueue();
+  engine_.copy(engine_.link_, engine_.slot(owner, parts, engine_.rank_, piece), from, bytes);
+  link_.tell(engine_.word(owner, arrived, engine_.rank_, piece));
+}
+
+void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add) {
+  const int rank = engine_.rank_;
+  StreamWords& words = add_[worker(piece)];
+  const CUstream stream = engine_.add_[worker(piece)];
+  const void* contributions[device::kMaxRanks] = {};
+  for_each(engine_.others(), [&](int r) {
+    words.await(engine_.word(rank, arrived, r, piece));
+    contributions[r] = engine_.slot(rank, parts, r, piece);
+  });
+  contributions[rank] = own;
+  words.enqueue();
+  add(contributions, sum, bytes, stream);
+  check(driver().event_record(engine_.done_[piece % kSlots], stream), "cuEventRecord");
+  for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, free_slot, rank, piece)); });
+  words.enqueue();
+}
+
+void CopyEngine::Call::await_sum(uint64_t piece) {
+  link_.enqueue();
+  check(driver().stream_wait_event(engine_.link_, engine_.done_[piece % kSlots], 0), "cuStreamWaitEvent");
+}
+
+void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes) {
+  link_.await(engine_.word(engine_.rank_, taken, receiver, piece));
+  link_.enqueue();
+  engine_.copy(engine_.link_, place != nullptr ? place : engine_.slot(receiver, messages, engine_.rank_, piece), from,
+               bytes);
+  link_.tell(engine_.word(receiver, came, engine_.rank_, piece));
+}
+
+void CopyEngine::Call::receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight) {
+  StreamWords& words = deliver_[worker(piece)];
+  words.await(engine_.word(engine_.rank_, came, sender, piece));
+  if (!straight) {
+    words.enqueue();
+    engine_.copy(engine_.deliver_[worker(piece)], to, engine_.slot(engine_.rank_, messages, sender, piece), bytes);
+  }
+  words.tell(engine_.word(sender, taken, engine_.rank_, piece));
+}
+
+void CopyEngine::Call::forward(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight, int next,
+                               void* place) {
+  const CUdeviceptr it_came = engine_.word(engine_.rank_, came, sender, piece);
+  const CUdeviceptr it_was_taken = engine_.word(sender, taken, engine_.rank_, piece);
+  link_.await(it_came);
+  if (straight) {
+    link_.tell(it_was_taken);
+    return send(next, piece, place, to, bytes);
+  }
+  link_.enqueue();
+  const CUstream stream = engine_.deliver_[worker(piece)];
+  const char* const here = engine_.slot(engine_.rank_, messages, sender, piece);
+  engine_.follow(stream, engine_.link_);
+  engine_.copy(stream, to, here, bytes);
+  send(next, piece, place, here, bytes);
+  engine_.follow(stream, engine_.link_);
+  deliver_[worker(piece)].tell(it_was_taken);
+}
+
+void CopyEngine::Call::copy_own(void* to, const void* from, uint64_t bytes) {
+  if (bytes != 0 && to != from) engine_.copy(engine_.deliver_[1], to, from, bytes);
+}
+
+void CopyEngine::Call::step() {
+  link_.enqueue();
+  for (int i = 0; i < kWorkers; ++i) {
+    add_[i].enqueue();
+    deliver_[i].enqueue();
+  }
+}
+
+}  // namespace ark

@@ -1,0 +1,42 @@
+// One collective of copy_engine.hpp while it is enqueued. What belongs to piece i of a message lies in slot i % kSlots,
+// has the words of that slot and is handled by worker i % kWorkers. Between two calls of step() the host waits for
+// nothing but full queues of the driver; what a peer may wait for is enqueued by then.
+#pragma once
+
+#include "dma/copy_engine.hpp"
+
+namespace ark {
+
+class CopyEngine::Call {
+ public:
+  Call(CopyEngine& engine, CUstream stream);
+  void finish();
+  // Tells those who send to this rank that it has come; awaits those to whom it sends. Bit r: rank r.
+  void enter(MaybeOutputs outputs, uint32_t senders);
+  void await_entered(MaybeOutputs outputs, uint32_t receivers);
+
+  void push_part(int owner, uint64_t piece, const void* from, uint64_t bytes);
+  void add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add);
+  void await_sum(uint64_t piece);  // on the link's stream
+  // A piece of a message, to its place in the receiver's memory or, where that is null, its slot; and receiving it.
+  void send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes);
+  void receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight);
+  // Receives it and sends it on.
+  void forward(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight, int next, void* place);
+  void copy_own(void* to, const void* from, uint64_t bytes);
+  void step();
+
+ private:
+  static int worker(uint64_t piece) { return static_cast<int>(piece % kWorkers); }
+  template <class Do>
+  void for_each(uint32_t ranks, const Do& what) const {
+    for (int r = 0; r < engine_.size_; ++r)
+      if (r != engine_.rank_ && (ranks >> r & 1) != 0) what(r);
+  }
+
+  CopyEngine& engine_;
+  const CUstream stream_;
+  StreamWords link_, add_[kWorkers], deliver_[kWorkers];  // on the engine's streams
+};
+
+}  // namespace ark
