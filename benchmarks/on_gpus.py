@@ -1,11 +1,11 @@
-"""What the benchmarks on GPUs share: ranks that end in time, groups to compare, a report, the README's tables.
+"""What the benchmarks on GPUs share: ranks that end in time, a command line, a report, the README's tables.
 
 A benchmark runs on borrowed machines, so it is bounded: ranks ask `Rank.time_for()` before each measurement, the
 process that started them ends those that are late, and what was measured until then is written all the same. One
-process a GPU; ranks meet and compare notes over Gloo (the group `control`), which leaves the GPUs alone.
+process a GPU; gpu_ranks.py has what each of them knows.
 
 `--device cpu` runs the same code on CPU tensors, ark against Gloo, with sizes for nobody's figures: that is how the
-tests see that it works where there is no GPU. NVLink multicast is off for all.
+tests see that it works where there is no GPU.
 """
 
 from __future__ import annotations
@@ -14,35 +14,25 @@ import argparse
 import contextlib
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-os.environ["NCCL_NVLS_ENABLE"] = "0"
-os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from gpu_ranks import Rank, Row, environment  # noqa: F401  (environment: beside `variant`, whose text it applies)
+
+from ark_torch.tools.bench import report
 
 FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))  # the package of this tree, installed or not
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
-
-import ark_torch  # noqa: E402, F401  (registers the backend)
-from ark_torch.tools.bench import report  # noqa: E402
-
 KB, MB = 1 << 10, 1 << 20
 GRACE_S = 8.0  # beyond the limit, for what a rank has begun
-
-Row = dict[str, Any]
 
 
 # --- what a command line has in common ---------------------------------------------------------------------------
@@ -83,59 +73,7 @@ def check_machine(arguments: argparse.Namespace) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: --ranks {most}, and this machine has {torch.cuda.device_count()} GPUs")
 
 
-# --- ranks -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Rank:
-    """One process of the benchmark."""
-
-    rank: int
-    ranks: int
-    device: torch.device
-    ends: float  # by time.time()
-    rows: Path
-    control: Any = None
-    skipped: int = 0
-
-    def time_for(self, seconds: float) -> bool:
-        """Whether so much time is left; all ranks get rank 0's answer."""
-        answer = [time.time() + seconds < self.ends]
-        dist.broadcast_object_list(answer, 0, group=self.control)
-        self.skipped += not answer[0]
-        return bool(answer[0])
-
-    def barrier(self) -> None:
-        dist.barrier(group=self.control)
-
-    def share(self, value: Any) -> list[Any]:
-        """Every rank's value."""
-        values: list[Any] = [None] * self.ranks
-        dist.all_gather_object(values, value, group=self.control)
-        return values
-
-    def slowest(self, rounds: list[float]) -> float:
-        """Median over rounds of the slowest rank."""
-        return statistics.median(max(times) for times in zip(*self.share(rounds), strict=True))
-
-    def write(self, row: Row) -> None:
-        if self.rank == 0:
-            with self.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def random(self, *shape: int, source: int | None = None, scale: float = 1.0) -> torch.Tensor:
-        """bfloat16 values that any rank can draw again: `source` says whose they are."""
-        seed = 1 + (self.rank if source is None else source)
-        generator = torch.Generator(device=self.device).manual_seed(seed)
-        return (torch.randn(*shape, generator=generator, device=self.device) * scale).to(torch.bfloat16)
-
-    def warn(self, text: str) -> None:
-        if self.rank == 0:
-            print(f"# {text}", file=sys.stderr, flush=True)
+# --- processes ---------------------------------------------------------------------------------------------------
 
 
 Body = Callable[[Rank, argparse.Namespace], None]
@@ -221,55 +159,6 @@ def surroundings(device: str) -> dict[str, Any]:
             text = Path("/proc/driver/nvidia/version").read_text()
             about["versions"]["driver"] = text.splitlines()[0].split("  ")[1]
     return about
-
-
-# --- groups ------------------------------------------------------------------------------------------------------
-
-EFFICIENCY, ZERO = 1, 2  # NCCL_CTA_POLICY_*: fewer SMs; none where copy engines can do it
-
-
-@contextlib.contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def first_call(rank: Rank, group: Any) -> Any:
-    """Ranks of a group meet, and memory is shared, at the first call."""
-    dist.all_reduce(torch.ones(1, device=rank.device), group=group)
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize()
-    return group
-
-
-def ark_group(rank: Rank, given: dict[str, str] | None = None) -> Any:
-    variables = {name: value for name, value in (given or {}).items() if name.isupper()}
-    rule = {name: int(value) for name, value in (given or {}).items() if not name.isupper()}
-    if rule:
-        file, path = tempfile.mkstemp(prefix="dispatch-", suffix=".json", dir=rank.rows.parent)
-        with os.fdopen(file, "w", encoding="utf-8") as table:
-            json.dump({"cuda": [{"max_ranks": rank.ranks, **rule}]}, table)
-        variables["ARK_DISPATCH"] = path
-    with environment(variables):
-        return first_call(rank, dist.new_group(backend="ark", timeout=timedelta(seconds=30)))
-
-
-def rival_group(rank: Rank, policy: int | None = None) -> Any:
-    """NCCL, or Gloo on CPU tensors."""
-    if rank.device.type == "cpu":
-        return first_call(rank, dist.new_group(backend="gloo"))
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    if policy is not None:
-        options.config.cta_policy = policy
-    return first_call(rank, dist.new_group(backend="nccl", pg_options=options, timeout=timedelta(seconds=60)))
 
 
 # --- the README --------------------------------------------------------------------------------------------------

@@ -1,0 +1,118 @@
+"""Modes `ddp` and `fsdp2` of benchmarks/training.py: PyTorch's own wrappers over each contender's group.
+
+The contender without communication is DDP with a hook that leaves buckets alone, and FSDP2 over PyTorch's fake backend.
+A wrapped model holds much memory: there is one at a time, made anew for each contender and round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_ranks import Row
+from torch import nn
+from training_subject import FREE, Groups, Subject, same_gradients, timed
+
+
+def leave_alone(device, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not text
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+    done.set_result(bucket.buffer())
+    return done
+
+
+def ddp_step(
+    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, free: bool
+) -> Callable[[], Any]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    ids = [subject.rank.rank] if subject.gpu else None
+    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
+    if free:
+        wrapped.register_comm_hook(subject.rank.device, leave_alone)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with subject.autocast():
+            loss = wrapped(subject.tokens)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def fsdp2_step(subject: Subject, model: nn.Module, group: Any) -> Callable[[], Any]:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = DeviceMesh.from_group(group, subject.rank.device.type)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = subject.optimizer(model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(subject.tokens).backward()
+        optimizer.step()
+
+    return step
+
+
+def gradient_sum(model: nn.Module) -> torch.Tensor:
+    """Of each tenth parameter, the whole tensor's."""
+    sums = []
+    for parameter in list(model.parameters())[::10]:
+        gradient = parameter.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        sums.append(whole.double().sum())
+    return torch.stack(sums).cpu()
+
+
+def fake_group() -> Any:
+    """A group whose collectives do nothing."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers it)
+
+    return dist.new_group(backend="fake")
+
+
+def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
+    """Contenders one after the other, and that again in each round: a wrapped model holds much memory."""
+    rank = subject.rank
+    taken: dict[str, list[float]] = {name: [] for name in groups}
+    sums: dict[str, torch.Tensor] = {}
+    model: nn.Module | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    gradient_bytes = 0
+    for turn in range(arguments.rounds):
+        for name, group in groups.items():
+            if turn and not rank.time_for(3):
+                continue
+            if mode == "ddp":
+                model = model or subject.model()
+                optimizer = optimizer or subject.optimizer(model)
+                step = ddp_step(subject, model, optimizer, group, name == FREE)
+            else:
+                model = subject.model()
+                step = fsdp2_step(subject, model, group)
+            for _ in range(3):
+                step()
+            taken[name].append(timed(subject, step, arguments.steps))
+            if turn == 0 and name != FREE:
+                sums[name] = gradient_sum(model)
+            gradient_bytes = sum(p.numel() * 4 for p in model.parameters())
+            del step
+            if mode == "fsdp2":
+                model = None
+            else:
+                model.zero_grad()  # gradients were views of buckets
+            subject.free_memory()
+    rows = []
+    for name, rounds in taken.items():
+        row: Row = {"contender": name, "step_ms": rank.slowest(rounds), "gradient_bytes": gradient_bytes}
+        rows.append(row | same_gradients(rank, name, sums))
+    return rows
