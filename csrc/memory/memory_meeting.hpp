@@ -54,6 +54,7 @@ class MemoryMeeting {
   UniqueFd take(int peer);
 
   void set_timeout(std::chrono::milliseconds timeout) { options_.timeout = timeout; }
+  bool over() const { return over_; }  // there are no more steps
   int rank() const { return options_.rank; }
   int size() const { return options_.size; }
 

@@ -94,7 +94,14 @@ auto ProcessGroupArk::registering(const char* call, Act&& act) {
     try {
       core_->check_open(call);
       const std::lock_guard lock(registering_);
-      return act(CallSite{rank_, call});
+      try {
+        return act(CallSite{rank_, call});
+      } catch (const Error& error) {
+        // Whoever did not wait to the end does not know what the others have: no collective may rely on it.
+        const bool gave_up = error.kind() == ErrorKind::timeout || error.kind() == ErrorKind::mismatch;
+        if (gave_up && registration_ && registration_->over()) core_->shm->health().fail(error.at(rank_, call));
+        throw;
+      }
     } catch (const Error& error) {
       throw error.at(rank_, call);
     }

@@ -69,22 +69,30 @@ def test_what_is_no_gpu_memory_is_refused_on_all_ranks_alike() -> None:
             assert ("rank 0: " if rank else "") + text in line, line
 
 
-def _no_second_try(rank: Rank) -> tuple[str, str, float] | None:
+def _no_second_try(rank: Rank, met: bool) -> tuple[str, str, str, float] | None:
     rank.init(timeout=2)
+    tensor = torch.ones(2)
+    if met:
+        assert "is on cpu" in _told(lambda: register(tensor))
     if rank.rank == 1:
         time.sleep(4)
         return None
     begun = time.monotonic()
-    return _told(lambda: register(torch.ones(2))), _told(lambda: register(torch.ones(2))), time.monotonic() - begun
+    first, second = _told(lambda: register(tensor)), _told(lambda: register(tensor))
+    took = time.monotonic() - begun
+    return first, second, _told(lambda: dist.all_reduce(tensor)) if met else "", took
 
 
 @pytest.mark.quick
-def test_a_rank_that_does_not_register_is_named() -> None:
-    first = run_ranks(_no_second_try, 2)[0]
-    assert first is not None
-    for line in first[:2]:
-        assert "DistBackendError: ark: [rank 0] register: " in line and "rank 1" in line, line
-    assert 2 <= first[2] < 7, first
+@pytest.mark.parametrize("met", [False, True])
+def test_a_rank_that_does_not_register_is_named(met: bool) -> None:
+    told = run_ranks(_no_second_try, 2, met)[0]
+    assert told is not None
+    first, second, then, took = told
+    assert first.startswith("DistBackendError: ark: [rank 0] register: ") and "rank 1" in first, told
+    assert second.startswith("DistBackendError: ark: [rank 0] register: "), told
+    assert not met or "register" in then, told  # the group has failed
+    assert 2 <= took < 7, told
 
 
 def _elsewhere(rank: Rank) -> list[str]:

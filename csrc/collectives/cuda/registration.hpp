@@ -36,6 +36,7 @@ class Registration {
   using Place = std::function<Windows*()>;
 
   explicit Registration(std::unique_ptr<MemoryMeeting> meeting) : meeting_(std::move(meeting)) {}
+  bool over() const { return meeting_->over(); }  // a rank did not come, or was lost
   void set_timeout(std::chrono::milliseconds timeout) { meeting_->set_timeout(timeout); }
 
   // The window's id, equal on all ranks; 0 where there is no place for it.
