@@ -21,6 +21,7 @@ _NEED_TWO = [
     f"test_{name}.py"
     for name in (
         "channels",
+        "copy_engines",
         "nccl_entry",
         "send_recv",
         "cuda_failures",
@@ -32,6 +33,13 @@ _NEED_TWO = [
     )
 ]
 collect_ignore_glob = ["test_*.py"] if not _C._has_cuda_driver() else _NEED_TWO if torch.cuda.device_count() < 2 else []
+
+
+def pytest_report_header() -> str:
+    if not _C._has_cuda_driver():
+        return "tests/gpu: no CUDA driver, none collected"
+    left_out = f", so without {', '.join(_NEED_TWO)}" if collect_ignore_glob == _NEED_TWO else ""
+    return f"tests/gpu: {torch.cuda.device_count()} GPUs{left_out}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,8 @@ compared with the same call on CPU copies, which tests/distributed compares with
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,6 +72,19 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def busy(milliseconds: float = 20.0) -> None:
     """Keeps the current stream busy, so that whatever does not wait for it comes too early."""
     torch.cuda._sleep(int(milliseconds * 1.5e6))  # cycles, at some 1.5 GHz
+
+
+def resources() -> dict[str, int]:
+    """What a process can leak: device memory beside PyTorch's own, descriptors, mappings, threads."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "device": total - free - torch.cuda.memory_reserved(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def sum_of_ranks(world: int, offset: float = 0.0) -> float:

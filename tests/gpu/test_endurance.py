@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, start
+from on_gpu import ENV, WORLD, resources, start
 from random_operations import Runner
 from random_plan import make_groups
 from support import tables
@@ -25,19 +24,6 @@ GROUPS = 200
 SOAK_S = float(os.environ.get("ARK_TEST_SOAK_SECONDS", "10"))
 # Of one group's arena a hundredth: what grew by less did not grow with the groups.
 MEMORY_SLACK = 8 << 20
-
-
-def _held() -> dict[str, int]:
-    """What a process can leak: device memory beside PyTorch's own, descriptors, mappings, threads."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "device": total - free - torch.cuda.memory_reserved(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-        "threads": len(os.listdir("/proc/self/task")),
-    }
 
 
 def _come_and_go(rank: Rank) -> list[dict[str, int]]:
@@ -58,7 +44,7 @@ def _come_and_go(rank: Rank) -> list[dict[str, int]]:
         del group
         if step in (GROUPS // 5, GROUPS // 2, GROUPS):
             dist.barrier()
-            seen.append(_held())
+            seen.append(resources())
             dist.barrier()
     return seen
 
@@ -143,11 +129,11 @@ def _soak(rank: Rank, seconds: float) -> dict[str, Any]:
         dist.destroy_process_group(passing)
         rounds += 1
         if rounds in (2, 3):
-            held.append(_held())
+            held.append(resources())
         going.fill_(float(time.monotonic() < until or rounds < 4))
         dist.all_reduce(going, dist.ReduceOp.MIN)  # on the CPU: all go on, or none
     beside.end()
-    held.append(_held())
+    held.append(resources())
     return {"rounds": rounds, "random": runner.done, "beside": beside.done, "held": held}
 
 

@@ -78,7 +78,6 @@ def _results(rank: Rank) -> None:
                     torch.testing.assert_close(tensor, expected[name] + 1.0, rtol=1e-4, atol=1e-4, equal_nan=True)
                 else:
                     same(tensor, expected[name] + 1.0, f"{name}, later={later}, carried={carried}")
-    states = [entry["state"] for entry in ark_torch.flight_record()["entries"]]
     torch.cuda.synchronize()
     states = [entry["state"] for entry in ark_torch.flight_record()["entries"]]
     assert set(states) == {"completed"}, states

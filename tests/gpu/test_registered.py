@@ -7,16 +7,14 @@ does from sizes at which it wins.
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import GPUS, WORLD, run, same, start
+from on_gpu import GPUS, WORLD, resources, run, same, start
 from support.rank import Rank
 from torch import nn
 
@@ -202,17 +200,6 @@ def test_too_large_a_tensor_is_pytorchs_error() -> None:
     run(_out_of_memory)
 
 
-def _held() -> dict[str, int]:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "device": total - free - torch.cuda.memory_reserved(),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
-    }
-
-
 def _flat(rank: Rank) -> None:
     device = start(rank)
     tensor = torch.ones(MB, device=device)
@@ -239,7 +226,7 @@ def _flat(rank: Rank) -> None:
         del one, registered, own
         if step in (20, 60, 100):
             dist.barrier()
-            seen.append(_held())
+            seen.append(resources())
             dist.barrier()
     first, *later = seen
     for held in later:
@@ -271,11 +258,11 @@ def _freed(rank: Rank) -> None:
         dist.all_reduce(one)
         assert one.unique().tolist() == [sum(range(rank.world_size))]
     del later, one
-    before = _held()["device"]
+    before = resources()["device"]
     dist.destroy_process_group()
     until = time.monotonic() + 10  # the peers map it too
-    while _held()["device"] > before - 20 * MB:
-        assert time.monotonic() < until, (before, _held())
+    while resources()["device"] > before - 20 * MB:
+        assert time.monotonic() < until, (before, resources())
         time.sleep(0.01)
 
 
