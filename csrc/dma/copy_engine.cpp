@@ -50,8 +50,13 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
   const CurrentContext context(device);
   int least = 0, greatest = 0;
   check(driver().ctx_get_stream_priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
-  for (CUstream* stream : {&link_, &add_[0], &add_[1], &deliver_[0], &deliver_[1], &release_})
-    check(driver().stream_create_with_priority(stream, CU_STREAM_NON_BLOCKING, greatest), "cuStreamCreateWithPriority");
+  const auto create = [](CUstream& stream, int priority) {
+    check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, priority),
+          "cuStreamCreateWithPriority");
+  };
+  create(link_, greatest);
+  for (CUstream& stream : work_) create(stream, greatest);
+  create(release_, least);
   check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
 }
@@ -62,8 +67,8 @@ CopyEngine::~CopyEngine() {
     const CurrentContext context(device_);
     driver().event_destroy(event_);
     for (CUevent event : done_) driver().event_destroy(event);
-    for (CUstream stream : {link_, add_[0], add_[1], deliver_[0], deliver_[1], release_})
-      driver().stream_destroy(stream);
+    for (CUstream stream : work_) driver().stream_destroy(stream);
+    for (CUstream stream : {link_, release_}) driver().stream_destroy(stream);
   } catch (const Error&) {  // at exit the driver may be gone already
   }
 }

@@ -8,7 +8,8 @@
 // the next rank: two copies at once, to two peers, or of two ranks to one, halve an engine's speed.
 //
 // Beside computation each kernel waits until SMs are free, which may take as long as a whole kernel of the others. So
-// there are kWorkers streams for what SMs do, that several pieces wait side by side.
+// there are kWorkers streams for what SMs do, that several pieces wait side by side. Not more: streams share the few
+// queues of a device, and one that waits for a word holds up those behind it in its queue.
 //
 // Slots are used in turn, from the first one on in every call, so that a graph's constants fit whatever ran before; a
 // slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
@@ -105,7 +106,7 @@ class CopyEngine {
   const std::shared_ptr<void> held_;
   device::EngineStatus* const status_;
   device::EngineStatus* const host_status_;
-  CUstream link_ = nullptr, add_[kWorkers] = {}, deliver_[kWorkers] = {}, release_ = nullptr;
+  CUstream link_ = nullptr, work_[kWorkers] = {}, release_ = nullptr;
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
 };

@@ -3,34 +3,38 @@
 
 namespace ark {
 
-CopyEngine::Call::Call(CopyEngine& engine, CUstream stream)
-    : engine_(engine),
-      stream_(stream),
-      link_(engine.link_),
-      add_{StreamWords(engine.add_[0]), StreamWords(engine.add_[1])},
-      deliver_{StreamWords(engine.deliver_[0]), StreamWords(engine.deliver_[1])} {
+CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), stream_(stream), link_(engine.link_) {
   check(driver().event_record(engine.event_, stream), "cuEventRecord");
-  for (CUstream own : {engine.link_, engine.add_[0], engine.add_[1], engine.deliver_[0], engine.deliver_[1]})
+  const auto join = [&](CUstream own) {
     check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
-  // On a stream that has nothing to do yet. What the host's clock was, by copies: a graph's replays tell it anew.
-  deliver_[0].tell(reinterpret_cast<CUdeviceptr>(&engine.status_->busy));
-  deliver_[0].enqueue();
+  };
+  join(engine.link_);
+  for (CUstream own : engine.work_) {
+    work_.emplace_back(own);
+    join(own);
+  }
+  // On the stream that has nothing to do for longest. What the host's clock was, by copies: a graph's replays tell
+  // anew.
+  const CUstream idle = engine.work_[kWorkers - 1];
+  work_.back().tell(reinterpret_cast<CUdeviceptr>(&engine.status_->busy));
+  work_.back().enqueue();
   char* const relay = reinterpret_cast<char*>(engine.word(engine.rank_, kWords, 0, 0));
-  engine.copy(engine.deliver_[0], relay, &engine.status_->clock, sizeof engine.status_->clock);
-  engine.copy(engine.deliver_[0], &engine.status_->beat, relay, sizeof engine.status_->beat);
+  engine.copy(idle, relay, &engine.status_->clock, sizeof engine.status_->clock);
+  engine.copy(idle, &engine.status_->beat, relay, sizeof engine.status_->beat);
 }
 
 void CopyEngine::Call::finish() {
   step();
-  const CUstream last = engine_.deliver_[0];
-  for (CUstream own : {engine_.link_, engine_.add_[0], engine_.add_[1], engine_.deliver_[1]}) engine_.follow(last, own);
+  const CUstream last = engine_.work_[kWorkers - 1];
+  engine_.follow(last, engine_.link_);
+  for (int i = 0; i + 1 < kWorkers; ++i) engine_.follow(last, engine_.work_[i]);
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().stream_is_capturing(stream_, &capturing), "cuStreamIsCapturing");
   // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
   const bool early = capturing == CU_STREAM_CAPTURE_STATUS_NONE;
   if (early) engine_.follow(stream_, last);
-  deliver_[0].tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->busy), 0);
-  deliver_[0].enqueue();
+  work_.back().tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->busy), 0);
+  work_.back().enqueue();
   if (!early) engine_.follow(stream_, last);
 }
 
@@ -59,8 +63,8 @@ void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, ui
 
 void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add) {
   const int rank = engine_.rank_;
-  StreamWords& words = add_[worker(piece)];
-  const CUstream stream = engine_.add_[worker(piece)];
+  StreamWords& words = work_[worker(piece)];
+  const CUstream stream = engine_.work_[worker(piece)];
   const void* contributions[device::kMaxRanks] = {};
   for_each(engine_.others(), [&](int r) {
     words.await(engine_.word(rank, arrived, r, piece));
@@ -88,11 +92,11 @@ void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const voi
 }
 
 void CopyEngine::Call::receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight) {
-  StreamWords& words = deliver_[worker(piece)];
+  StreamWords& words = work_[worker(piece)];
   words.await(engine_.word(engine_.rank_, came, sender, piece));
   if (!straight) {
     words.enqueue();
-    engine_.copy(engine_.deliver_[worker(piece)], to, engine_.slot(engine_.rank_, messages, sender, piece), bytes);
+    engine_.copy(engine_.work_[worker(piece)], to, engine_.slot(engine_.rank_, messages, sender, piece), bytes);
   }
   words.tell(engine_.word(sender, taken, engine_.rank_, piece));
 }
@@ -107,25 +111,22 @@ void CopyEngine::Call::forward(int sender, uint64_t piece, void* to, uint64_t by
     return send(next, piece, place, to, bytes);
   }
   link_.enqueue();
-  const CUstream stream = engine_.deliver_[worker(piece)];
+  const CUstream stream = engine_.work_[worker(piece)];
   const char* const here = engine_.slot(engine_.rank_, messages, sender, piece);
   engine_.follow(stream, engine_.link_);
   engine_.copy(stream, to, here, bytes);
   send(next, piece, place, here, bytes);
   engine_.follow(stream, engine_.link_);
-  deliver_[worker(piece)].tell(it_was_taken);
+  work_[worker(piece)].tell(it_was_taken);
 }
 
 void CopyEngine::Call::copy_own(void* to, const void* from, uint64_t bytes) {
-  if (bytes != 0 && to != from) engine_.copy(engine_.deliver_[1], to, from, bytes);
+  if (bytes != 0 && to != from) engine_.copy(engine_.work_[0], to, from, bytes);
 }
 
 void CopyEngine::Call::step() {
   link_.enqueue();
-  for (int i = 0; i < kWorkers; ++i) {
-    add_[i].enqueue();
-    deliver_[i].enqueue();
-  }
+  for (StreamWords& words : work_) words.enqueue();
 }
 
 }  // namespace ark

@@ -36,7 +36,8 @@ class CopyEngine::Call {
 
   CopyEngine& engine_;
   const CUstream stream_;
-  StreamWords link_, add_[kWorkers], deliver_[kWorkers];  // on the engine's streams
+  StreamWords link_;  // on the engine's streams
+  std::vector<StreamWords> work_;
 };
 
 }  // namespace ark
