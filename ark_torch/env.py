@@ -122,6 +122,13 @@ VARIABLES = (
         "Where a failure writes the flight record: this text, then the rank and .json. Unset: nothing is written.",
     ),
     Variable(
+        "ARK_TIMING",
+        "bool",
+        False,
+        "Operations on CUDA tensors take the device's times: their durations are in the flight record and in works. "
+        "Costs about a microsecond each.",
+    ),
+    Variable(
         "ARK_SPIN_US",
         "int_or_auto",
         "auto",
@@ -179,6 +186,7 @@ class Settings:
     shared_memory: str
     flight_record: int
     flight_dump: str
+    timing: bool
     spin_us: int | str
     dispatch: str
     buffer_mb: int

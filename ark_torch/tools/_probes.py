@@ -198,21 +198,26 @@ def cuda() -> Iterator[Row]:
 
 def dispatch() -> Iterator[Row]:
     """What the table that ARK_DISPATCH names says of this machine's GPUs."""
-    path = os.environ.get("ARK_DISPATCH", "")
-    if not os.path.isfile(path):
+    try:
+        settings = env.read()
+    except ValueError:
+        return  # told by another probe
+    path = settings.dispatch
+    if not path:
         return
     table = json.loads(Path(path).read_text(encoding="utf-8"))
     sizes = [str(rule["max_ranks"]) for rule in table.get("cuda", [])]
     if sizes:
         yield Row("dispatch", OK, f"{path}: measured for groups of {', '.join(sizes)} GPUs")
-    fast = os.environ.get("ARK_REDUCTION", "").strip().lower() == "fast"
     for rule in table.get("fast", []):
         for operation, gains in rule["gains"].items():
             size, gain = max(gains.items(), key=lambda entry: float(entry[1]))
             text = (
                 f"{operation} on {rule['ranks']} GPUs: up to {(gain - 1) * 100:.0f}% ({int(size) / MIB:g} MB) to gain"
             )
-            advice = "" if fast else "ARK_REDUCTION=fast takes it, where sums need not have the same bits everywhere"
+            advice = "ARK_REDUCTION=fast takes it, where sums need not have the same bits everywhere"
+            if settings.reduction == "fast":
+                advice = ""
             yield Row("reduction", INFO, f"{text} by adding in any order", advice)
 
 

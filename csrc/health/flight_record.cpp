@@ -146,6 +146,33 @@ void FlightRecord::completed(uint64_t id) {
   });
 }
 
+void FlightRecord::started_on_device(uint64_t id, int64_t started_ns) {
+  update(id, [&](Slot& slot) {
+    if (slot.entry.state != FlightState::scheduled) return;
+    slot.entry.state = FlightState::started;
+    slot.entry.started_ns = std::max(started_ns, slot.entry.created_ns);
+    if (Group* owner = group(slot.entry.group)) owner->reached(Group::kStarted, slot.entry);
+  });
+}
+
+void FlightRecord::completed_on_device(uint64_t id, int64_t started_ns, int64_t ended_ns) {
+  const int64_t now = flight_now_ns();
+  update(id, [&](Slot& slot) {
+    FlightEntry& entry = slot.entry;
+    if (entry.state == FlightState::failed) return;
+    entry.state = FlightState::completed;
+    // The two clocks agree to some microseconds: an operation never begins before it was issued.
+    const bool timed = started_ns != 0 && ended_ns != 0;
+    const int64_t late = timed ? std::max<int64_t>(0, entry.created_ns - started_ns) : 0;
+    entry.started_ns = timed ? started_ns + late : 0;
+    entry.ended_ns = timed ? ended_ns + late : now;
+    if (Group* owner = group(entry.group)) {
+      owner->reached(Group::kStarted, entry);
+      owner->reached(Group::kCompleted, entry);
+    }
+  });
+}
+
 void FlightRecord::failed(uint64_t id, std::string_view error) {
   const int64_t now = flight_now_ns();
   update(id, [&](Slot& slot) {

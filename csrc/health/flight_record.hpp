@@ -82,8 +82,8 @@ struct FlightEntry {
 
   uint64_t id = 0;
   int64_t created_ns = 0;  // steady clock
-  int64_t started_ns = 0;
-  int64_t ended_ns = 0;  // completed or failed
+  int64_t started_ns = 0;  // 0: not yet, or (on a device whose times are not taken) not known
+  int64_t ended_ns = 0;    // completed or failed
 };
 
 // How far a rank got, as read from shared memory by the rank that writes the dump.
@@ -143,6 +143,9 @@ class FlightRecord {
   uint64_t scheduled(const FlightEntry& entry);
   void started(uint64_t id);
   void completed(uint64_t id);
+  // What a device did, by its own time (steady clock). 0: not taken; the end is then when it was noticed.
+  void started_on_device(uint64_t id, int64_t started_ns);
+  void completed_on_device(uint64_t id, int64_t started_ns, int64_t ended_ns);
   void failed(uint64_t id, std::string_view error);  // text cut at kErrorBytes - 1
 
   uint64_t last_id() const { return next_id_.load(std::memory_order_relaxed) - 1; }

@@ -119,6 +119,7 @@ CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request, Number number, Body b
                                                   .flight = flight,
                                                   .issued = Clock::now()});
     if (request.timed && capture == 0) {
+      if (!clock_) clock_ = std::make_unique<DeviceClock>(device.index());
       mine->start = events_->take(false, true);
       mine->start->record(stream);
     }
@@ -165,6 +166,16 @@ void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
   }
 }
 
+std::pair<int64_t, int64_t> CudaGroup::times_of(const Enqueued& operation, bool ended) {
+  if (!operation.start || !clock_) return {0, 0};
+  try {
+    const int64_t start = clock_->time_of(operation.start).value_or(0);
+    return {start, ended ? clock_->time_of(operation.end).value_or(0) : 0};
+  } catch (const std::exception&) {
+    return {0, 0};  // the device has failed; whoever waits for it is told
+  }
+}
+
 void CudaGroup::abandon(Enqueued& operation) {
   // A synchronous one holds nothing, a captured one is held with its capture, and one that has ended has let go.
   if (operation.stream == operation.issuer || operation.capture != 0 || operation.seen_done) return;
@@ -177,7 +188,14 @@ void CudaGroup::look() {
     // Who looks may be a thread that someone waits for with the lock held: it then comes back another time.
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return;
-    for (auto& [number, line] : lines_) look(line, passed, true);
+    for (auto& [number, line] : lines_) {
+      look(line, passed, true);
+      if (line.pending.empty()) continue;
+      const EnqueuedPtr& running = line.pending.front();
+      if (!running->start || running->told_started || !has_passed(running->start)) continue;
+      running->told_started = true;
+      if (started) started(*running);
+    }
   } catch (const std::exception&) {
     // The device has failed; whoever waits for it is told.
   }

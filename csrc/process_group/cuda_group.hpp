@@ -32,6 +32,7 @@
 
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "process_group/cuda_streams.hpp"
+#include "process_group/device_clock.hpp"
 #include "process_group/nccl_entry.hpp"
 
 namespace ark {
@@ -54,6 +55,7 @@ struct Enqueued {
   std::mutex mutex = {};                // kept
   std::atomic<bool> abandoned = false;  // nobody but the line keeps it
   std::atomic<bool> seen_done = false;
+  bool told_started = false;  // under the group's mutex
 
   bool done();  // the device has passed it; captured ones count as done
   std::shared_ptr<void> release();
@@ -104,7 +106,10 @@ class CudaGroup {
   EventPool& events() { return *events_; }
   std::shared_ptr<CudaCommunicator> communicator();  // null: carried, or closed
   uint64_t shared_bytes();                           // of this rank's GPU memory, which the group's peers map
-  std::function<void(const Enqueued&)> completed;    // set before the first operation
+  // When the device began and ended the operation, on the steady clock (ns); 0: not known. Ended or not.
+  std::pair<int64_t, int64_t> times_of(const Enqueued& operation, bool ended);
+  // Set before the first operation. `started` is told of operations that are timed and still run, when somebody looks.
+  std::function<void(const Enqueued&)> completed, started;
 
  private:
   struct Line {
@@ -119,6 +124,7 @@ class CudaGroup {
   void look(Line& line, std::vector<EnqueuedPtr>& passed, bool all);
 
   std::atomic<int> abandoned_{0};
+  std::unique_ptr<DeviceClock> clock_;  // from the first timed operation on; made under mutex_
   std::mutex life_;
   std::shared_ptr<CudaCommunicator> communicator_;
   std::mutex mutex_;

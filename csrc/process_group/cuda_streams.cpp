@@ -37,23 +37,21 @@ bool has_passed(const SharedEvent& event) {
 }
 
 SharedEvent EventPool::take(bool captured, bool timed) {
-  if (captured || timed) {
-    return std::make_shared<c10::Event>(c10::DeviceType::CUDA,
-                                        timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT);
-  }
+  const auto flag = timed ? c10::EventFlag::BACKEND_DEFAULT : c10::EventFlag::PYTORCH_DEFAULT;
+  if (captured) return std::make_shared<c10::Event>(c10::DeviceType::CUDA, flag);
   std::unique_ptr<c10::Event> event;
   {
     const std::lock_guard lock(mutex_);
-    if (!free_.empty()) {
-      event = std::move(free_.back());
-      free_.pop_back();
+    if (auto& free = free_[timed]; !free.empty()) {
+      event = std::move(free.back());
+      free.pop_back();
     }
   }
-  if (!event) event = std::make_unique<c10::Event>(c10::DeviceType::CUDA);
-  return SharedEvent(event.release(), [pool = shared_from_this()](c10::Event* returned) {
+  if (!event) event = std::make_unique<c10::Event>(c10::DeviceType::CUDA, flag);
+  return SharedEvent(event.release(), [pool = shared_from_this(), timed](c10::Event* returned) {
     std::unique_ptr<c10::Event> owned(returned);
     const std::lock_guard lock(pool->mutex_);
-    if (pool->free_.size() < kMost) pool->free_.push_back(std::move(owned));
+    if (auto& free = pool->free_[timed]; free.size() < kMost) free.push_back(std::move(owned));
   });
 }
 

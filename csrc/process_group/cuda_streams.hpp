@@ -1,7 +1,8 @@
 // Streams, events and captures of CUDA through c10's device-generic classes and the driver: no header of CUDA.
 //
 // Events come from a pool, since making one costs more than an enqueued collective should. An event that was recorded
-// under capture is never used again: outside of its capture CUDA refuses to query it.
+// under capture is never used again: outside of its capture CUDA refuses to query it. Events that take times are others
+// than those that do not.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -41,7 +42,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
  private:
   static constexpr size_t kMost = 256;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<c10::Event>> free_;
+  std::vector<std::unique_ptr<c10::Event>> free_[2];  // without and with times
 };
 
 // Makes `later` wait for all that is enqueued on `earlier` so far.

@@ -11,7 +11,11 @@ std::shared_ptr<CudaGroup> GroupCore::cuda() {
 
 void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
   // The plain pointer is good: the side is closed, and says nothing any more, before the core goes.
-  side->completed = [this](const Enqueued& operation) {
+  side->started = [side = side.get()](const Enqueued& operation) {
+    if (const int64_t start = side->times_of(operation, false).first; start != 0)
+      FlightRecord::instance().started_on_device(operation.flight, start);
+  };
+  side->completed = [this, side = side.get()](const Enqueued& operation) {
     {
       // A kernel that gave up has ended as well, and so have those behind it.
       const std::lock_guard lock(cuda_mutex_);
@@ -21,10 +25,16 @@ void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
         return;  // from 0: nobody knows which one it was
       }
     }
-    FlightRecord::instance().completed(operation.flight);
+    const auto [start, end] = side->times_of(operation, true);
+    FlightRecord::instance().completed_on_device(operation.flight, start, end);
     if (shm && !c10d::isP2POp(operation.type))
       protocol::store_relaxed(shm->health().own().completed, operation.sequence);
-    if (completion_hook) run_hook(operation.type, operation.sequence, operation.issued, Clock::now());
+    if (completion_hook) {
+      const auto at = [](int64_t time, Clock::time_point otherwise) {
+        return time == 0 ? otherwise : Clock::time_point(std::chrono::nanoseconds(time));
+      };
+      run_hook(operation.type, operation.sequence, at(start, operation.issued), at(end, Clock::now()));
+    }
   };
   const std::lock_guard lock(cuda_mutex_);
   cuda_ = std::move(side);

@@ -40,6 +40,7 @@ void ProcessGroupArk::join() {
     core_->timeout_ms = options_->timeout.count();
     core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank_;
     core_->flight_dump = options_->flight_dump;
+    core_->timing = options_->timing;
     FlightRecord::instance().resize(static_cast<size_t>(options_->flight_record));
     std::vector<int> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
     core_->flight_group =

@@ -214,8 +214,8 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFutureResult() {
 
 float CudaWork::getDuration() const {
   TORCH_CHECK(!parts_.empty() && parts_.front()->start, "ark: [rank ", rank_,
-              "] getDuration() of an operation on CUDA tensors needs timing: call _enable_collectives_timing() on the "
-              "group before it is issued (captured operations have none)");
+              "] getDuration() of an operation on CUDA tensors needs timing: set ARK_TIMING=1, or call "
+              "_enable_collectives_timing() on the group before it is issued (captured operations have none)");
   TORCH_CHECK(done(), "ark: [rank ", rank_, "] getDuration() before the work is complete");
   return static_cast<float>(parts_.front()->start->elapsedTime(*parts_.back()->end));
 }

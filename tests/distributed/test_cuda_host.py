@@ -411,3 +411,41 @@ def _bad_input(rank: Rank) -> None:
 
 def test_bad_input(env: Any) -> None:
     run_ranks(_bad_input, 2, env=env)
+
+
+def _times(rank: Rank, timing: bool) -> None:
+    group, _, _ = _begin(rank, timing=timing)
+    backend = group._get_backend(torch.device("cuda"))
+    x = _on(rank, torch.ones(8))
+    works = [backend.allreduce([x]) for _ in range(3)]
+    if timing:
+        assert [work._get_duration() for work in works] == [1.5] * 3
+    else:
+        with pytest.raises(RuntimeError, match="ARK_TIMING=1"):
+            works[0]._get_duration()
+    record = ark_torch.flight_record()
+    ours = next(g["id"] for g in record["groups"] if g["name"] == group.group_name)
+    entries = [entry for entry in record["entries"] if entry["group"] == ours]
+    assert [entry["state"] for entry in entries] == ["completed"] * 3
+    for entry in entries:
+        assert entry["time_ended_ns"] is not None
+        if timing:  # as the device says, an event of the pretended one coming every 1.5 ms
+            assert entry["duration_ns"] == 1_500_000, entry
+            assert entry["time_created_ns"] <= entry["time_started_ns"] == entry["time_ended_ns"] - 1_500_000
+        else:  # nobody knows when it began
+            assert entry["duration_ns"] is None and entry["time_started_ns"] is None, entry
+    # What runs is told as started, when somebody looks.
+    pretended.device.lag(True)
+    backend.allreduce([x])
+    state = ark_torch.flight_record()["entries"][-1]
+    assert state["state"] == "scheduled" and state["time_ended_ns"] is None, state
+    pretended.device.lag(False)
+    if not timing:
+        group._enable_collectives_timing()
+        work = backend.allreduce([x])
+        assert work._get_duration() == 1.5
+
+
+@pytest.mark.parametrize("timing", [True, False])
+def test_times_of_the_device(env: Any, timing: bool) -> None:
+    run_ranks(_times, 2, timing, env=env)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -123,3 +124,47 @@ def _flight(rank: Rank) -> list[str]:
 def test_flight_record_follows_the_device() -> None:
     for states in run(_flight):
         assert states[-51:] == ["completed"] * 51, states
+
+
+def _timed(rank: Rank) -> None:
+    """Times are the device's: an operation that stands behind 50 ms of computation begins after it, and is short."""
+    device = start(rank)
+    options = ark_torch.Options()
+    options.timing = True
+    group = dist.new_group(pg_options=options)
+    tensor = torch.ones(1000, device=device)
+    dist.all_reduce(tensor, group=group)
+    torch.cuda.synchronize()
+    for later in (False, True):
+        dist.barrier()
+        busy(50)
+        work = group._get_backend(device).allreduce([tensor], _async(later))
+        entry = ark_torch.flight_record()["entries"][-1]
+        assert entry["state"] in ("scheduled", "started"), entry
+        torch.cuda.synchronize()
+        # The other ranks' computation may end later.
+        assert 0 < work._get_duration() < 45, work._get_duration()
+        entry = ark_torch.flight_record()["entries"][-1]
+        assert abs(entry["duration_ns"] / 1e6 - work._get_duration()) < 0.01, entry
+        waited = (entry["time_started_ns"] - entry["time_created_ns"]) / 1e6
+        assert 20 < waited < 200, waited
+        work.wait()
+    # A rank that comes late shows in the others' durations, and the record says that they run.
+    if rank.rank == 0:
+        busy(100)
+    work = group._get_backend(device).allreduce([tensor], _async(False))
+    if rank.rank != 0:
+        time.sleep(0.03)
+        assert ark_torch.flight_record()["entries"][-1]["state"] == "started"
+    torch.cuda.synchronize()
+    assert (work._get_duration() > 20) == (rank.rank != 0), work._get_duration()
+
+
+def _async(later: bool) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.asyncOp = later
+    return options
+
+
+def test_times_are_the_devices() -> None:
+    run(_timed)

@@ -37,6 +37,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_NVRTC": str(table),
         "ARK_BUFFER_MB": "64",
         "ARK_REDUCTION": "fast",
+        "ARK_TIMING": "1",
     }
     assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
     expected = env.Settings(
@@ -45,6 +46,7 @@ def test_good_values(tmp_path: Path) -> None:
         "off",
         0,
         values["ARK_FLIGHT_DUMP"],
+        True,
         "auto",
         str(table),
         64,
@@ -77,6 +79,7 @@ BAD = [
     ("ARK_BUFFER_MB", "-1", "from 0 to 1048576"),
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),
     ("ARK_REDUCTION", "quick", "exact or fast"),
+    ("ARK_TIMING", "on", "0 or 1"),
 ]
 
 

@@ -69,6 +69,35 @@ TEST(FlightRecord, AnOperationMayStartAtOnce) {
   EXPECT_TRUE(contains(record.to_json(), "\"last_started\":1"));
 }
 
+TEST(FlightRecord, TimesOfADevice) {
+  FlightRecord record(8);
+  const uint32_t group = record.register_group("0", "default_pg", 1, 4, {});
+  const uint64_t timed = record.scheduled(entry_of(group, 1)), untimed = record.scheduled(entry_of(group, 2)),
+                 early = record.scheduled(entry_of(group, 3)), hung = record.scheduled(entry_of(group, 4));
+  const int64_t from = record.snapshot()[0].created_ns + 1'000'000'000;
+  record.started_on_device(timed, from);
+  EXPECT_EQ(record.snapshot()[0].state, FlightState::started);
+  record.completed_on_device(timed, from, from + 5000);
+  FlightEntry entry = record.snapshot()[0];
+  EXPECT_EQ(entry.started_ns, from);
+  EXPECT_EQ(entry.ended_ns, from + 5000);
+  record.completed_on_device(untimed, 0, 0);
+  entry = record.snapshot()[1];
+  EXPECT_EQ(entry.state, FlightState::completed);
+  EXPECT_EQ(entry.started_ns, 0) << "nobody knows";
+  EXPECT_GE(entry.ended_ns, entry.created_ns);
+  // Clocks that differ a little: never before it was issued, and as long as it was.
+  const int64_t issued = record.snapshot()[2].created_ns;
+  record.completed_on_device(early, issued - 3000, issued + 2000);
+  entry = record.snapshot()[2];
+  EXPECT_EQ(entry.started_ns, issued);
+  EXPECT_EQ(entry.ended_ns, issued + 5000);
+  record.started_on_device(hung, from);
+  record.failed(hung, "the device gave up");
+  record.completed_on_device(hung, from, from + 1);
+  EXPECT_EQ(record.snapshot()[3].state, FlightState::failed);
+}
+
 TEST(FlightRecord, KeepsTheLastOperationsOnly) {
   FlightRecord record(8);
   const uint32_t group = record.register_group("0", "", 0, 2, {});

@@ -157,8 +157,8 @@ CUresult cuEventCreate(CUevent* event, unsigned) {
   *reinterpret_cast<intptr_t*>(event) = ++made;
   return CUDA_SUCCESS;
 }
-CUresult cuEventElapsedTime(float* milliseconds, CUevent, CUevent) {
-  *milliseconds = 1.5F;
+CUresult cuEventElapsedTime(float* milliseconds, CUevent start, CUevent end) {
+  *milliseconds = 1.5F * static_cast<float>(reinterpret_cast<intptr_t>(end) - reinterpret_cast<intptr_t>(start));
   return CUDA_SUCCESS;
 }
 CUresult cuGetErrorName(CUresult, const char** text) {
