@@ -1,6 +1,6 @@
 // GPU memory without a GPU: the pretended driver's allocations are memfds and their mappings are real, so what one
 // process writes another one reads, descriptors are real ones, and what is not given back is counted. A device has 1
-// GB. Other calls are in pretended_driver.cpp, and for tests from Python in tests/support/pretended.
+// GB. All other calls, for tests in C++ and from Python: tests/support/pretended.
 #include "support/pretended_driver.hpp"
 
 #include <sys/mman.h>

@@ -1,6 +1,7 @@
 // A pretended libcuda: every call succeeds and does nothing, what tests want otherwise is set by the pretend_...
 // functions. Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp), other memory is
-// addresses that nobody may touch. No kernel ever runs.
+// addresses that nobody may touch. No kernel ever runs. Tests from Python load it before torch's own is asked for
+// (__init__.py), tests in C++ link it (tests/CMakeLists.txt).
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
