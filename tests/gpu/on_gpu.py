@@ -48,6 +48,19 @@ def start(rank: Rank, **options: Any) -> torch.device:
     return device
 
 
+def go_on_without_the_last(rank: Rank, device: torch.device, count: int = 1000) -> float:
+    """After a failure: the device goes on with this process's other work, and all ranks but the last with a new group.
+
+    A sum over it of their ranks.
+    """
+    assert torch.full((1000,), 2.0, device=device).sum().item() == 2000
+    dist.destroy_process_group()
+    rank.init(world_size=rank.world_size - 1, store=rank.store("again"), timeout=60)
+    again = torch.full((count,), float(rank.rank), device=device)
+    dist.all_reduce(again)
+    return again[0].item()
+
+
 def factor(rank: int) -> float:
     return 0.25 + 0.375 * rank
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, start
+from on_gpu import ENV, WORLD, go_on_without_the_last, start
 from support.failures import SLACK_S, TIMEOUT_S, record
 from support.launcher import Job, Outcome
 from support.rank import Rank
@@ -47,14 +47,7 @@ def _loop(rank: Rank, how: str, count: int) -> float:
             torch.cuda.synchronize()
     except dist.DistBackendError as error:
         rank.report("raised", str(error))
-    # The device goes on, with this process's other work and with a new group.
-    assert torch.full((1000,), 2.0, device=device).sum().item() == 2000
-    dist.destroy_process_group()
-    survivors = rank.world_size - 1
-    rank.init(world_size=survivors, store=rank.store("again"), timeout=60)
-    again = torch.full((count,), float(rank.rank), device=device)
-    dist.all_reduce(again)
-    return again[0].item()
+    return go_on_without_the_last(rank, device, count)
 
 
 def _told(job: Job, victim: int, since: float) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, busy, run, same, start
+from on_gpu import ENV, WORLD, busy, go_on_without_the_last, run, same, start
 from support.failures import SLACK_S, TIMEOUT_S
 from support.launcher import Job
 from support.rank import Rank
@@ -135,12 +135,7 @@ def _lost(rank: Rank) -> float:
             torch.cuda.synchronize()
     except dist.DistBackendError as error:
         rank.report("raised", str(error))
-    assert torch.full((1000,), 2.0, device=device).sum().item() == 2000
-    dist.destroy_process_group()
-    rank.init(world_size=rank.world_size - 1, store=rank.store("again"), timeout=60)
-    again = torch.full((COUNT,), float(rank.rank), device=device)
-    dist.all_reduce(again)
-    return again[0].item()
+    return go_on_without_the_last(rank, device, COUNT)
 
 
 def test_killed() -> None:
