@@ -71,36 +71,19 @@ struct AddAll {
   }
 };
 
+#define STREAMS(name, op, streams, Body)                \
+  ENTRY(name, 64 * streams) {                           \
+    MEMORY;                                             \
+    with_streams<BulkOp::op, streams, Body>(p, memory); \
+  }
 // One, two and four lanes a block: what bounds one thread is how soon it can start the next copy.
-ENTRY(bulk_send, 64) {
-  MEMORY;
-  with_streams<BulkOp::copy, 1, SendAll>(p, memory);
-}
-ENTRY(bulk_send_2, 128) {
-  MEMORY;
-  with_streams<BulkOp::copy, 2, SendAll>(p, memory);
-}
-ENTRY(bulk_send_4, 256) {
-  MEMORY;
-  with_streams<BulkOp::copy, 4, SendAll>(p, memory);
-}
-ENTRY(stream_put, 64) {
-  MEMORY;
-  with_streams<BulkOp::copy, 1, PutAll>(p, memory);
-}
-
-ENTRY(add_f32_put, 64) {
-  MEMORY;
-  with_streams<BulkOp::add_f32, 1, AddAll>(p, memory);
-}
-ENTRY(add_bf16_put, 64) {
-  MEMORY;
-  with_streams<BulkOp::add_bf16, 1, AddAll>(p, memory);
-}
-ENTRY(add_f16_put, 64) {
-  MEMORY;
-  with_streams<BulkOp::add_f16, 1, AddAll>(p, memory);
-}
+STREAMS(bulk_send, copy, 1, SendAll)
+STREAMS(bulk_send_2, copy, 2, SendAll)
+STREAMS(bulk_send_4, copy, 4, SendAll)
+STREAMS(stream_put, copy, 1, PutAll)
+STREAMS(add_f32_put, add_f32, 1, AddAll)
+STREAMS(add_bf16_put, add_bf16, 1, AddAll)
+STREAMS(add_f16_put, add_f16, 1, AddAll)
 
 // Pull: the sender says that its source is there, and the receiver's mover fetches it.
 ENTRY(pull_put, 32) {
