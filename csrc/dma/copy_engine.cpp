@@ -105,7 +105,7 @@ void CopyEngine::release_all() {
   const size_t count = static_cast<size_t>(size_) * kSlots;
   const auto until = std::chrono::steady_clock::now() + kReleasing;
   do {  // a stream may have many calls before it
-    const uint32_t mark = protocol::load_relaxed(host_status_->expected);
+    const uint32_t mark = protocol::load_relaxed(host_status_->expected) & kMarkBits;
     driver().memset_d32_async(word(rank_, arrived, 0, 0), 1, entered * count, release_);
     driver().memset_d32_async(word(rank_, entered, 0, 0), mark, count, release_);
     if (driver().stream_synchronize(release_) != CUDA_SUCCESS) return;
@@ -120,8 +120,7 @@ EngineDiagnosis CopyEngine::diagnose() {
                             release_) != CUDA_SUCCESS ||
       driver().stream_synchronize(release_) != CUDA_SUCCESS)
     return {};
-  const uint32_t expected = protocol::load_relaxed(host_status_->expected);
-  const uint32_t asked = protocol::load_relaxed(host_status_->asked);
+  const uint32_t expected = protocol::load_relaxed(host_status_->expected), asked = expected >> kMarkShift;
   const auto count_of = [&](Word which, int peer) {
     const uint32_t* const first = &words[(which * size_ + peer) * kSlots];
     return std::count_if(first, first + kSlots, [](uint32_t value) { return value != 0; });
@@ -131,7 +130,7 @@ EngineDiagnosis CopyEngine::diagnose() {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const uint32_t mark = words[(entered * size_ + peer) * kSlots];
-    if ((asked >> peer & 1) != 0 && mark != 0 && mark != expected) return {peer, true};
+    if ((asked >> peer & 1) != 0 && mark != 0 && mark != (expected & kMarkBits)) return {peer, true};
     if (count_of(arrived, peer) + count_of(came, peer) != 0) continue;
     silent.push_back(peer);
     if (count_of(free_slot, peer) + count_of(taken, peer) != 2 * kSlots) idle.push_back(peer);

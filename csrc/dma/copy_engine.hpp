@@ -62,9 +62,12 @@ class CopyEngine {
     void* data;
     uint64_t bytes;
   };
-  // On a group with registered memory: where the outputs lie.
+  // On a group with registered memory: where the outputs lie. Above a mark's bits the host is told whom it is awaited
+  // of.
+  static constexpr int kMarkShift = 32 - device::kMaxRanks;
+  static constexpr uint32_t kMarkBits = (uint32_t{1} << kMarkShift) - 1;
   struct Outputs {
-    uint32_t mark = 0;      // never 0; equal on two ranks if they passed what belongs together
+    uint32_t mark = 0;      // never 0 in its kMarkBits; equal on two ranks if they passed what belongs together
     std::vector<char*> at;  // rank r's output as mapped here; empty: it is not registered
   };
   // Null: the group has registered nothing.
@@ -95,6 +98,9 @@ class CopyEngine {
 
   CUdeviceptr word(int waiter, Word which, int teller, uint64_t piece) const;
   char* slot(int owner, Bank bank, int writer, uint64_t piece) const;
+  CUdeviceptr told(uint32_t device::EngineStatus::*word) const {  // to the host
+    return reinterpret_cast<CUdeviceptr>(&(status_->*word));
+  }
   void copy(CUstream stream, void* to, const void* from, uint64_t bytes);
   void follow(CUstream stream, CUstream before);  // stream waits for all that `before` has been given
   uint64_t piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const;
@@ -109,6 +115,7 @@ class CopyEngine {
   CUstream link_ = nullptr, work_[kWorkers] = {}, release_ = nullptr;
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
+  uint32_t calls_ = 0;
 };
 
 }  // namespace ark

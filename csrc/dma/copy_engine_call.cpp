@@ -1,9 +1,14 @@
 // See copy_engine_call.hpp.
 #include "dma/copy_engine_call.hpp"
 
+#include <utility>
+
 namespace ark {
 
 CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), stream_(stream), link_(engine.link_) {
+  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
+  check(driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
+  captured_ = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().event_record(engine.event_, stream), "cuEventRecord");
   const auto join = [&](CUstream own) {
     check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
@@ -13,11 +18,13 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), s
     work_.emplace_back(own);
     join(own);
   }
-  // On the stream that has nothing to do for longest. What the host's clock was, by copies: a graph's replays tell
-  // anew.
-  const CUstream idle = engine.work_[kWorkers - 1];
-  work_.back().tell(reinterpret_cast<CUdeviceptr>(&engine.status_->busy));
+  // That a call begins, on the stream that has nothing to do for longest. In a graph a constant would say so only once,
+  // so replays copy what the host's clock is then.
+  work_.back().tell(engine.told(&device::EngineStatus::busy));
+  if (!captured_) work_.back().tell(engine.told(&device::EngineStatus::beat), ++engine.calls_);
   work_.back().enqueue();
+  if (!captured_) return;
+  const CUstream idle = engine.work_[kWorkers - 1];
   char* const relay = reinterpret_cast<char*>(engine.word(engine.rank_, kWords, 0, 0));
   engine.copy(idle, relay, &engine.status_->clock, sizeof engine.status_->clock);
   engine.copy(idle, &engine.status_->beat, relay, sizeof engine.status_->beat);
@@ -26,32 +33,32 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), s
 void CopyEngine::Call::finish() {
   step();
   const CUstream last = engine_.work_[kWorkers - 1];
-  engine_.follow(last, engine_.link_);
-  for (int i = 0; i + 1 < kWorkers; ++i) engine_.follow(last, engine_.work_[i]);
-  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-  check(driver().stream_is_capturing(stream_, &capturing), "cuStreamIsCapturing");
+  const auto join = [&](CUstream own) {
+    engine_.follow(last, own);
+    if (!captured_) check(driver().stream_wait_event(stream_, engine_.event_, 0), "cuStreamWaitEvent");
+  };
+  join(engine_.link_);
+  for (int i = 0; i + 1 < kWorkers; ++i) join(engine_.work_[i]);
   // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
-  const bool early = capturing == CU_STREAM_CAPTURE_STATUS_NONE;
-  if (early) engine_.follow(stream_, last);
-  work_.back().tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->busy), 0);
+  if (!captured_) engine_.follow(stream_, last);
+  work_.back().tell(engine_.told(&device::EngineStatus::busy), 0);
   work_.back().enqueue();
-  if (!early) engine_.follow(stream_, last);
+  if (captured_) engine_.follow(stream_, last);
 }
 
 void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
   if (outputs == nullptr) return;
-  for_each(senders, [&](int r) { link_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark); });
-  link_.enqueue();
+  for_each(senders, [&](int r) { link_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark & kMarkBits); });
 }
 
+// That they are awaited is told to the host until they have been sent something, see send(): a peer that has got all of
+// this call may tell the mark of its next one.
 void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
   if (outputs == nullptr || receivers == 0) return;
-  const CUdeviceptr asked = reinterpret_cast<CUdeviceptr>(&engine_.status_->asked);
-  link_.tell(reinterpret_cast<CUdeviceptr>(&engine_.status_->expected), outputs->mark);
-  link_.tell(asked, receivers);
-  for_each(receivers, [&](int r) { link_.await(engine_.word(engine_.rank_, entered, r, 0), outputs->mark); });
-  link_.tell(asked, 0);
-  link_.enqueue();
+  const uint32_t mark = outputs->mark & kMarkBits;
+  link_.tell(engine_.told(&device::EngineStatus::expected), receivers << kMarkShift | mark);
+  for_each(receivers, [&](int r) { link_.await(engine_.word(engine_.rank_, entered, r, 0), mark); });
+  expecting_ = true;
 }
 
 void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, uint64_t bytes) {
@@ -88,6 +95,7 @@ void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const voi
   link_.enqueue();
   engine_.copy(engine_.link_, place != nullptr ? place : engine_.slot(receiver, messages, engine_.rank_, piece), from,
                bytes);
+  if (std::exchange(expecting_, false)) link_.tell(engine_.told(&device::EngineStatus::expected), 0);
   link_.tell(engine_.word(receiver, came, engine_.rank_, piece));
 }
 

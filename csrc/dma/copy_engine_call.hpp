@@ -36,6 +36,7 @@ class CopyEngine::Call {
 
   CopyEngine& engine_;
   const CUstream stream_;
+  bool captured_ = false, expecting_ = false;
   StreamWords link_;  // on the engine's streams
   std::vector<StreamWords> work_;
 };

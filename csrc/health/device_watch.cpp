@@ -57,7 +57,7 @@ struct DeviceWatch::Watched {
       engine_stuck_since = Clock::now();
     } else if (!health->failed()) {
       const bool timed_out = Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load());
-      const bool asked = protocol::load_relaxed(engine->asked) != 0;
+      const bool asked = protocol::load_relaxed(engine->expected) != 0;
       const EngineDiagnosis found = timed_out || asked ? diagnose_engine() : EngineDiagnosis{};
       if (found.mismatched)
         fail_engine(Error(ErrorKind::mismatch,

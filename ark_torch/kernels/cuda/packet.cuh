@@ -35,9 +35,8 @@ struct EngineStatus {
   uint32 busy;      // 1 while they carry a collective
   uint32 progress;  // pieces added
   uint32 clock;     // the host's: grows while it watches
-  uint32 beat;      // its value when the last collective began
-  uint32 expected;  // the mark of receivers (dma/copy_engine.hpp) that is awaited
-  uint32 asked;     // from whom: bit r, rank r
+  uint32 beat;      // another value whenever a collective begins
+  uint32 expected;  // the mark that is awaited, and from whom (dma/copy_engine.hpp); 0: none
 };
 
 #if defined(__CUDACC__)

@@ -11,7 +11,7 @@ namespace ark {
 
 namespace {
 
-// 32 bits of all that it is given; never 0.
+// A mark (dma/copy_engine.hpp) of all that it is given.
 class Hash {
  public:
   Hash& operator<<(uint64_t value) {
@@ -19,7 +19,7 @@ class Hash {
     state_ ^= state_ >> 29;
     return *this;
   }
-  uint32_t value() const { return std::max(static_cast<uint32_t>(state_ >> 16), uint32_t{1}); }
+  uint32_t value() const { return std::max(static_cast<uint32_t>(state_ >> 16) & CopyEngine::kMarkBits, uint32_t{1}); }
 
  private:
   uint64_t state_ = 1;

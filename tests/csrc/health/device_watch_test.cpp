@@ -154,7 +154,6 @@ TEST_F(DeviceWatchTest, CopyEnginesThatBeginAnewAreNotStuck) {
 TEST_F(DeviceWatchTest, PlacesThatDoNotBelongTogetherFailTheGroupBeforeItsTimeout) {
   make(3);
   device::EngineStatus engine{1, 0};
-  engine.expected = 5;
   watch->watch_engine(
       &engine, [] {},
       [] {
@@ -163,7 +162,7 @@ TEST_F(DeviceWatchTest, PlacesThatDoNotBelongTogetherFailTheGroupBeforeItsTimeou
   watch->engine_used(milliseconds(60'000));
   std::this_thread::sleep_for(milliseconds(350));
   EXPECT_EQ(failure(), "none") << "nobody is asked";
-  protocol::store_relaxed(engine.asked, uint32_t{2});
+  protocol::store_relaxed(engine.expected, uint32_t{2});
   EXPECT_TRUE(aborts_within(milliseconds(3000)));
   EXPECT_NE(failure().find("rank 1 passed another place"), std::string::npos) << failure();
   watch->forget_engine();
