@@ -66,13 +66,21 @@ def sdist(source: Path, without_torch: Path) -> Path:
     return source.parent / done.stdout.strip().splitlines()[-1]
 
 
+# Whole folders of sources in more than one language.
+BOTH = [
+    (folder, pattern)
+    for folder in ("ark_torch/kernels", "benchmarks", "tests")
+    for pattern in ("*.py", "*.[ch]pp", "*.cuh")
+]
+
+
 def test_sdist_without_pytorch_holds_all_sources(source: Path, sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = {
         str(path.relative_to(source))
-        for pattern in ("csrc/**/*.[ch]pp", "ark_torch/**/*.py", "ark_torch/kernels/**/*.hpp", "build_backend/*.py")
-        for path in source.glob(pattern)
+        for folder, pattern in (("csrc", "*.[ch]pp"), ("ark_torch", "*.py"), ("build_backend", "*.py"), *BOTH)
+        for path in (source / folder).rglob(pattern)
     }
     assert len(wanted) > 40
     assert wanted | {"LICENSE", "README.md", "setup.py", "CMakeLists.txt", "ark_torch/py.typed"} <= names
