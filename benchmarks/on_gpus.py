@@ -1,6 +1,6 @@
 """What the benchmarks on GPUs share: ranks that end in time, a command line, a report, the README's tables.
 
-A benchmark runs on borrowed machines, so it is bounded: ranks ask `Rank.time_for()` before each measurement, the
+A benchmark may run where time is short, so it is bounded: ranks ask `Rank.time_for()` before each measurement, the
 process that started them ends those that are late, and what was measured until then is written all the same. One
 process a GPU; gpu_ranks.py has what each of them knows.
 
