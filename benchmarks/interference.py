@@ -36,6 +36,7 @@ from interference_streams import Bench, Run  # noqa: F401  (Run: what Bench.run 
 from on_gpus import MB, Rank, Row
 
 OPERATIONS = ("all_reduce", "all_gather")
+CHOICES = (*OPERATIONS, "all_gather_in_place")  # FSDP's: each rank's part lies where it belongs already
 
 
 def amounts(bench: Bench, rival: Contender, window_us: float) -> tuple[int, int]:
@@ -155,7 +156,7 @@ def table(about: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = on_gpus.parser(__doc__, "interference.json", 75)
-    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
+    parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=CHOICES)
     parser.add_argument("--megabytes", type=float, nargs="+", default=[25, 64, 256])
     parser.add_argument("--contenders", nargs="+", default=[], help="default: all; NCCL is always one")
     parser.add_argument("--rounds", type=int, default=5)

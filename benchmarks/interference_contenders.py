@@ -31,8 +31,12 @@ class Contender:
     def __init__(self, name: str, rank: Rank, group: Any, operation: str, count: int) -> None:
         self.name, self.rank, self.group, self.operation, self.count = name, rank, group, operation, count
         self.pool: Any = None
-        part = count // rank.ranks if operation == "all_gather" else 0
-        if name == "symm" and part:  # it makes its result itself
+        in_place = operation == "all_gather_in_place"
+        part = count // rank.ranks if operation == "all_gather" or (in_place and name == "symm") else 0
+        if in_place and not part:
+            self.whole = self.allocate(count)
+            self.part = self.whole.chunk(rank.ranks)[rank.rank]
+        elif name == "symm" and part:  # it makes its result itself
             self.whole, self.part = torch.empty(0, dtype=torch.bfloat16, device=rank.device), self.allocate(part)
         else:
             both = self.allocate(count + part)  # one piece, so that a window holds all of it
@@ -90,7 +94,7 @@ class Contender:
 
     def wrong(self, calls: int) -> int:
         """Elements that are not what so many calls make of renewed tensors."""
-        if self.operation == "all_gather":
+        if self.operation != "all_reduce":
             parts = [self.rank.random(self.part.numel(), source=r) for r in range(self.rank.ranks)]
             return int((self.whole.view(torch.int16) != torch.cat(parts).view(torch.int16)).sum())
         ranks = self.rank.ranks

@@ -150,7 +150,7 @@ def test_time_of_one_while_both_streams_were_busy() -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("operation", interference.OPERATIONS)
+@pytest.mark.parametrize("operation", interference.CHOICES)
 def test_wrong_results_are_counted(operation: str) -> None:
     rank = on_gpus.Rank(0, 1, torch.device("cpu"), 0.0, Path())
     contender = interference.Contender("ark", rank, None, operation, 1024)
