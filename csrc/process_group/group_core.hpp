@@ -40,7 +40,7 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr error);
 
   // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole.
-  void failed(uint64_t flight, const Error& error);
+  void not_enqueued(uint64_t flight, const Error& error);
   void device_gave_up(const Error& error);
 
   // The group's side on its CUDA device; null before the first operation there.

@@ -48,7 +48,9 @@ std::pair<uint64_t, uint64_t> GroupCore::number(FlightEntry entry) {
   return {issued, FlightRecord::instance().scheduled(entry)};
 }
 
-void GroupCore::failed(uint64_t flight, const Error& cause) {
+void GroupCore::not_enqueued(uint64_t flight, const Error& cause) {
+  // What this machine could not do (compile, launch, allocate): the peers wait on their devices for what will not come.
+  if (cause.kind() == ErrorKind::system && shm && size > 1) shm->health().fail(cause);
   FlightRecord::instance().failed(flight, cause.what());
   report_failure(cause);
 }

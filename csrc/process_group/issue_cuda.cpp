@@ -46,7 +46,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
     return work;
   } catch (const Error& error) {
     const Error told = error.at(rank_, call.name, operation.descriptor.sequence);
-    core_->failed(flight, told);
+    core_->not_enqueued(flight, told);
     throw told;
   }
 }
@@ -103,7 +103,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const 
     return collect(std::move(work));
   } catch (const Error& error) {
     const Error told = error.at(rank_, call.name, number);
-    core_->failed(flight, told);
+    core_->not_enqueued(flight, told);
     throw told;
   }
 }

@@ -7,6 +7,7 @@ memory, and what ark's kernels would do is not done. So a result tells who carri
 from __future__ import annotations
 
 import logging
+import os
 import re
 import time
 from datetime import timedelta
@@ -21,6 +22,7 @@ from support.launcher import Job, run_ranks
 from support.rank import Rank
 
 import ark_torch
+from ark_torch import _C
 from ark_torch.distributed import group as making
 
 pytestmark = [ark_only]
@@ -376,6 +378,63 @@ def test_machines_that_will_not_do(env: Any, case: str, who: int) -> None:
     for rank, text in enumerate(told):
         assert re.search(BAD_MACHINES[case][2], text), text
         assert text.startswith(f"ark: [rank {rank}] all_reduce"), text
+
+
+def _no_compiler(rank: Rank, who: int) -> str:
+    """NVRTC that does not open is found at the first kernel, when the peers wait for this rank's already."""
+    if who in (-1, rank.rank):
+        os.environ["ARK_NVRTC"] = __file__
+        os.environ["ARK_CACHE"] = str(rank.scratch / "cache")
+    group, _, _ = _begin(rank)
+    began = time.monotonic()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        while time.monotonic() - began < 20:
+            dist.all_reduce(_on(rank, torch.ones(8)), group=group)
+    assert time.monotonic() - began < 10
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
+def test_no_compiler(env: Any, who: int) -> None:
+    told = run_ranks(_no_compiler, 2, who, env=env)
+    assert all("no NVRTC" in text for text in told) and any("ARK_NVRTC" in text for text in told), told
+    assert who < 0 or "rank 1" in told[0].partition("] ")[2], told
+
+
+def _no_driver(rank: Rank) -> str:
+    rank.init()
+    pretended.enter(with_driver=False)
+    pretended.device.set_device(rank.rank)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(_on(rank, torch.ones(8)))
+    return str(caught.value)
+
+
+@pytest.mark.skipif(_C._has_cuda_driver(), reason="this machine has one")
+def test_no_driver(env: Any) -> None:
+    for rank, text in enumerate(run_ranks(_no_driver, 2, env=env)):
+        assert text.startswith(f"ark: [rank {rank}] all_reduce") and "libcuda.so.1" in text, text
+        assert "CPU tensors" in text, text
+
+
+def _wrong_device(rank: Rank) -> None:
+    """The device that init_process_group was given is the rank's; and every rank has one of its own."""
+    pretended.enter()
+    pretended.device.set_device(rank.rank)
+    torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")  # checked by torch.distributed
+    torch.accelerator.device_count = lambda: 16
+    rank.init(device_id=torch.device("cuda", rank.rank))
+    with pytest.raises(ValueError, match=r"is on cuda:5, but init_process_group was given device_id=cuda:\d.*Move"):
+        dist.all_reduce(pretended.on(5, torch.ones(8)))
+    dist.all_reduce(_on(rank, torch.ones(8)))
+    dist.destroy_process_group()
+    rank.init()
+    with pytest.raises(ValueError, match=r"uses the same GPU as .*torch.cuda.set_device"):
+        dist.all_reduce(pretended.on(3, torch.ones(8)))
+
+
+def test_wrong_device(env: Any) -> None:
+    run_ranks(_wrong_device, 2, env=env)
 
 
 def _bad_input(rank: Rank) -> None:

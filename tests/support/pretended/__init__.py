@@ -47,12 +47,13 @@ def build(folder: Path) -> dict[str, str | None]:
     }
 
 
-def enter() -> None:
+def enter(with_driver: bool = True) -> None:
     """In a rank, before its first group: from here on this process has a GPU, or seems to."""
     global driver, device
     folder = Path(os.environ["ARK_TEST_PRETENDED"])
-    driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found by its name from here on
-    driver.pretend_capture.argtypes = [ctypes.c_uint64]
+    if with_driver:
+        driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found by its name from here on
+        driver.pretend_capture.argtypes = [ctypes.c_uint64]
     spec = importlib.util.spec_from_file_location("pretended_device", folder / "pretended_device.so")
     assert spec is not None and spec.loader is not None
     device = importlib.util.module_from_spec(spec)
