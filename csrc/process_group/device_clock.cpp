@@ -4,6 +4,7 @@
 #include <chrono>
 #include <thread>
 
+#include "error.hpp"
 #include "jit/driver.hpp"
 
 namespace ark {
