@@ -18,9 +18,14 @@ constexpr std::chrono::milliseconds kReleasing{60};
 
 }  // namespace
 
+// Of parts and of messages from each peer, and of sums.
+uint64_t CopyEngine::slot_count(int ranks) {
+  return static_cast<uint64_t>(kSlots) * (2 * std::max(ranks - 1, 1) + 1);
+}
+
 uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
-  constexpr uint64_t kMost = 256 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain little
-  const uint64_t slots = static_cast<uint64_t>(2 * kSlots) * std::max(ranks - 1, 1);
+  constexpr uint64_t kMost = 384 << 20, kLeastSlot = 1 << 20;  // beyond, larger pieces gain little
+  const uint64_t slots = slot_count(ranks);
   const uint64_t slot = std::min(kMost, limit < kHead ? 0 : limit - kHead) / slots / 4096 * 4096;
   return slot < kLeastSlot ? 0 : kHead + slots * slot;
 }
@@ -41,7 +46,7 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
     : rank_(rank),
       size_(static_cast<int>(memory.size())),
       device_(device),
-      slot_bytes_((bytes - kHead) / (2 * kSlots) / std::max<size_t>(memory.size() - 1, 1) / 4096 * 4096),
+      slot_bytes_((bytes - kHead) / slot_count(static_cast<int>(memory.size())) / 4096 * 4096),
       memory_(std::move(memory)),
       held_(std::move(held)),
       status_(status),
@@ -78,7 +83,8 @@ CUdeviceptr CopyEngine::word(int waiter, Word which, int teller, uint64_t piece)
 }
 
 char* CopyEngine::slot(int owner, Bank bank, int writer, uint64_t piece) const {
-  const int column = writer < owner ? writer : writer - 1;
+  const int column = writer < owner || bank == sums ? writer : writer - 1;
+  if (bank == sums) return memory_[owner] + kHead + (2 * kSlots * (size_ - 1) + piece % kSlots) * slot_bytes_;
   return memory_[owner] + kHead + (((bank * kSlots) + piece % kSlots) * (size_ - 1) + column) * slot_bytes_;
 }
 

@@ -61,6 +61,16 @@ void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
   expecting_ = true;
 }
 
+// On the stream of the first sum, which nobody can fetch before.
+void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t receivers) {
+  if (outputs == nullptr || receivers == 0) return;
+  const uint32_t mark = outputs->mark & kMarkBits;
+  StreamWords& words = work_[worker(0)];
+  words.tell(engine_.told(&device::EngineStatus::expected), receivers << kMarkShift | mark);
+  for_each(receivers, [&](int r) { words.await(engine_.word(engine_.rank_, entered, r, 0), mark); });
+  words.tell(engine_.told(&device::EngineStatus::expected), 0);
+}
+
 void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, uint64_t bytes) {
   link_.await(engine_.word(engine_.rank_, free_slot, owner, piece));
   link_.enqueue();
@@ -68,7 +78,8 @@ void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, ui
   link_.tell(engine_.word(owner, arrived, engine_.rank_, piece));
 }
 
-void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add) {
+void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add,
+                              bool fetched) {
   const int rank = engine_.rank_;
   StreamWords& words = work_[worker(piece)];
   const CUstream stream = engine_.work_[worker(piece)];
@@ -76,13 +87,24 @@ void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64
   for_each(engine_.others(), [&](int r) {
     words.await(engine_.word(rank, arrived, r, piece));
     contributions[r] = engine_.slot(rank, parts, r, piece);
+    if (fetched) words.await(engine_.word(rank, taken, r, piece));
   });
   contributions[rank] = own;
   words.enqueue();
-  add(contributions, sum, bytes, stream);
-  check(driver().event_record(engine_.done_[piece % kSlots], stream), "cuEventRecord");
+  add(contributions, sum, fetched ? engine_.slot(rank, sums, rank, piece) : nullptr, bytes, stream);
+  if (fetched)
+    for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, came, rank, piece)); });
+  else
+    check(driver().event_record(engine_.done_[piece % kSlots], stream), "cuEventRecord");
   for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, free_slot, rank, piece)); });
   words.enqueue();
+}
+
+void CopyEngine::Call::fetch_sum(int owner, uint64_t piece, void* to, uint64_t bytes) {
+  link_.await(engine_.word(engine_.rank_, came, owner, piece));
+  link_.enqueue();
+  engine_.copy(engine_.link_, to, engine_.slot(owner, sums, owner, piece), bytes);
+  link_.tell(engine_.word(owner, taken, engine_.rank_, piece));
 }
 
 void CopyEngine::Call::await_sum(uint64_t piece) {

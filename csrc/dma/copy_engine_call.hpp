@@ -14,9 +14,12 @@ class CopyEngine::Call {
   // Tells those who send to this rank that it has come; awaits those to whom it sends. Bit r: rank r.
   void enter(MaybeOutputs outputs, uint32_t senders);
   void await_entered(MaybeOutputs outputs, uint32_t receivers);
+  void await_entered_to_add(MaybeOutputs outputs, uint32_t receivers);  // where sums are fetched
 
   void push_part(int owner, uint64_t piece, const void* from, uint64_t bytes);
-  void add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add);
+  // `fetched`: the others come for the sum.
+  void add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add, bool fetched = false);
+  void fetch_sum(int owner, uint64_t piece, void* to, uint64_t bytes);
   void await_sum(uint64_t piece);  // on the link's stream
   // A piece of a message, to its place in the receiver's memory or, where that is null, its slot; and receiving it.
   void send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes);

@@ -40,7 +40,7 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   const uint64_t part = (units + size_ - 1) / size_ * unit;  // the last ones may be short or empty
   const auto from_of = [&](int r) { return std::min(r * part, bytes); };
   const auto size_of = [&](int r) { return std::min(part, bytes - from_of(r)); };
-  const bool straight = go_straight(outputs);
+  const bool straight = go_straight(outputs), fetched = !straight && bytes < pull_below;
   const uint64_t piece = piece_of(part, unit, kPieces, true), pieces = pieces_in(part, piece);
   const uint64_t ahead = std::clamp<uint64_t>(kAheadBytes / (piece * std::max(size_ - 1, 1)), 1, kSlots - 1);
   const auto length = [&](int r, uint64_t i) { return length_at(size_of(r), piece, i); };
@@ -51,8 +51,10 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   Call call(*this, stream);
   call.enter(outputs, owners);
   for (uint64_t t = 0; t < pieces + ahead; ++t) {
-    if (const uint64_t mine = length(rank_, t); mine != 0)
-      call.add_up(t, at(in, offset(rank_, t)), at(out, offset(rank_, t)), mine, add);
+    if (const uint64_t mine = length(rank_, t); mine != 0) {
+      if (fetched && t == 0) call.await_entered_to_add(outputs, others());
+      call.add_up(t, at(in, offset(rank_, t)), at(out, offset(rank_, t)), mine, add, fetched);
+    }
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + k) % size_;
       if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
@@ -60,7 +62,7 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
     call.step();
     if (t < ahead) continue;
     const uint64_t i = t - ahead;
-    if (const uint64_t mine = length(rank_, i); mine != 0) {
+    if (const uint64_t mine = length(rank_, i); mine != 0 && !fetched) {
       if (i == 0) call.await_entered(outputs, others());
       call.await_sum(i);
       for (int k = 1; k < size_; ++k) {
@@ -70,7 +72,11 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
     }
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + size_ - k) % size_;
-      if (length(owner, i) != 0) call.receive(owner, i, at(out, offset(owner, i)), length(owner, i), straight);
+      if (length(owner, i) == 0) continue;
+      if (fetched)
+        call.fetch_sum(owner, i, at(out, offset(owner, i)), length(owner, i));
+      else
+        call.receive(owner, i, at(out, offset(owner, i)), length(owner, i), straight);
     }
     call.step();
   }

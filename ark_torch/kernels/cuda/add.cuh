@@ -10,6 +10,7 @@ namespace ark::device {
 struct AddParams {
   const void* parts[kMaxRanks];  // rank r's contribution; out may be one of them
   void* out;
+  void* handed_out;  // null, or where peers fetch the sum; 16-byte aligned
   uint64 bytes;
   uint32* progress;  // in host memory: grows with every launch, for whoever watches
   uint32 average;
@@ -27,7 +28,7 @@ __device__ void add_parts(const AddParams& p, Rule rule) {
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd_system(p.progress, 1u);
   const uint64 units = (p.bytes + 15) / 16;
   const uint64 first = uint64{blockIdx.x} * blockDim.x * kAddUnits + threadIdx.x;
-  uint64 places = reinterpret_cast<uint64>(p.out);
+  uint64 places = reinterpret_cast<uint64>(p.out);  // the others are aligned alike
   ARK_UNROLL
   for (int r = 0; r < kRanks; r++) places |= reinterpret_cast<uint64>(p.parts[r]);
   const bool aligned = (places & 15) == 0;
@@ -46,7 +47,9 @@ __device__ void add_parts(const AddParams& p, Rule rule) {
     auto sum = rule.first(parts[i][0]);
     ARK_UNROLL
     for (int r = 1; r < kRanks; r++) rule.add(sum, parts[i][r]);
-    store_unit(p.out, unit, p.bytes, aligned, rule.finish(sum, kRanks, p.average != 0));
+    const Unit result = rule.finish(sum, kRanks, p.average != 0);
+    store_unit(p.out, unit, p.bytes, aligned, result);
+    if (p.handed_out != nullptr) store_unit(p.handed_out, unit, p.bytes, aligned, result);
   }
 }
 

@@ -60,16 +60,15 @@ struct Chunks {
     __device__ __forceinline__ bool ask(const Piece<Chunks, kRows>& piece, int ahead, Unit (&raw)[kRows]) {
       const uint64 step = received_ + ahead;
       if (there_ <= step) {
-        if (thread_ == 0) {
-          asm volatile("ld.acquire.sys.global.u64 %0, [%1];"
-                       : "=l"(there_)
-                       : "l"(word<uint64>(rings_->rank, table_->arrived, peer_))
-                       : "memory");
-        }
+        const uint64* const count = word<uint64>(rings_->rank, table_->arrived, peer_);
+        // A second and further look in vain is without acquire, which empties the cache of all warps beside.
+        if (thread_ == 0 && (!in_vain_ || load_word(count) > step))
+          asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(there_) : "l"(count) : "memory");
         __syncwarp();
         there_ = __shfl_sync(~0u, there_, 0);
       }
-      if (there_ <= step) return false;
+      in_vain_ = there_ <= step;
+      if (in_vain_) return false;
       const char* from = slot<Chunks>(rings_->rank, peer_, step) + piece.first * kRowBytes;
       ARK_UNROLL
       for (int j = 0; j < kRows; j++) {
@@ -93,6 +92,7 @@ struct Chunks {
 
    private:
     uint64 there_ = 0;
+    bool in_vain_ = false;
   };
 #endif
 };

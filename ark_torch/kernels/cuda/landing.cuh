@@ -42,11 +42,13 @@ class Landing : public LaneEnd {
     const uint64* const done =
         reinterpret_cast<const uint64*>(rings_->arena[rings_->rank] + rings_->landing_words.done) + at(peer_);
     for (;;) {
-      uint64 seen = 0;
-      if (thread_ == 0) asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(done) : "memory");
-      if (__shfl_sync(~0u, seen, 0) >= number_) return true;
+      uint64 seen = thread_ == 0 ? load_word(done) : 0;
+      if (__shfl_sync(~0u, seen, 0) >= number_) break;
       if (over(peer_)) return false;
     }
+    uint64 seen;  // an acquire at every turn would empty the cache of all warps beside
+    if (thread_ == 0) asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(done) : "memory");
+    return true;
   }
 
   // The sender's: where the peer wants it.

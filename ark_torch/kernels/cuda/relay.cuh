@@ -15,9 +15,9 @@
 namespace ark::device {
 
 struct RelayParams {
-  Rings rings;        // from the root
-  Rings handed_on;    // between the others
-  char* data;         // all of it; the root reads, the others write
+  Rings rings;                             // from the root
+  Rings handed_on;                         // between the others
+  char* data;                              // all of it; the root reads, the others write
   uint64 at[kMaxRanks], bytes[kMaxRanks];  // of each rank's part; the root has none
   int root;
   uint32 reserved;
@@ -63,7 +63,8 @@ __device__ __forceinline__ void relay_parts(const RelayParams& p, uint32 lane, i
     receive_message<Protocol>(p.rings, lane, p.root, p.data + p.at[rank], p.bytes[rank], [&](uint64 step) {
       __syncwarp();
       if ((threadIdx.x & 31) == 0)
-        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(counter), "r"(static_cast<uint32>(step) + 1) : "memory");
+        asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(counter), "r"(static_cast<uint32>(step) + 1)
+                     : "memory");
     });
   } else if (role < ranks) {
     const int peer = (rank + role) % ranks;

@@ -22,6 +22,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
           .copy_engine_from = ranks <= 2 ? 24 << 20 : kNever,
           .reduce_scatter_engine_from = kNever,
           .all_gather_engine_from = kNever,
+          .registered_all_gather_engine_from = ranks <= 2 ? 8 << 20 : kNever,
           .broadcast_engine_from = kNever,
           .all_to_all_engine_from = kNever,
           .buffer_bytes = 512 << 20};
@@ -105,8 +106,10 @@ void CudaCommunicator::reduce_scatter(const Operation& operation, const void* co
 
 void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   launcher_->watch().check(operation.context);
-  if (size_ > 1 && bytes >= dispatch_.all_gather_engine_from && bytes != 0 &&
-      launcher_->engine_all_gather(operation, in, outs, bytes))
+  const uint64_t engine_from = launcher_->windows().size() == 0 ? dispatch_.all_gather_engine_from
+                                                                : std::min(dispatch_.all_gather_engine_from,
+                                                                           dispatch_.registered_all_gather_engine_from);
+  if (size_ > 1 && bytes >= engine_from && bytes != 0 && launcher_->engine_all_gather(operation, in, outs, bytes))
     return;
   device::MoveParams params{};
   for (int r = 0; r < size_; ++r) {

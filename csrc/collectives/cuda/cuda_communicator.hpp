@@ -32,6 +32,7 @@ struct CudaDispatch {
   // The same, by the bytes of one rank's part or message.
   uint64_t reduce_scatter_engine_from;
   uint64_t all_gather_engine_from;
+  uint64_t registered_all_gather_engine_from;  // in a group that has registered memory
   uint64_t broadcast_engine_from;
   uint64_t all_to_all_engine_from;  // once another operation's use has brought the memory
   uint64_t buffer_bytes;            // of shared memory for copy engines, at most (ARK_BUFFER_MB)

@@ -32,6 +32,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"relay_from", &CudaDispatch::relay_from},
     {"copy_engine_from", &CudaDispatch::copy_engine_from},
     {"reduce_scatter_engine_from", &CudaDispatch::reduce_scatter_engine_from},
+    {"registered_all_gather_engine_from", &CudaDispatch::registered_all_gather_engine_from},
     {"all_gather_engine_from", &CudaDispatch::all_gather_engine_from},
     {"broadcast_engine_from", &CudaDispatch::broadcast_engine_from},
     {"all_to_all_engine_from", &CudaDispatch::all_to_all_engine_from},

@@ -59,10 +59,12 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
 
 CopyEngine::Add CudaLauncher::adding(const Operation& operation) {
   const jit::Kernel* const kernel = reducing(operation).add;
-  return [this, &operation, kernel](const void* const* parts, void* sum, uint64_t bytes, CUstream stream) {
+  return [this, &operation, kernel](const void* const* parts, void* sum, void* handed_out, uint64_t bytes,
+                                    CUstream stream) {
     device::AddParams params{};
     std::copy_n(parts, size_, params.parts);
     params.out = sum;
+    params.handed_out = handed_out;
     params.bytes = bytes;
     params.progress = &device_status()->engine.progress;
     describe_reduction(operation, params);

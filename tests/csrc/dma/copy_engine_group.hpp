@@ -13,7 +13,8 @@ namespace ark::test {
 using Values = std::vector<uint32_t>;
 
 constexpr uint64_t kSlot = 4096;
-constexpr uint64_t kBytes = 4096 + 8 * 7 * kSlot;  // of a rank: slots of 4 KB for eight ranks, larger ones for fewer
+constexpr uint64_t kBytes =
+    4096 + 4 * (2 * 7 + 1) * kSlot;  // of a rank: slots of 4 KB for eight ranks, larger ones for fewer
 
 // All ranks' memory, zero at first and aligned as the device's is.
 struct Memory {
@@ -61,6 +62,7 @@ class Group {
     for (int r = 0; r < ranks; ++r) CopyEngine::prepare(memory_.seen()[r], ranks);
     for (int r = 0; r < ranks; ++r) {
       engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, &status_[r], &status_[r]));
+      engines_.back()->pull_below = 20'000;
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, 0), "stream");
     }
   }
@@ -126,13 +128,14 @@ class Group {
     const CUstream stream = streams_[rank];
     Tensors& own = all[rank];
     const uint64_t bytes = 4 * step.count;
-    const auto add = [this](const void* const* parts, void* sum, uint64_t many, CUstream on) {
+    const auto add = [this](const void* const* parts, void* sum, void* handed_out, uint64_t many, CUstream on) {
       const std::vector<const void*> from(parts, parts + ranks_);
       launch(on, [=] {
         for (uint64_t i = 0; i < many / 4; ++i) {
           uint32_t total = 0;
           for (const void* part : from) total += static_cast<const uint32_t*>(part)[i];
           static_cast<uint32_t*>(sum)[i] = total;
+          if (handed_out != nullptr) static_cast<uint32_t*>(handed_out)[i] = total;
         }
       });
     };
