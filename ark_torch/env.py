@@ -147,8 +147,8 @@ VARIABLES = (
         "ARK_BUFFER_MB",
         "int",
         512,
-        "How many MiB of GPU memory a group may share for what copy engines carry, made when the first comes; with less they "
-        "go in smaller pieces, with 0 not by copy engines.",
+        "How many MiB of GPU memory a group may share for what copy engines carry, made when the first comes; with "
+        "less they go in smaller pieces, with 0 not by copy engines.",
         minimum=0,
         maximum=1 << 20,
     ),
