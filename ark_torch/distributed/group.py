@@ -88,7 +88,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         options.debug = True
     options.make_carrier = _make_gloo
-    options.make_cuda_carrier = _make_nccl
+    options.make_cuda_carrier = _make_cuda_carrier
     options.before_cuda = _jit.configure
     options.allocate = memory.empty
     options.log = log.info
@@ -128,22 +128,24 @@ def load_dispatch(path: str) -> tuple[list[Rule], list[CudaRule]]:
 def _make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
     if not dist.is_gloo_available():
         raise RuntimeError(
-            f"ark: [rank {rank}] ranks of this group share no memory and this PyTorch has no Gloo to carry it: "
-            "run all ranks on one machine, or install a PyTorch with Gloo."
+            f"ark: [rank {rank}] this group cannot go through memory that its ranks share, and this PyTorch has no "
+            "Gloo to carry it (nor, for CUDA tensors, NCCL): run all ranks on one machine, or use one with it."
         )
     backend = dist.ProcessGroupGloo(store, rank, size, timeout)
     backend._set_sequence_number_for_group()
     return backend
 
 
+def _make_cuda_carrier(store: Any, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    """PyTorch's NCCL, or its Gloo where there is none: slow, and it lacks some operations on CUDA tensors."""
+    return (
+        _make_nccl(store, rank, size, timeout) if dist.is_nccl_available() else _make_gloo(store, rank, size, timeout)
+    )
+
+
 def _make_nccl(
     store: Any, rank: int, size: int, timeout: datetime.timedelta, name: Any = "", members: Sequence[int] = ()
 ) -> Any:
-    if not dist.is_nccl_available():
-        raise RuntimeError(
-            f"ark: [rank {rank}] ark cannot move CUDA tensors between the GPUs of this group and this PyTorch has no "
-            "NCCL to carry them: pass CPU tensors, or install a PyTorch with NCCL."
-        )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.group_name = name

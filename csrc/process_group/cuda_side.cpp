@@ -115,15 +115,16 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
                                  "Set Options::make_cuda_carrier to a function that makes an NCCL group, or pass CPU "
                                  "tensors."});
       }
-      if (rank_ == 0 && options_->log) {
-        options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
-                      " ranks: CUDA tensors are carried by PyTorch's NCCL: " + why);
-      }
       side = std::make_shared<CudaGroup>(
           device, options_->make_cuda_carrier(c10::make_intrusive<c10d::PrefixStore>("cuda-carrier/" + start_, store_),
                                               rank_, size_, std::chrono::milliseconds(core_->timeout_ms.load())));
     }
     core_->adopt(side);
+    if (side->carrier && rank_ == 0 && options_->log) {
+      const bool gloo = side->carrier->getBackendName() == "gloo";
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                    " ranks: CUDA tensors are carried by PyTorch's " + (gloo ? "Gloo: " : "NCCL: ") + why);
+    }
     return side;
   } catch (const Error& error) {
     fail_cuda(*store, error.at(rank_, operation));

@@ -69,6 +69,7 @@ std::string NcclEntry::connect(const Meeting& meeting) {
   std::shared_ptr<Attempt> attempt;
   try {
     backend_ = meeting.make();
+    if (backend_->getBackendName() != "nccl") throw Error(ErrorKind::system, "this PyTorch has no NCCL");
     attempt = apart("the thread that makes NCCL's communicator",
                     [backend = backend_, device = options_.device] { backend->eagerConnectSingleDevice(device); });
   } catch (const std::exception& error) {

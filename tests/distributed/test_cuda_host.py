@@ -56,15 +56,18 @@ def _table(size: int, names: tuple[str, ...] = REDUCING + MOVING) -> list[tuple[
     return [(size, {f"nccl_{name}_from": FROM for name in names})]
 
 
-def _begin(rank: Rank, fails: bool = False, **options: Any) -> tuple[Any, pretended.Carriers, Lines]:
+def _begin(
+    rank: Rank, fails: bool = False, carrier: str = "nccl", **options: Any
+) -> tuple[Any, pretended.Carriers, Lines]:
     """The world group on the pretended device, carriers for it, and what it tells people."""
     pretended.enter()
     pretended.device.set_device(rank.rank)
     lines = Lines()
     rank.init()
     inner = [dist.new_group() for _ in range(2)]
-    carriers = pretended.Carriers(inner, fails and rank.rank == rank.world_size - 1)
-    making._make_nccl = carriers
+    carriers = pretended.Carriers(inner, fails and rank.rank == rank.world_size - 1, carrier)
+    setattr(making, f"_make_{carrier}", carriers)
+    making.dist.is_nccl_available = lambda: carrier == "nccl"
     given = ark_torch.Options()
     for name, value in options.items():
         setattr(given, name, value)
@@ -342,6 +345,25 @@ def _nodes(rank: Rank) -> None:
     dist.all_reduce(x, group=group)
     assert set(_host(x).tolist()) == {3.0}
     assert len(lines.about("CUDA tensors are carried by PyTorch's NCCL: its ranks share no memory")) == (rank.rank == 0)
+
+
+def _without_nccl(rank: Rank) -> None:
+    """Gloo carries what ark cannot where there is no NCCL; as an entry of the table it would be none."""
+    group, _, lines = _begin(rank, carrier="gloo", cuda_dispatch=_table(rank.world_size))
+    big = _all(rank, group, BIG)
+    assert not any(big.values()), big
+    assert len(lines.about("this PyTorch has no NCCL")) == (rank.rank == 0), lines.lines
+    pretended.driver.pretend_reach(0)
+    other = dist.new_group()
+    x = _on(rank, torch.full((8,), float(rank.rank + 1)))
+    dist.all_reduce(x, group=other)
+    assert set(_host(x).tolist()) == {3.0}
+    assert other._get_backend(torch.device("cuda")).cuda_carrier == "gloo"
+    assert len(lines.about("carried by PyTorch's Gloo")) == (rank.rank == 0), lines.lines
+
+
+def test_without_nccl(env: Any) -> None:
+    run_ranks(_without_nccl, 2, env=env)
 
 
 def test_ranks_on_several_nodes_are_carried(env: Any) -> None:

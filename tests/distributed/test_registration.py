@@ -271,7 +271,7 @@ def _carried(rank: Rank) -> tuple[bool, bool, int]:
 
     memory, backend = _start(rank)
     pretended.driver.pretend_reach(0)
-    making._make_nccl = pretended.Carriers([dist.group.WORLD])  # type: ignore[list-item]
+    making._make_cuda_carrier = pretended.Carriers([dist.group.WORLD])  # type: ignore[list-item]
     group = dist.new_group()
     tensor = memory.tensor(memory.take(2 * MB), 2 * MB)
     first, second = register(tensor, group), register(tensor, group)

@@ -71,11 +71,11 @@ def on(rank: int, tensor: torch.Tensor) -> torch.Tensor:
 class Carriers:
     """Makes what stands in for NCCL, and keeps it. `inner`: groups that carry for them, made ahead since ranks meet."""
 
-    def __init__(self, inner: list[dist.ProcessGroup], fails: bool = False) -> None:
-        self._inner, self._fails = inner, fails
+    def __init__(self, inner: list[dist.ProcessGroup], fails: bool = False, name: str = "nccl") -> None:
+        self._inner, self._fails, self._name = inner, fails, name
         self.made: list[Any] = []
 
     def __call__(self, store: Any, rank: int, size: int, timeout: Any) -> Any:
         backend = self._inner[len(self.made)]._get_backend(torch.device("cpu"))
-        self.made.append(device.Recorder(rank, size, backend, self._fails))
+        self.made.append(device.Recorder(rank, size, backend, self._fails, self._name))
         return self.made[-1]

@@ -66,9 +66,12 @@ at::Tensor on_device(const at::Tensor& host, int device) {
 
 class Recorder : public c10d::Backend {
  public:
-  Recorder(int rank, int size, c10::intrusive_ptr<c10d::Backend> inner, bool fails)
-      : Backend(rank, size), inner_(*new c10::intrusive_ptr<c10d::Backend>(std::move(inner))), fails_(fails) {}
-  const std::string getBackendName() const override { return "nccl"; }
+  Recorder(int rank, int size, c10::intrusive_ptr<c10d::Backend> inner, bool fails, std::string name)
+      : Backend(rank, size),
+        inner_(*new c10::intrusive_ptr<c10d::Backend>(std::move(inner))),
+        fails_(fails),
+        name_(std::move(name)) {}
+  const std::string getBackendName() const override { return name_; }
 
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
@@ -155,6 +158,7 @@ class Recorder : public c10d::Backend {
 
   const c10::intrusive_ptr<c10d::Backend>& inner_;  // given up: it holds functions of Python, which may have ended
   const bool fails_;
+  const std::string name_;
   std::mutex mutex_;
   std::vector<std::string> calls_;
 };
@@ -170,7 +174,7 @@ PYBIND11_MODULE(pretended_device, m) {
   m.def("lag", [](bool on) { lagging = on; });
   m.def("set_device", [](int device) { current_device = static_cast<DeviceIndex>(device); });
   pybind11::class_<Recorder, c10d::Backend, c10::intrusive_ptr<Recorder>>(m, "Recorder")
-      .def(pybind11::init<int, int, c10::intrusive_ptr<c10d::Backend>, bool>())
+      .def(pybind11::init<int, int, c10::intrusive_ptr<c10d::Backend>, bool, std::string>())
       .def("calls", &Recorder::calls)
       .def("hang", [](Recorder& self, bool on) { self.hangs_ = on; })
       .def("fail", [](Recorder& self, bool on) { self.raises_ = on; });
