@@ -1,0 +1,121 @@
+"""Groups on the pretended device: what stands in for NCCL, what people are told, and every collective once."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ark_torch
+from ark_torch.distributed import group as making
+from support import pretended
+from support.rank import Rank
+
+BIG, SMALL = 6144, 1536  # elements of float32; the table below gives NCCL what has 24 KB and more
+FROM = 4 * BIG
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+MOVING = ("all_gather", "broadcast", "all_to_all")
+
+
+class Lines(logging.Handler):
+    """What people are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        making.log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def about(self, word: str) -> list[str]:
+        return [line for line in self.lines if word in line]
+
+
+def table(size: int, names: tuple[str, ...] = REDUCING + MOVING) -> list[tuple[int, dict[str, int]]]:
+    return [(size, {f"nccl_{name}_from": FROM for name in names})]
+
+
+def begin(
+    rank: Rank, fails: bool = False, carrier: str = "nccl", **options: Any
+) -> tuple[Any, pretended.Carriers, Lines]:
+    """The world group on the pretended device, carriers for it, and what it tells people."""
+    pretended.enter()
+    pretended.device.set_device(rank.rank)
+    lines = Lines()
+    rank.init()
+    inner = [dist.new_group() for _ in range(2)]
+    carriers = pretended.Carriers(inner, fails and rank.rank == rank.world_size - 1, carrier)
+    setattr(making, f"_make_{carrier}", carriers)
+    making.dist.is_nccl_available = lambda: carrier == "nccl"
+    given = ark_torch.Options()
+    for name, value in options.items():
+        setattr(given, name, value)
+    group = dist.new_group(pg_options=given, timeout=timedelta(seconds=30))
+    return group, carriers, lines
+
+
+def on_rank(rank: Rank, values: Any) -> torch.Tensor:
+    return pretended.on(rank.rank, torch.as_tensor(values, dtype=torch.float32))
+
+
+def host(tensor: torch.Tensor) -> torch.Tensor:
+    """The host memory behind a pretended tensor."""
+    return pretended.device.host(tensor)  # type: ignore[no-any-return]
+
+
+def every(rank: Rank, group: Any, count: int, async_op: bool = False) -> dict[str, bool]:
+    """Every collective once, `count` elements in the tensor that the table looks at; name -> was it carried."""
+    me, size = rank.rank, rank.world_size
+    total, part = float(sum(r + 1 for r in range(size))), count // size
+    done: dict[str, bool] = {}
+
+    def wait(work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    def note(name: str, tensor: torch.Tensor, expected: list[float]) -> None:
+        # One value for each of `expected` equal pieces.
+        pieces = [set(piece.tolist()) for piece in host(tensor).flatten().chunk(len(expected))]
+        done[name] = pieces == [{value} for value in expected]
+
+    x = on_rank(rank, torch.full((count,), float(me + 1)))
+    wait(dist.all_reduce(x, group=group, async_op=async_op))
+    note("all_reduce", x, [total])
+    x = on_rank(rank, torch.full((count,), float(me + 1)))
+    wait(dist.reduce(x, 1, group=group, async_op=async_op))
+    note("reduce", x, [total if me == 1 else float(me + 1)])
+    if me != 1:
+        done.pop("reduce")
+    x = on_rank(rank, torch.arange(size).float().repeat_interleave(part))
+    y = on_rank(rank, torch.full((part,), -1.0))
+    wait(dist.reduce_scatter_tensor(y, x, group=group, async_op=async_op))
+    note("reduce_scatter_tensor", y, [float(me * size)])
+    y = on_rank(rank, torch.full((part,), -1.0))
+    wait(dist.reduce_scatter(y, [on_rank(rank, torch.full((part,), 2.0)) for _ in range(size)], group=group))
+    note("reduce_scatter", y, [2.0 * size])
+    x, y = on_rank(rank, torch.full((part,), float(me))), on_rank(rank, torch.full((count,), -1.0))
+    wait(dist.all_gather_into_tensor(y, x, group=group, async_op=async_op))
+    note("all_gather_into_tensor", y, [float(r) for r in range(size)])
+    outs = [on_rank(rank, torch.full((part,), -1.0)) for _ in range(size)]
+    wait(dist.all_gather(outs, x, group=group, async_op=async_op))
+    done["all_gather"] = [set(host(out).tolist()) for out in outs] == [{float(r)} for r in range(size)]
+    x = on_rank(rank, torch.full((count,), float(me)))
+    wait(dist.broadcast(x, 1, group=group, async_op=async_op))
+    note("broadcast", x, [1.0])
+    if me == 1:
+        done.pop("broadcast")
+    x, y = (
+        on_rank(rank, torch.arange(size).float().repeat_interleave(part) + 10 * me),
+        on_rank(rank, torch.zeros(count)),
+    )
+    wait(dist.all_to_all_single(y, x, group=group, async_op=async_op))
+    note("all_to_all_single", y, [float(10 * r + me) for r in range(size)])
+    y = on_rank(rank, torch.full((count,), -1.0))
+    splits = [part] * size
+    wait(dist.all_to_all_single(y, x, splits, splits, group=group, async_op=async_op))
+    note("all_to_all_single, splits", y, [float(10 * r + me) for r in range(size)])
+    return done
