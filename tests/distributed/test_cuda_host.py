@@ -1,5 +1,6 @@
-"""The host's side of CUDA tensors on a pretended device: groups that ark cannot carry, bad input, machines that will not
-do, times. No kernel runs here.
+"""The host's side of CUDA tensors on a pretended device: groups that ark cannot carry, bad input, machines, times.
+
+No kernel runs here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NCCL as an entry of the dispatch table for CUDA tensors, on a pretended device: what it carries, when it is made, failures.
+"""NCCL as an entry of the dispatch table for CUDA tensors: what it carries, when it is made, failures. No GPU needed.
 
 NCCL is stood in for by a Recorder (support/pretended): what it carries is really carried, by a CPU group over the same
 memory, and what ark's kernels would do is not done. So a result tells who carried it.
