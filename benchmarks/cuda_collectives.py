@@ -157,6 +157,9 @@ def table(report: dict[str, Any]) -> str:
             f"| {row['operation']} | {row['ranks']} | {shown} | {row['graph_us']['ark']:.1f} | {registered} "
             f"| {rivals[best]:.1f} ({best}) | {ratio} | {eager} |"
         )
+    earlier = sorted({(row["operation"], row["measured"][:10]) for row in report["rows"] if "measured" in row})
+    if earlier:
+        lines += ["", "Measured earlier: " + ", ".join(f"{operation} ({day})" for operation, day in earlier) + "."]
     return "\n".join(lines)
 
 

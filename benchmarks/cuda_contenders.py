@@ -65,14 +65,6 @@ class Row:
             if made is not None:
                 self.calls[name] = made
 
-    def tensor(self, name: str, parts: int) -> torch.Tensor:
-        """With so many of the ranks' parts."""
-        made = torch.empty(self.count // self.ranks * parts, dtype=torch.bfloat16, device="cuda")
-        self.tensors.append(made)
-        if self.operation == "all_reduce":
-            self.reduced[name] = made
-        return made
-
     def renew(self) -> None:
         for tensor in self.tensors:
             tensor.copy_(self.seed[: tensor.numel()])
@@ -106,10 +98,14 @@ class Row:
         return exchange
 
     def sides(self, name: str) -> list[torch.Tensor]:
+        """In one piece, as NCCL's windows want it."""
         parts = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": self.ranks, "send_recv": self.ranks}
-        made = [self.tensor(name, self.ranks)]
-        if self.operation in parts:
-            made.append(self.tensor(name, parts[self.operation]))
+        other = self.count // self.ranks * parts.get(self.operation, 0)
+        both = torch.empty(self.count + other, dtype=torch.bfloat16, device="cuda")
+        made = [both[: self.count], both[self.count :]][: 2 if other else 1]
+        self.tensors += made
+        if self.operation == "all_reduce":
+            self.reduced[name] = made[0]
         return made
 
     def plain(self, name: str) -> Call:
