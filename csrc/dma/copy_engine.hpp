@@ -6,7 +6,7 @@
 // that is registered: then straight to its place. The way from a slot to the tensor is a copy within the GPU, which the
 // driver makes by SMs whatever one asks it for. Therefore sums of up to pull_below bytes are pulled from the owner's
 // slots after all: alone that is slower, beside computation sooner (25 MB: products and all_reduces together 27%; a
-// step of GPT-2 XL with buckets of 50 MB: 65.7 ms, pushed 68.1). All copies over the link are on one stream, one peer
+// step of GPT-2 XL with buckets of 50 MB: 66.6 ms, pushed 68.1). All copies over the link are on one stream, one peer
 // at a time, beginning with the next rank: two copies at once, to two peers, or of two ranks to one, halve an engine's
 // speed.
 //
