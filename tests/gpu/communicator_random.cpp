@@ -203,7 +203,7 @@ class Rank {
     call(*cpu_, on_cpu, kind, transfer, in.data(), expected.data(), count, bytes, sends, receives);
     Operation on_gpu = on_cpu;
     // Copy engines are given registered memory by all ranks or by none.
-    const uint64_t smallest = arguments_.seed % 3 == 2 ? 4096 : 24 << 20;
+    const uint64_t smallest = arguments_.seed % 3 == 2 ? 4096 : 8 << 20;
     Random own(arguments_.seed * 77 + number_ * 8 + (arguments_.seed % 3 == 1 || bytes < smallest ? rank_ : 0));
     const CUdeviceptr gpu_in = in_ + in_at + own() % 2 * kPool;
     const CUdeviceptr gpu_out = in_place ? gpu_in : out_ + out_at + own() % 2 * kPool;
