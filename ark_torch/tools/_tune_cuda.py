@@ -5,6 +5,10 @@ same processes and streams, each as a CUDA graph of several operations, and what
 The size that is written is the one at which choosing by it costs least over all sizes, so that one noisy figure moves
 nothing. What is not in `FIELDS` keeps its measured default.
 
+Copy engines are there for what computes beside them, so what counts for them is when the collectives, and as many
+matrix products as take that time, have both ended. Registered memory is measured with tensors that both groups have
+registered.
+
 PyTorch's NCCL is measured last, against what was chosen by then. What it sums it adds in other orders, so those numbers
 count under reduction="fast" alone; where that would gain more than a tenth, the table says by how much.
 """
@@ -15,12 +19,14 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ark_torch.tools._tune_timers import Products, Timer
 
 NEVER = 2**64 - 1
 ALWAYS = 0
@@ -38,6 +44,8 @@ class Field:
     sizes: tuple[int, ...]
     operation: str = "all_reduce"
     nccl: bool = False
+    beside: bool = False  # what counts is the time together with products
+    registered: bool = False
 
     @property
     def sums(self) -> bool:
@@ -47,16 +55,25 @@ class Field:
 FIELDS = (
     Field("one_shot_to", True, False, tuple(1 << power for power in range(12, 22))),
     Field("chunks_from", False, True, tuple(1 << power for power in range(18, 29))),
-    Field("copy_engine_from", False, False, tuple(1 << power for power in range(20, 30))),
-    Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter"),
-    Field("all_gather_engine_from", False, True, LARGE, "all_gather"),
-    Field("broadcast_engine_from", False, False, LARGE, "broadcast"),
-    Field("all_to_all_engine_from", False, True, LARGE, "all_to_all"),
+    Field("copy_engine_from", False, False, tuple(1 << power for power in range(22, 30)), beside=True),
+    Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter", beside=True),
+    Field("all_gather_engine_from", False, True, LARGE, "all_gather", beside=True),
+    Field("registered_all_gather_engine_from", False, True, LARGE, "all_gather", beside=True, registered=True),
+    Field("broadcast_engine_from", False, False, LARGE, "broadcast", beside=True),
+    Field("all_to_all_engine_from", False, True, LARGE, "all_to_all", beside=True),
+    Field("landings_from", False, False, tuple(1 << power for power in range(19, 28)), "broadcast", registered=True),
     *(
         Field(f"nccl_{operation}_from", False, False, tuple(1 << power for power in range(18, 29)), operation, True)
         for operation in ("all_gather", "broadcast", "all_to_all", "all_reduce", "reduce", "reduce_scatter")
     ),
 )
+
+# What else must hold while a field is measured: an all_to_all leaves it to other operations to bring the memory of copy
+# engines, and what goes by them or by relay does not land.
+OTHERS = {
+    "all_to_all_engine_from": {"broadcast_engine_from": ALWAYS},
+    "landings_from": {"broadcast_engine_from": NEVER, "relay_from": NEVER},
+}
 
 
 def boundary(sizes: list[int], below: list[float], above: list[float]) -> int:
@@ -96,55 +113,16 @@ def _group(numbers: dict[str, int], ranks: int, fast: bool) -> Any:
     return dist.new_group(backend="ark", pg_options=options)
 
 
-def _call(operation: str, group: Any, whole: torch.Tensor, other: torch.Tensor, ranks: int) -> Callable[[], Any]:
-    """The operation, `whole` being the tensor whose bytes the dispatch looks at."""
-    part = other[: whole.numel() // ranks]
-    mean = dist.ReduceOp.AVG  # again and again on the same tensor: sums would soon be infinite
-    if operation == "all_reduce":
-        return lambda: dist.all_reduce(whole, mean, group=group)
-    if operation == "reduce":
-        return lambda: dist.reduce(whole, op=mean, group_dst=0, group=group)
-    if operation == "broadcast":
-        return lambda: dist.broadcast(whole, group_src=0, group=group)
-    if operation == "all_gather":
-        return lambda: dist.all_gather_into_tensor(whole, part, group=group)
-    if operation == "reduce_scatter":
-        return lambda: dist.reduce_scatter_tensor(part, whole, mean, group=group)
-    return lambda: dist.all_to_all_single(other[: whole.numel()], whole, group=group)
+def _registered(tensors: Sequence[torch.Tensor], size: int, groups: Sequence[Any]) -> list[torch.Tensor]:
+    """Tensors like these, of so many bytes, that both groups have registered."""
+    from ark_torch import distributed, memory
 
-
-class _Timer:
-    """One candidate: graphs of several operations of a size, made once."""
-
-    def __init__(self, group: Any, field: Field, tensors: Sequence[torch.Tensor], ranks: int) -> None:
-        self._group, self._operation, self._tensors, self._ranks = group, field.operation, tensors, ranks
-        self._call(1 << 12)()
-        torch.cuda.synchronize()
-
-    def _call(self, size: int) -> Callable[[], Any]:
-        whole, other = self._tensors
-        count = size // whole.element_size() // self._ranks * self._ranks
-        return _call(self._operation, self._group, whole[:count], other, self._ranks)
-
-    def prepare(self, size: int) -> None:
-        self._calls = max(2, min(20, (64 << 20) // size))
-        call = self._call(size)
-        call()  # kernels are loaded, and NCCL is made, outside the graph
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            for _ in range(self._calls):
-                call()
-
-    def microseconds(self) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        dist.barrier()
-        self._graph.replay()
-        start.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1000 / self._calls
+    with torch.cuda.use_mem_pool(memory.pool()):
+        made = [tensor[: size // tensor.element_size()].clone() for tensor in tensors]
+    for group in groups:
+        for tensor in made:
+            distributed.register(tensor, group)
+    return made
 
 
 def _measure(
@@ -152,21 +130,27 @@ def _measure(
 ) -> list[list[float]]:
     """Times at the field's sizes without the algorithm, and with it always."""
     values = (ALWAYS, NEVER) if field.small_first else (NEVER, ALWAYS)
-    # An all_to_all leaves it to other operations to bring the memory of copy engines.
-    others = {"broadcast_engine_from": ALWAYS} if field.name == "all_to_all_engine_from" else {}
+    others = OTHERS.get(field.name, {})
     groups = [_group(numbers | others | {field.name: value}, ranks, field.nccl) for value in values]
-    if others:
+    if field.name == "all_to_all_engine_from":
         for group in groups:
             dist.broadcast(tensors[0], group_src=0, group=group)
-    timers = [_Timer(group, field, tensors, ranks) for group in groups]
+    if field.registered:
+        tensors = _registered(tensors, max(field.sizes), groups)
+    timers = [Timer(group, field.operation, tensors, ranks) for group in groups]
+    products = Products() if field.beside else None
     found: list[list[float]] = [[], []]
     for size in field.sizes:
         times: list[list[float]] = [[], []]
         for index in range(2):
             timers[index].prepare(size)
+        if products is not None:
+            alone = torch.tensor(max(timer.whole() for timer in timers), dtype=torch.float64)
+            dist.all_reduce(alone, dist.ReduceOp.MAX)
+            products.last(float(alone))
         for _ in range(rounds):
             for index in range(2):
-                times[index].append(timers[index].microseconds())
+                times[index].append(timers[index].microseconds(products))
         medians = torch.tensor([statistics.median(each) for each in times], dtype=torch.float64)
         dist.all_reduce(medians, dist.ReduceOp.MAX)
         for index in range(2):
