@@ -160,6 +160,34 @@ def test_reduce_scatter(world: int) -> None:
     run(_reduce_scatter, world=world)
 
 
+def _about_steps(rank: Rank) -> None:
+    """Sizes about which the parts of ranks, some bytes longer or shorter than each other, lie otherwise on lanes."""
+    device = start(rank)
+    world = rank.world_size
+    lanes = 512 if world <= 2 else 256 if world <= 4 else 128
+    for step in range(1, 5):
+        for parts in {world, max(world - 1, 1)}:
+            middle = lanes * 480 * step * parts // 4
+            for count in sorted({middle + off for off in range(-4 * world - 1, 6)}):
+                for name in ("all_reduce", "reduce", "broadcast"):
+                    expected = make_input(torch.float32, count, step, rank.rank)
+                    tensor = expected.to(device)
+                    for each in (tensor, expected):
+                        if name == "all_reduce":
+                            dist.all_reduce(each)
+                        elif name == "reduce":
+                            dist.reduce(each, world - 1)
+                        else:
+                            dist.broadcast(each, world - 1)
+                    if name != "reduce" or rank.rank == world - 1:
+                        same(tensor, expected, f"{name} of {count}")
+
+
+@each_world
+def test_sizes_about_steps(world: int) -> None:
+    run(_about_steps, world=world)
+
+
 def _special_values(rank: Rank) -> None:
     device = start(rank)
     nan, inf = float("nan"), float("inf")

@@ -115,7 +115,8 @@ __device__ __forceinline__ void receive_landing(const Rings& rings, uint32 lane,
     Landing landing;
     landing.open(rings, lane, peer);
     landing.announce(rings.landing[peer]);
-    if (rings.landing[peer] != nullptr) {
+    // Lanes that the ring does not use wait for the answer too, so that no announcement is overwritten unread.
+    if (rings.landing[peer] != nullptr || lane >= spread_of<Protocol>(bytes, rings.lines.lanes).lanes) {
       landing.await_all();
       return;
     }
@@ -154,8 +155,8 @@ __device__ __forceinline__ void send_landing(const Rings& rings, uint32 lane, in
     char* to = nullptr;
     landing.open(rings, lane, peer);
     if (!landing.await_address(to)) return;
-    if (to != nullptr) {
-      copy_message<Direct>(rings, lane, to, from, bytes);
+    if (to != nullptr || lane >= spread_of<Protocol>(bytes, rings.lines.lanes).lanes) {
+      if (to != nullptr) copy_message<Direct>(rings, lane, to, from, bytes);
       landing.tell_done();
       return;
     }

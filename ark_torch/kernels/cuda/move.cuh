@@ -13,6 +13,7 @@ struct MoveParams {
   void* receive[kMaxRanks];
   uint64 send_bytes[kMaxRanks];     // 0: nothing; [rank]: must equal receive_bytes[rank], a copy
   uint64 receive_bytes[kMaxRanks];  // a buffer that is sent may be received into only where it is the same one
+  uint32 first_role, roles;         // the warps that a lane has here: 0, ring_roles(), or the one of one message
 };
 
 #if defined(__CUDACC__)
@@ -20,9 +21,9 @@ struct MoveParams {
 __device__ inline void move(const MoveParams& p) {
   begin_kernel();
   const int ranks = p.rings.ranks, rank = p.rings.rank;
-  const uint32 lanes = blockDim.x / 32 / ring_roles(ranks), warp = threadIdx.x / 32;
+  const uint32 lanes = blockDim.x / 32 / p.roles, warp = threadIdx.x / 32;
   const uint32 lane = blockIdx.x * lanes + warp % lanes;
-  const int role = warp / lanes;
+  const int role = static_cast<int>(p.first_role + warp / lanes);
   if (role == 0) {
     copy_message<Chunks>(p.rings, lane, p.receive[rank], p.send[rank], p.send_bytes[rank]);
   } else if (role < ranks) {

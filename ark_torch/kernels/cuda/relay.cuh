@@ -25,10 +25,10 @@ struct RelayParams {
 
 #if defined(__CUDACC__)
 
-// As send_message, of bytes of which `steps` are there.
+// As send_message, of bytes of which `steps` are there, from the root.
 template <class Protocol>
 __device__ __forceinline__ void hand_on(const Rings& rings, uint32 lane, int peer, const void* from, uint64 bytes,
-                                        const uint32* steps) {
+                                        const uint32* steps, int root) {
   const RingTable& table = Protocol::table(rings);
   const Spread spread = spread_of<Protocol>(bytes, table.lanes);
   Piece<Protocol, kMessageRows> piece;
@@ -41,8 +41,9 @@ __device__ __forceinline__ void hand_on(const Rings& rings, uint32 lane, int pee
     while (there <= piece.step) {
       const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(steps));
       asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(there) : "r"(at) : "memory");
+      __syncwarp();
       there = __shfl_sync(~0u, there, 0);
-      if (there <= piece.step && sender.over(peer)) return;
+      if (there <= piece.step && sender.over(root)) return;
     }
     Unit units[kMessageRows];
     load_piece(from, bytes, piece, units);
@@ -71,7 +72,7 @@ __device__ __forceinline__ void relay_parts(const RelayParams& p, uint32 lane, i
     if (rank == p.root)
       send_message<Protocol>(p.rings, lane, peer, p.data + p.at[peer], p.bytes[peer]);
     else if (peer != p.root)
-      hand_on<Protocol>(p.handed_on, lane, peer, p.data + p.at[rank], p.bytes[rank], steps);
+      hand_on<Protocol>(p.handed_on, lane, peer, p.data + p.at[rank], p.bytes[rank], steps, p.root);
   } else {
     const int peer = (rank + 2 * ranks - 1 - role) % ranks;
     if (rank != p.root && peer != p.root)

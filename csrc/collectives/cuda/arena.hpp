@@ -1,6 +1,7 @@
 // How a rank's symmetric memory is divided. Offsets are the same on all ranks of a group.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -18,6 +19,20 @@ struct RingSet {
   device::RingTable lines, chunks;
   device::LandingTable landings;
 };
+
+// That a message takes part in.
+inline uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) {
+  if (bytes == 0) return 0;
+  return chunked ? device::spread_of<device::Chunks>(bytes, set.chunks.lanes).lanes
+                 : device::spread_of<device::Lines>(bytes, set.lines.lanes).lanes;
+}
+
+// The same of one part a rank: a shorter part may take more lanes than a longer one, of shorter steps.
+inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ranks, bool chunked) {
+  uint32_t lanes = 0;
+  for (int r = 0; r < ranks; ++r) lanes = std::max(lanes, lanes_of(set, bytes[r], chunked));
+  return lanes;
+}
 
 struct ArenaLayout {
   explicit ArenaLayout(int ranks);

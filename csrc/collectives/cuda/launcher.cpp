@@ -20,12 +20,12 @@ uint64_t nanoseconds_of(const OperationContext& context) {
 
 // Blocks of few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
 template <class Params>
-void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, const Operation& operation, const Params& params) {
-  const int ranks = params.rings.ranks;
-  const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(ranks));
+void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Operation& operation,
+                  const Params& params) {
+  const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(params.rings.ranks));
   const CurrentContext context(kernel.device);
-  jit::launch(kernel, {(lanes + each - 1) / each}, {each * device::ring_roles(ranks) * 32}, 0, stream_of(operation),
-              params, jit::LaunchMode::overlapped);
+  jit::launch(kernel, {(lanes + each - 1) / each}, {each * roles * 32}, 0, stream_of(operation), params,
+              jit::LaunchMode::overlapped);
 }
 
 // What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
@@ -138,12 +138,6 @@ device::Rings CudaLauncher::rings(const Operation& operation, const RingSet& set
   return rings;
 }
 
-uint32_t CudaLauncher::lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const {
-  if (bytes == 0) return 0;
-  return chunked ? device::spread_of<device::Chunks>(bytes, set.chunks.lanes).lanes
-                 : device::spread_of<device::Lines>(bytes, set.lines.lanes).lanes;
-}
-
 // Where peers shall store what is for this rank, if that is registered memory. All ranks have as many windows, because
 // registering is collective; but sends and recvs are not in order with it.
 void CudaLauncher::find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const {
@@ -165,7 +159,14 @@ void CudaLauncher::launch_move(const Operation& operation, const RingSet& set, d
       if (bytes >= params.rings.landings_from) lanes = std::max(lanes, lanes_of(set, bytes, true));
     }
   }
-  if (lanes != 0) launch_lanes(moving(), lanes, operation, params);
+  params.first_role = 0, params.roles = device::ring_roles(size_);
+  if (&set == &layout_.transfers) {  // one message: more would take SMs from others that this rank waits for
+    for (int r = 0; r < size_; ++r) {
+      if (params.send_bytes[r] != 0) params.first_role = (r - rank_ + size_) % size_, params.roles = 1;
+      if (params.receive_bytes[r] != 0) params.first_role = size_ + (rank_ + size_ - 1 - r) % size_, params.roles = 1;
+    }
+  }
+  if (lanes != 0) launch_lanes(moving(), lanes, static_cast<int>(params.roles), operation, params);
 }
 
 void CudaLauncher::move(const Operation& operation, const RingSet& set, const device::MoveParams& whole) {
@@ -200,8 +201,9 @@ void CudaLauncher::relay(const Operation& operation, void* data, uint64_t bytes)
       params.bytes[r] = std::min(each, to - params.at[r]);
       ++k;
     }
-    const uint64_t longest = params.bytes[params.root == 0 ? 1 : 0];
-    launch_lanes(relaying(), lanes_of(layout_.collectives, longest, longest >= chunks_from_), operation, params);
+    const uint32_t lanes = lanes_of_parts(layout_.collectives, params.bytes, size_,
+                                          params.bytes[params.root == 0 ? 1 : 0] >= chunks_from_);
+    launch_lanes(relaying(), lanes, device::ring_roles(size_), operation, params);
   }
 }
 
@@ -221,8 +223,8 @@ void CudaLauncher::launch_two_shot(const Operation& operation, device::TwoShotPa
   if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
   const uint64_t most = *std::max_element(params.bytes, params.bytes + size_);
   const bool chunked = most >= chunks_from_;
-  const uint32_t lanes = lanes_of(layout_.collectives, most, chunked);
-  launch_lanes(adding_by_parts(operation, chunked), lanes, operation, params);
+  launch_lanes(adding_by_parts(operation, chunked), lanes_of_parts(layout_.collectives, params.bytes, size_, chunked),
+               device::ring_roles(size_), operation, params);
 }
 
 void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams whole) {

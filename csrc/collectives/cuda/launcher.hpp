@@ -95,7 +95,6 @@ class CudaLauncher {
   void move(const Operation& operation, const RingSet& set, const device::MoveParams& params);
   void launch_move(const Operation& operation, const RingSet& set, device::MoveParams& params);
   void launch_two_shot(const Operation& operation, device::TwoShotParams& params);
-  uint32_t lanes_of(const RingSet& set, uint64_t bytes, bool chunked) const;
   void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const;
   const jit::Kernel& moving();
   const jit::Kernel& relaying();
