@@ -61,7 +61,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       timeout_(options.timeout),
       layout_(size),
       memory_(std::move(memory)),
-      status_(options.device, sizeof(Status)),
+      status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log),
       device_each_(options.device_each),
       chunks_from_(options.dispatch->chunks_from),
@@ -89,6 +89,7 @@ CudaLauncher::~CudaLauncher() {
   new std::vector<DeviceMemory>(std::move(memory_));
   new std::vector<std::shared_ptr<void>>(windows_.clear());
   (void)engine_.release();
+  (void)status_.release();  // which kernels and streams write
 }
 
 const jit::Kernel& CudaLauncher::moving() {

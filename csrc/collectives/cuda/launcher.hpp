@@ -108,8 +108,8 @@ class CudaLauncher {
     CopyEngine::MaybeOutputs given() const { return outputs.mark == 0 ? nullptr : &outputs; }
   };
   Marked marked(const Operation& operation, void* const* outs, int count, uint64_t bytes, int own) const;
-  Status* host_status() const { return static_cast<Status*>(status_.host()); }
-  Status* device_status() const { return static_cast<Status*>(status_.device()); }
+  Status* host_status() const { return static_cast<Status*>(status_->host()); }
+  Status* device_status() const { return static_cast<Status*>(status_->device()); }
 
   const int rank_, size_, device_;
   GroupHealth& health_;
@@ -118,7 +118,7 @@ class CudaLauncher {
   const ArenaLayout layout_;
   std::vector<DeviceMemory> memory_;
   Windows windows_;
-  PinnedMemory status_;
+  std::unique_ptr<PinnedMemory> status_;
   DeviceWatch watch_;
   const bool device_each_;
   const uint64_t chunks_from_, landings_from_, buffer_bytes_;
