@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 #include <utility>
 
 #include "error.hpp"
@@ -14,7 +15,7 @@ namespace {
 
 constexpr uint64_t kHead = 4096;           // of the words
 constexpr uint64_t kLeastPiece = 4 << 20;  // a smaller one costs more in hand-overs than it hides
-constexpr std::chrono::milliseconds kReleasing{60};
+constexpr std::chrono::milliseconds kReleasing{60}, kPatience{1000};
 
 }  // namespace
 
@@ -62,6 +63,9 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
   create(link_, greatest);
   for (CUstream& stream : work_) create(stream, greatest);
   create(release_, least);
+  void* seen = nullptr;
+  check(driver().mem_host_alloc(&seen, sizeof *seen_ * kWords * size_ * kSlots, kHostAllocPortable), "cuMemHostAlloc");
+  seen_ = static_cast<uint32_t*>(seen);
   check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
 }
@@ -74,6 +78,7 @@ CopyEngine::~CopyEngine() {
     for (CUevent event : done_) driver().event_destroy(event);
     for (CUstream stream : work_) driver().stream_destroy(stream);
     for (CUstream stream : {link_, release_}) driver().stream_destroy(stream);
+    driver().mem_free_host(seen_);
   } catch (const Error&) {  // at exit the driver may be gone already
   }
 }
@@ -105,37 +110,50 @@ uint64_t CopyEngine::piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bo
   return std::max(((bytes + count - 1) / count + unit - 1) / unit, uint64_t{1}) * unit;
 }
 
+// That its stream has done all it was given; waits for that a while.
+bool CopyEngine::released() const {
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  for (;;) {
+    const CUresult result = driver().stream_query(release_);
+    if (result != CUDA_ERROR_NOT_READY) return result == CUDA_SUCCESS;
+    if (std::chrono::steady_clock::now() > until) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
 void CopyEngine::release_all() {
   const RelaxedCapture relaxed;
   const CurrentContext context(device_);
   const size_t count = static_cast<size_t>(size_) * kSlots;
+  if (!released()) return;
   const auto until = std::chrono::steady_clock::now() + kReleasing;
   do {  // a stream may have many calls before it
     const uint32_t mark = protocol::load_relaxed(host_status_->expected) & kMarkBits;
     driver().memset_d32_async(word(rank_, arrived, 0, 0), 1, entered * count, release_);
     driver().memset_d32_async(word(rank_, entered, 0, 0), mark, count, release_);
-    if (driver().stream_synchronize(release_) != CUDA_SUCCESS) return;
+    if (!released()) return;
   } while (protocol::load_relaxed(host_status_->busy) != 0 && std::chrono::steady_clock::now() < until);
 }
 
 EngineDiagnosis CopyEngine::diagnose() {
   const RelaxedCapture relaxed;
   const CurrentContext context(device_);
-  std::vector<uint32_t> words(static_cast<size_t>(kWords) * size_ * kSlots);
-  if (driver().memcpy_async(reinterpret_cast<CUdeviceptr>(words.data()), word(rank_, arrived, 0, 0), 4 * words.size(),
-                            release_) != CUDA_SUCCESS ||
-      driver().stream_synchronize(release_) != CUDA_SUCCESS)
+  const size_t bytes = sizeof *seen_ * kWords * size_ * kSlots;
+  if (!released() ||
+      driver().memcpy_async(reinterpret_cast<CUdeviceptr>(seen_), word(rank_, arrived, 0, 0), bytes, release_) !=
+          CUDA_SUCCESS ||
+      !released())
     return {};
   const uint32_t expected = protocol::load_relaxed(host_status_->expected), asked = expected >> kMarkShift;
   const auto count_of = [&](Word which, int peer) {
-    const uint32_t* const first = &words[(which * size_ + peer) * kSlots];
+    const uint32_t* const first = &seen_[(which * size_ + peer) * kSlots];
     return std::count_if(first, first + kSlots, [](uint32_t value) { return value != 0; });
   };
   // Missing is from whom nothing lies here that would wait to be used, first of all where what it got was not used.
   std::vector<int> silent, idle;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    const uint32_t mark = words[(entered * size_ + peer) * kSlots];
+    const uint32_t mark = seen_[(entered * size_ + peer) * kSlots];
     if ((asked >> peer & 1) != 0 && mark != 0 && mark != (expected & kMarkBits)) return {peer, true};
     if (count_of(arrived, peer) + count_of(came, peer) != 0) continue;
     silent.push_back(peer);

@@ -18,7 +18,9 @@
 // slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
 // behind a piece of a message, "free" and "taken" back from whoever has read the slot; those two are 1 at first, and
 // awaited before the slot is written again. No cycle: what a rank does in step j depends on what all ranks do in
-// earlier steps, or in this one before it.
+// earlier steps, or in this one before it. That holds for the order in which a rank submits operations, whatever stream
+// they are for: all streams may share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all
+// that was submitted after it.
 //
 // Registered outputs: copies are enqueued before anybody could ask the receiver for its address. So the contract is
 // NCCL's: all ranks pass the same place of the same window. It is checked on the device: a receiver tells its senders
@@ -29,7 +31,8 @@
 //
 // Waits have no bound of their own. Words in host memory say that a collective is under way and how far it is; the
 // watching thread (health/device_watch.hpp) fails the group when nothing moved for the timeout, and then calls
-// release_all() until the streams have drained: results are garbage then, and every later call raises.
+// release_all() until the streams have drained: results are garbage then, and every later call raises. What that thread
+// enqueues itself may stand behind such a wait, so it waits for that no longer than about a second.
 #pragma once
 
 #include <cstdint>
@@ -93,7 +96,8 @@ class CopyEngine {
 
   void release_all();  // the group has failed: lets every wait end; called again and again by the watching thread
 
-  EngineDiagnosis diagnose();  // by the watching thread, while a collective does not move
+  // By the watching thread, while a collective does not move. Nobody: it cannot be told, or not now.
+  EngineDiagnosis diagnose();
 
  private:
   enum Word { arrived, came, free_slot, taken, entered, kWords };  // 0, 0, 1, 1 at first; marks
@@ -108,6 +112,7 @@ class CopyEngine {
   CUdeviceptr told(uint32_t device::EngineStatus::*word) const {  // to the host
     return reinterpret_cast<CUdeviceptr>(&(status_->*word));
   }
+  bool released() const;
   void copy(CUstream stream, void* to, const void* from, uint64_t bytes);
   void follow(CUstream stream, CUstream before);  // stream waits for all that `before` has been given
   uint64_t piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const;
@@ -120,6 +125,7 @@ class CopyEngine {
   device::EngineStatus* const status_;
   device::EngineStatus* const host_status_;
   CUstream link_ = nullptr, work_[kWorkers] = {}, release_ = nullptr;
+  uint32_t* seen_ = nullptr;  // what diagnose() reads: a copy that is late writes it later
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
   uint32_t calls_ = 0;

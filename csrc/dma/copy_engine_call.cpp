@@ -80,6 +80,7 @@ void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, ui
 
 void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add,
                               bool fetched) {
+  link_.enqueue();
   const int rank = engine_.rank_;
   StreamWords& words = work_[worker(piece)];
   const CUstream stream = engine_.work_[worker(piece)];
@@ -122,6 +123,7 @@ void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const voi
 }
 
 void CopyEngine::Call::receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight) {
+  link_.enqueue();
   StreamWords& words = work_[worker(piece)];
   words.await(engine_.word(engine_.rank_, came, sender, piece));
   if (!straight) {

@@ -51,15 +51,15 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   Call call(*this, stream);
   call.enter(outputs, owners);
   for (uint64_t t = 0; t < pieces + ahead; ++t) {
-    if (const uint64_t mine = length(rank_, t); mine != 0) {
-      if (fetched && t == 0) call.await_entered_to_add(outputs, others());
-      call.add_up(t, at(in, offset(rank_, t)), at(out, offset(rank_, t)), mine, add, fetched);
-    }
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + k) % size_;
       if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
     }
     call.step();
+    if (const uint64_t mine = length(rank_, t); mine != 0) {
+      if (fetched && t == 0) call.await_entered_to_add(outputs, others());
+      call.add_up(t, at(in, offset(rank_, t)), at(out, offset(rank_, t)), mine, add, fetched);
+    }
     if (t < ahead) continue;
     const uint64_t i = t - ahead;
     if (const uint64_t mine = length(rank_, i); mine != 0 && !fetched) {
@@ -90,12 +90,12 @@ void CopyEngine::reduce_scatter(const void* const* ins, void* out, uint64_t byte
   Call call(*this, stream);
   for (uint64_t i = 0; i < pieces_in(bytes, piece); ++i) {
     const uint64_t now = length_at(bytes, piece, i);
-    call.add_up(i, at(ins[rank_], i * piece), at(out, i * piece), now, add);
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + k) % size_;
       call.push_part(owner, i, at(ins[owner], i * piece), now);
     }
     call.step();
+    call.add_up(i, at(ins[rank_], i * piece), at(out, i * piece), now, add);
   }
   call.finish();
 }

@@ -6,6 +6,7 @@ namespace {
 
 using test::Group;
 using test::Kind;
+using test::Queues;
 
 class CopyEngineTest : public testing::TestWithParam<std::tuple<int, bool>> {};
 
@@ -22,6 +23,32 @@ TEST_P(CopyEngineTest, RandomOperationsOneAfterTheOther) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineTest, testing::Combine(testing::Values(2, 3, 4, 8), testing::Bool()),
+                         [](const auto& tested) {
+                           return std::to_string(std::get<0>(tested.param)) +
+                                  (std::get<1>(tested.param) ? "Registered" : "Plain");
+                         });
+
+// As with CUDA_DEVICE_MAX_CONNECTIONS=1: whatever a rank submits waits for all that it has submitted before.
+class CopyEngineOneQueueTest : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(CopyEngineOneQueueTest, AllKindsInManyPiecesAndInOne) {
+  const auto [ranks, windows] = GetParam();
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
+    Group group(ranks, seed, windows, Queues::shared);
+    test::g_capturing = seed == 2;
+    for (Kind kind : {Kind::all_reduce, Kind::reduce_scatter, Kind::all_gather, Kind::broadcast, Kind::all_to_all}) {
+      const uint64_t many = kind == Kind::all_reduce ? 60'000 : 92'160 / (2 * ranks - 1);  // more pieces than slots
+      for (uint64_t count : {many, uint64_t{500}})
+        group.prepare({kind, count, count != many, static_cast<int>(seed) % ranks, seed * 10 + (count == many),
+                       windows && kind != Kind::all_to_all && seed % 2 != 0});
+    }
+    group.run();
+    group.check_results();
+    test::g_capturing = false;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineOneQueueTest, testing::Combine(testing::Range(2, 9), testing::Bool()),
                          [](const auto& tested) {
                            return std::to_string(std::get<0>(tested.param)) +
                                   (std::get<1>(tested.param) ? "Registered" : "Plain");
@@ -74,6 +101,44 @@ TEST(CopyEngineFailures, DifferentPlacesAreFoundOut) {
   test::g_garbage = true;
   group.release({0, 1});
   test::g_garbage = false;
+}
+
+// One rank passes registered memory and the other one does not: that one would have its sums fetched.
+TEST(CopyEngineFailures, FetchedAgainstRegisteredIsFoundOut) {
+  for (int registered : {0, 1}) {
+    Group group(2, 5, true);  // sums of any length are fetched
+    group.prepare({Kind::all_reduce, 30'000, false, 0, 7, true});
+    group.prepare({Kind::all_reduce, 30'000, false, 0, 7, false});
+    group.issue(registered, group.steps_[0], group.tensors_[0]);
+    group.issue(1 - registered, group.steps_[1], group.tensors_[1]);
+    for (int r : {0, 1}) {
+      test::wait_until("a diagnosis", [&] { return group.engines_[r]->diagnose().mismatched; });
+      EXPECT_EQ(group.engines_[r]->diagnose().peer, 1 - r);
+    }
+    for (int i = 0; i < 30'000; ++i) {
+      EXPECT_EQ(group.tensors_[0][1 - registered].out[i], 0xdeadbeef) << i;
+      if (i / 15'000 == registered) {  // what the other rank makes itself may be there
+        EXPECT_EQ(group.tensors_[1][1 - registered].out[i], 0xdeadbeef) << i;
+      }
+    }
+    test::g_garbage = true;
+    group.release({0, 1});
+    test::g_garbage = false;
+  }
+}
+
+// Where even the watching thread's stream stands behind a wait: it is told nothing, and what it asked for comes later.
+TEST(CopyEngineFailures, TheWatchingThreadNeverWaitsForEver) {
+  Group group(2, 5, false, Queues::shared_by_all);
+  group.prepare({Kind::all_reduce, 30'000, true, 0, 7, false});
+  group.issue(0, group.steps_[0], group.tensors_[0]);
+  const EngineDiagnosis found = group.engines_[0]->diagnose();
+  EXPECT_EQ(found.peer, -1);
+  EXPECT_FALSE(found.mismatched);
+  group.engines_[0]->release_all();  // its turn has not come, and it returns
+  group.issue(1, group.steps_[0], group.tensors_[0]);
+  for (int r : {0, 1}) driver().stream_synchronize(group.streams_[r]);
+  group.check_results();
 }
 
 }  // namespace

@@ -3,6 +3,9 @@
 // A stream is a thread that executes what it is given, in order, with pauses drawn at random between operations, so
 // that orders which a GPU takes rarely are seen here. Words are atomics (acquire when awaited, release when written),
 // so ThreadSanitizer sees what is ordered by nothing else. Waits have a bound.
+//
+// Streams made within a OneQueue share one thread, which executes their operations in the order of submission: what a
+// GPU does that has one hardware queue.
 #pragma once
 
 #include <atomic>
@@ -24,18 +27,31 @@ namespace ark::test {
 
 class FakeStream {
  public:
-  explicit FakeStream(uint64_t seed) : random_(seed), thread_([this] { run(); }) {}
+  explicit FakeStream(uint64_t seed, FakeStream* queue = nullptr) : queue_(queue), random_(seed) {
+    if (queue_ == nullptr) thread_ = std::thread([this] { run(); });
+  }
   ~FakeStream() {
-    give({});
-    thread_.join();
+    if (queue_ != nullptr) {
+      queue_->drain();
+    } else {
+      give({});
+      thread_.join();
+    }
   }
 
   void give(std::function<void()> operation) {
+    if (queue_ != nullptr) return queue_->give(std::move(operation));
     const std::lock_guard lock(mutex_);
     operations_.push_back(std::move(operation));
     changed_.notify_all();
   }
+  bool idle() {
+    if (queue_ != nullptr) return queue_->idle();
+    const std::lock_guard lock(mutex_);
+    return operations_.empty();
+  }
   void drain() {
+    if (queue_ != nullptr) return queue_->drain();
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return operations_.empty(); });
   }
@@ -56,6 +72,7 @@ class FakeStream {
     }
   }
 
+  FakeStream* const queue_;
   std::mt19937_64 random_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -71,6 +88,16 @@ inline std::atomic<uint64_t> g_streams{1};
 inline std::atomic<bool> g_capturing{false};
 inline std::atomic<bool> g_garbage{false};  // waits are let go: bytes are not moved any more, as that would be a race
 inline std::chrono::seconds g_patience{60};
+inline FakeStream* g_queue = nullptr;  // of the streams that are made now
+inline bool g_queue_for_all = false;   // those of least priority too
+
+// One thread at a time makes such streams; the queue outlives them.
+class OneQueue {
+ public:
+  OneQueue(FakeStream* queue, bool for_all) { g_queue = queue, g_queue_for_all = for_all; }
+  ~OneQueue() { g_queue = nullptr; }
+  OneQueue(const OneQueue&) = delete;
+};
 
 template <class Done>
 void wait_until(const char* what, const Done& done) {
@@ -110,14 +137,22 @@ inline const Driver& fake_driver() {
     made.device_primary_ctx_retain = [](CUcontext* out, CUdevice) { return *out = context, CUDA_SUCCESS; };
     made.ctx_get_current = [](CUcontext* out) { return *out = context, CUDA_SUCCESS; };
     made.ctx_set_current = [](CUcontext) { return CUDA_SUCCESS; };
-    made.ctx_get_stream_priority_range = [](int* least, int* greatest) { return *least = *greatest = 0, CUDA_SUCCESS; };
+    made.ctx_get_stream_priority_range = [](int* least, int* greatest) {
+      return *least = 0, *greatest = -1, CUDA_SUCCESS;
+    };
     made.thread_exchange_stream_capture_mode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
-    made.stream_create_with_priority = [](CUstream* stream, unsigned, int) {
-      *stream = reinterpret_cast<CUstream>(new FakeStream(g_streams++));
+    made.stream_create_with_priority = [](CUstream* stream, unsigned, int priority) {
+      FakeStream* const queue = priority < 0 || g_queue_for_all ? g_queue : nullptr;
+      *stream = reinterpret_cast<CUstream>(new FakeStream(g_streams++, queue));
       return CUDA_SUCCESS;
     };
     made.stream_destroy = [](CUstream stream) { return delete &of(stream), CUDA_SUCCESS; };
     made.stream_synchronize = [](CUstream stream) { return of(stream).drain(), CUDA_SUCCESS; };
+    made.stream_query = [](CUstream stream) { return of(stream).idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; };
+    made.mem_host_alloc = [](void** pointer, size_t bytes, unsigned) {
+      return *pointer = ::operator new(bytes), CUDA_SUCCESS;
+    };
+    made.mem_free_host = [](void* pointer) { return ::operator delete(pointer), CUDA_SUCCESS; };
     made.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
       *status = g_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
       return CUDA_SUCCESS;
