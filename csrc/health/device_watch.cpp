@@ -16,7 +16,8 @@ namespace ark {
 
 namespace {
 constexpr std::chrono::milliseconds kSlice{100};
-}
+constexpr std::chrono::seconds kStill{1};  // copy engines that wait rather than move
+}  // namespace
 
 struct DeviceWatch::Watched {
   GroupHealth* health;
@@ -29,7 +30,8 @@ struct DeviceWatch::Watched {
   std::function<void()> release_engine;
   std::function<void()> failed;
   std::function<EngineDiagnosis()> diagnose_engine;
-  std::atomic<int64_t> engine_limit_ms{0};
+  std::mutex limits;  // the longest since the engines were last idle; the last one
+  std::chrono::milliseconds engine_limit{0}, engine_last_limit{0};
   uint32_t engine_progress = 0, engine_beat = 0;
   Clock::time_point engine_stuck_since = Clock::time_point::max();
 
@@ -42,23 +44,44 @@ struct DeviceWatch::Watched {
                                   " output: it may have stopped, or called other collectives."});
   }
 
+  void fail_in_words(const GroupHealth::Alarm& alarm, int peer, const std::function<void(const Error&)>& told) {
+    try {
+      health->raise(alarm, {}, peer);
+    } catch (const Error& error) {
+      if (told) told(error);
+    }
+  }
+
   void fail_engine(const Error& error) {
     health->fail(error);
     if (log) log(error);
   }
 
-  void look_at_engine() {
+  // A peer says goodbye when its device has done all it was given, so what it has issued came here. Bit r: rank r left.
+  bool will_not_call(int peer, uint32_t departed) const {
+    return peer >= 0 && (departed >> (peer & 31) & 1) != 0 &&
+           protocol::load_relaxed(health->of(peer).enqueued) < protocol::load_relaxed(health->own().enqueued);
+  }
+
+  void look_at_engine(uint32_t departed) {
     if (engine == nullptr) return;
     protocol::store_relaxed(engine->clock, protocol::load_relaxed(engine->clock) + 1);
     const uint32_t progress = protocol::load_relaxed(engine->progress), beat = protocol::load_relaxed(engine->beat);
-    if (protocol::load_relaxed(engine->busy) == 0) {
+    const bool busy = protocol::load_relaxed(engine->busy) != 0;
+    std::unique_lock lock(limits);
+    if (!busy) engine_limit = engine_last_limit;
+    const auto limit = engine_limit;
+    lock.unlock();
+    if (!busy) {
       engine_stuck_since = Clock::time_point::max();
     } else if (progress != engine_progress || beat != engine_beat || engine_stuck_since == Clock::time_point::max()) {
       engine_stuck_since = Clock::now();
     } else if (!health->failed()) {
-      const bool timed_out = Clock::now() - engine_stuck_since > std::chrono::milliseconds(engine_limit_ms.load());
-      const bool asked = protocol::load_relaxed(engine->expected) != 0;
-      const EngineDiagnosis found = timed_out || asked ? diagnose_engine() : EngineDiagnosis{};
+      const auto stuck_for = Clock::now() - engine_stuck_since;
+      const bool timed_out = stuck_for > limit;
+      const bool asked = protocol::load_relaxed(engine->expected) != 0, left = departed != 0 && stuck_for >= kStill;
+      const EngineDiagnosis found = timed_out || asked || left ? diagnose_engine() : EngineDiagnosis{};
+      const int peer = health->size() == 2 ? 1 - health->rank() : found.peer;
       if (found.mismatched)
         fail_engine(Error(ErrorKind::mismatch,
                           "rank " + std::to_string(found.peer) +
@@ -66,8 +89,10 @@ struct DeviceWatch::Watched {
                               "registered, or called another operation",
                           ErrorContext{health->rank(), found.peer, "", 0,
                                        "Pass tensors at the same place of the same registered memory on all ranks."}));
+      else if (left && will_not_call(peer, departed))
+        fail_in_words({GroupHealth::Alarm::departed, peer}, peer, log);
       else if (timed_out)
-        fail_engine(waited("copy engines of this rank", health->size() == 2 ? 1 - health->rank() : found.peer));
+        fail_engine(waited("copy engines of this rank", peer));
     }
     engine_progress = progress, engine_beat = beat;
     if (health->failed()) release_engine();
@@ -86,7 +111,7 @@ struct DeviceWatch::Watched {
     }
     uint32_t departed = 0;
     bool lost = health->failed();
-    OperationContext any;
+    const OperationContext any;
     for (int peer = 0; peer < health->size(); ++peer) {
       if (peer == health->rank()) continue;
       const auto alarm = health->alarm(any, peer);
@@ -96,14 +121,11 @@ struct DeviceWatch::Watched {
         continue;
       }
       lost = true;
-      try {
-        health->raise(*alarm, any, peer);  // fails the group in its words
-      } catch (const Error&) {
-      }
+      fail_in_words(*alarm, peer, nullptr);
     }
     protocol::store_relaxed(status->departed, departed);
     if (lost) protocol::store_release(status->abort, uint32_t{1});
-    look_at_engine();
+    look_at_engine(departed);
     if (failed && health->failed()) failed();
   }
 };
@@ -191,7 +213,11 @@ void DeviceWatch::watch_engine(device::EngineStatus* status, std::function<void(
 }
 
 void DeviceWatch::engine_used(std::chrono::milliseconds limit) {
-  watched_->engine_limit_ms = limit.count() > 0 ? limit.count() : std::chrono::milliseconds::max().count() / 2;
+  // Some hundred years: in the clock's nanoseconds more would not fit.
+  constexpr std::chrono::milliseconds kUnlimited = std::chrono::hours(24 * 365 * 100);
+  const std::lock_guard lock(watched_->limits);
+  watched_->engine_last_limit = limit.count() > 0 ? std::min(limit, kUnlimited) : kUnlimited;
+  watched_->engine_limit = std::max(watched_->engine_limit, watched_->engine_last_limit);
 }
 
 void DeviceWatch::forget_engine() {

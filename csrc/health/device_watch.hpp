@@ -29,12 +29,13 @@ class DeviceWatch {
   void check(const OperationContext& context);
   void abort();  // kernels leave
 
-  // Copy engines that wait on words of memory: they fail the group when they are busy without progress for `limit`, or
-  // when a peer passed what does not belong to what this rank passed; `diagnose` says so. Once the group has failed
-  // `release` is called in every look, to let their waits end. Until forget_engine() returns.
+  // Copy engines that wait on words of memory: they fail the group when they are busy without progress for `limit`,
+  // when the peer they wait for left the group without having issued what this rank has, or when a peer passed what
+  // does not belong to what this rank passed; `diagnose` says so. Once the group has failed `release` is called in
+  // every look, to let their waits end. Until forget_engine() returns.
   void watch_engine(device::EngineStatus* status, std::function<void()> release,
                     std::function<EngineDiagnosis()> diagnose);
-  void engine_used(std::chrono::milliseconds limit);  // by the operation just enqueued
+  void engine_used(std::chrono::milliseconds limit);  // by the operation just enqueued; until idle the longest counts
   void forget_engine();
 
   // Called in every look once the group has failed. Must not block.

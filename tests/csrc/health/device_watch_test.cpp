@@ -168,6 +168,64 @@ TEST_F(DeviceWatchTest, PlacesThatDoNotBelongTogetherFailTheGroupBeforeItsTimeou
   watch->forget_engine();
 }
 
+TEST_F(DeviceWatchTest, CopyEnginesDoNotWaitForAPeerThatLeft) {
+  for (int size : {2, 3}) {
+    protocol::store_relaxed(status.abort, uint32_t{0});
+    make(size);
+    device::EngineStatus engine{1, 0};
+    watch->watch_engine(
+        &engine, [] {},
+        [] {
+          return EngineDiagnosis{1, false};
+        });
+    watch->engine_used(milliseconds(60'000));
+    protocol::store_relaxed(blocks[0].enqueued, uint64_t{3});
+    protocol::store_relaxed(blocks[1].enqueued, uint64_t{3});
+    ASSERT_EQ(::send(ends[1].get(), "G", 1, 0), 1);
+    std::this_thread::sleep_for(milliseconds(1500));
+    EXPECT_EQ(failure(), "none") << "it took part in all: the engines wait for SMs";
+    protocol::store_relaxed(blocks[0].enqueued, uint64_t{4});
+    EXPECT_TRUE(aborts_within(milliseconds(5000)));
+    EXPECT_NE(failure().find("rank 1 left the group"), std::string::npos) << failure();
+    ASSERT_EQ(said.size(), 1u);
+    said.clear();
+    watch->forget_engine();
+    watch.reset();
+  }
+}
+
+TEST_F(DeviceWatchTest, CopyEnginesWaitForThoseWhoStay) {
+  make(3);
+  device::EngineStatus engine{1, 0};
+  watch->watch_engine(
+      &engine, [] {},
+      [] {
+        return EngineDiagnosis{2, false};
+      });
+  watch->engine_used(milliseconds(60'000));
+  protocol::store_relaxed(blocks[0].enqueued, uint64_t{4});
+  ASSERT_EQ(::send(ends[1].get(), "G", 1, 0), 1);
+  std::this_thread::sleep_for(milliseconds(1500));
+  EXPECT_EQ(failure(), "none");
+  watch->forget_engine();
+}
+
+TEST_F(DeviceWatchTest, TheLongestLimitCountsWhileCopyEnginesAreBusy) {
+  make(2);
+  device::EngineStatus engine{1, 0};
+  watch->watch_engine(
+      &engine, [] {}, [] { return EngineDiagnosis{}; });
+  watch->engine_used(milliseconds(60'000));
+  watch->engine_used(milliseconds(200));
+  std::this_thread::sleep_for(milliseconds(900));
+  EXPECT_EQ(failure(), "none");
+  protocol::store_relaxed(engine.busy, uint32_t{0});
+  std::this_thread::sleep_for(milliseconds(400));
+  protocol::store_relaxed(engine.busy, uint32_t{1});
+  EXPECT_TRUE(aborts_within(milliseconds(5000)));
+  watch->forget_engine();
+}
+
 TEST_F(DeviceWatchTest, NothingIsWatchedAfterTheEnd) {
   make(2);
   watch.reset();
