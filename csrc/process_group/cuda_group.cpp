@@ -145,6 +145,24 @@ CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request, Number number, Body b
   return mine;
 }
 
+CudaGroup::EnqueuedPtr CudaGroup::mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start) {
+  const c10::Stream current = current_stream(device);
+  const uint64_t capture = capture_of(current);
+  const bool timed = start != nullptr;
+  const std::shared_ptr<Enqueued> mine(new Enqueued{.issuer = current,
+                                                    .stream = current,
+                                                    .capture = capture,
+                                                    .start = std::move(start),
+                                                    .end = events_->take(capture != 0, timed),
+                                                    .type = type,
+                                                    .name = name,
+                                                    .sequence = sequence,
+                                                    .flight = 0,
+                                                    .issued = Clock::now()});
+  mine->end->record(current);
+  return mine;
+}
+
 void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
   // The operations of a line end in the order of issue, so one that has ended speaks for those before it. Abandoned
   // ones hold tensors: while there are any, every call looks.

@@ -86,6 +86,9 @@ class CudaGroup {
 
   // Numbers the operation and runs `body` with its stream current.
   EnqueuedPtr enqueue(Request request, Number number, Body body);
+  // What the current stream holds by now, as an operation: for what belongs to no line. Keeps no tensors. `start`:
+  // where it is timed.
+  EnqueuedPtr mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start = {});
 
   // Throws the error that ended the group, if one did.
   void check(const OperationContext& context);

@@ -25,6 +25,7 @@
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
 #include "process_group/comms_record.hpp"
+#include "process_group/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
 #include "process_group/tensors.hpp"
 #include "process_group/translate.hpp"
@@ -175,10 +176,15 @@ class ProcessGroupArk : public c10d::Backend {
   };
   using Body = std::function<void(Communicator&, Operation&)>;
   // What one thread has issued between startCoalescing and endCoalescing.
+  struct SelfEnd {
+    at::Tensor tensor;
+    c10::Stream stream;  // the issuer's
+    SharedEvent issued;
+  };
   struct Coalescing {
     std::vector<WorkPtr> works;
-    std::deque<at::Tensor> self_sends, self_recvs;  // without their counterpart yet
-    c10::intrusive_ptr<c10d::Backend> carrier;      // coalesces too, from its first operation on
+    std::deque<SelfEnd> self_sends, self_recvs;  // without their counterpart yet
+    c10::intrusive_ptr<c10d::Backend> carrier;   // coalesces too, from its first operation on
   };
 
   void join();                                 // meets the other ranks

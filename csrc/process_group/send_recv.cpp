@@ -2,7 +2,11 @@
 //
 // Over shared memory a Transfer finishes on whichever thread made the progress; its callbacks go to a progress thread
 // of the group. A carried group hands the tensors to its carrier and follows the carrier's work.
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
+#include "process_group/work_cuda.hpp"
 
 namespace ark {
 
@@ -111,36 +115,62 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
   });
 }
 
-// Within one batch, where both ends are at hand: a copy on the current stream, which is behind both calls. As with NCCL
-// the n-th send to oneself meets the n-th recv.
+// Within one batch, where both ends are at hand: a copy on the current stream of the later call, behind both. As with
+// NCCL the n-th send to oneself meets the n-th recv. The batch's work covers the copy. No other rank is met: where the
+// group has no side on the device yet, that of this work is the work's own.
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_to_self(const CallSite& site, const at::Tensor& tensor,
                                                            bool is_send) {
-  std::lock_guard lock(mutex_);
+  const c10::Stream current = current_stream(tensor.device());
+  std::optional<SelfEnd> other;
+  std::unique_lock lock(mutex_);
   const auto batch = coalescing_.find(std::this_thread::get_id());
   if (batch == coalescing_.end()) {
     refuse(site, ErrorKind::invalid_argument,
            std::string(is_send ? "dst" : "src") + " is this rank, " + std::to_string(rank_),
            "Send to it and receive from it in one batch_isend_irecv, copy the tensor, or name another rank.");
   }
+  const auto type = is_send ? c10d::OpType::SEND : c10d::OpType::RECV;
   auto& [works, sends, recvs, carrier] = batch->second;
   auto& counterparts = is_send ? recvs : sends;
   if (counterparts.empty()) {
-    (is_send ? sends : recvs).push_back(tensor);
-  } else {
-    const at::Tensor other = std::move(counterparts.front());
-    counterparts.pop_front();
-    const at::Tensor &from = is_send ? tensor : other, &to = is_send ? other : tensor;
-    if (from.nbytes() != to.nbytes() || from.scalar_type() != to.scalar_type()) {
-      refuse(site, ErrorKind::mismatch,
-             "this rank sends " + std::to_string(from.nbytes()) + " bytes to itself and receives " +
-                 std::to_string(to.nbytes()),
-             "Give both ends the same size and dtype.");
-    }
-    at::Tensor(to).copy_(from.reshape(to.sizes()), true);
+    auto issued = std::make_shared<c10::Event>(c10::DeviceType::CUDA);
+    issued->record(current);
+    (is_send ? sends : recvs).push_back({tensor, current, std::move(issued)});
+    auto work = make_work(type, site.operation, Tensors{tensor});
+    work->finish(nullptr);  // nothing to wait for yet
+    return work;
   }
-  auto work = make_work(is_send ? c10d::OpType::SEND : c10d::OpType::RECV, site.operation, Tensors{tensor});
-  work->finish(nullptr);  // what waits for it does so on the same stream
-  return work;
+  other = std::move(counterparts.front());
+  counterparts.pop_front();
+  lock.unlock();
+  const at::Tensor &from = is_send ? tensor : other->tensor, &to = is_send ? other->tensor : tensor;
+  if (from.nbytes() != to.nbytes() || from.scalar_type() != to.scalar_type()) {
+    refuse(site, ErrorKind::mismatch,
+           "this rank sends " + std::to_string(from.nbytes()) + " bytes to itself and receives " +
+               std::to_string(to.nbytes()),
+           "Give both ends the same size and dtype.");
+  }
+  auto cuda = core_->cuda() ? cuda_side(site.operation, tensor.device())
+                            : std::make_shared<CudaGroup>(tensor.device(), std::unique_ptr<CudaCommunicator>());
+  const uint64_t capture = capture_of(current);
+  SharedEvent start;
+  if (core_->timing.load(std::memory_order_relaxed) && capture == 0) {
+    start = cuda->events().take(false, true);
+    start->record(current);
+  }
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;  // a message, no computation: it has no gradient
+    if (other->stream != current) {
+      other->issued->block(current);
+      other->tensor.record_stream(current);
+    }
+    at::Tensor(to).copy_(from.sizes() == to.sizes() ? from : from.reshape(to.sizes()), true);
+  }
+  auto copied = cuda->mark(type, site.operation, core_->p2p_sequence.load(), std::move(start));
+  auto work = c10::make_intrusive<CudaWork>(core_, std::move(cuda), type, site.operation, Tensors{to},
+                                            CudaWork::Parts{std::move(copied)});
+  work->source_rank = rank_;
+  return collect(std::move(work));
 }
 
 uint64_t ProcessGroupArk::next_message(bool is_send, int peer, int tag) {

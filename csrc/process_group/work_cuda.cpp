@@ -179,9 +179,13 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   const c10::OptionalDeviceGuard on_device(cuda_->device);
   std::optional<c10::StreamGuard> on_stream;
   if (!parts_.empty()) {
-    on_stream.emplace(parts_.back()->stream);
+    // On a line's own stream, where there is one: an issuer's is the caller's, and is to wait for nothing here.
+    const auto own =
+        std::find_if(parts_.rbegin(), parts_.rend(), [](auto& part) { return part->stream != part->issuer; });
+    const c10::Stream stream = own != parts_.rend() ? (*own)->stream : parts_.back()->stream;
+    on_stream.emplace(stream);
     for (const auto& part : parts_) {
-      if (part->stream != parts_.back()->stream) part->end->block(parts_.back()->stream);
+      if (part->stream != stream) part->end->block(stream);
     }
   }
   if (const auto error = failure()) {

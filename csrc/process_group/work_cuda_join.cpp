@@ -25,8 +25,16 @@ c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
     on_device->released_ = true;  // the joined work keeps the tensors
   }
   if (!cuda) return nullptr;
+  bool waited = false;
   for (const auto& work : works) {
-    if (dynamic_cast<CudaWork*>(work.get()) == nullptr) work->wait();
+    if (dynamic_cast<CudaWork*>(work.get()) != nullptr) continue;
+    work->wait();
+    waited = true;
+  }
+  // A carrier's was waited for by the current stream alone; another may wait for the joined work.
+  if (waited) {
+    const uint64_t sequence = parts.empty() ? 0 : parts.back()->sequence;
+    parts.push_back(cuda->mark(c10d::OpType::COALESCED, "coalesced", sequence));
   }
   auto joined = c10::make_intrusive<CudaWork>(core, cuda, c10d::OpType::COALESCED, "coalesced", std::move(outputs),
                                               std::move(parts));

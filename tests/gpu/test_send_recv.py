@@ -157,6 +157,37 @@ def _to_oneself(rank: Rank) -> None:
         for k in range(2):
             same(got[k], sent[k], f"message {k} to oneself")
     assert beside.tolist() == [float((me - 1) % world)] * 5
+    # The batch's work covers them: issued on one stream, waited for on another. Parameters are sent like any other.
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    source = make_input(torch.float32, 1 << 20, 5, me).to(device)
+    for with_others in (False, True):
+        copy = torch.zeros(1 << 20, device=device, requires_grad=True)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(one):
+            busy()
+            sent_late = torch.nn.Parameter(source * 1)
+            ends = [dist.P2POp(dist.isend, sent_late, me), dist.P2POp(dist.irecv, copy, me)]
+            works = dist.batch_isend_irecv([*ends, *others] if with_others else ends)
+        assert len(works) == 1
+        with torch.cuda.stream(two):
+            works[0].wait()
+            read = copy.detach().clone()
+        two.synchronize()
+        assert works[0].is_completed() and works[0].is_success()
+        same(read, source, f"to oneself, waited for on another stream, with others: {with_others}")
+        assert copy.grad_fn is None and copy.is_leaf
+    # The ends on two streams, the later one first in time.
+    copy = torch.zeros(1 << 20, device=device)
+    torch.cuda.synchronize()
+    with dist._coalescing_manager(device=device, async_ops=True) as manager:
+        with torch.cuda.stream(one):
+            busy()
+            sent_late = source * 1
+            dist.isend(sent_late, me)
+        with torch.cuda.stream(two):
+            dist.irecv(copy, me)
+    manager.wait()
+    same(copy, source, "the ends on two streams")
     with pytest.raises(ValueError, match=rf"a send to this rank, {me}, has no counterpart in the batch"):
         dist.batch_isend_irecv(sends[:1])
     with pytest.raises(ValueError, match=rf"dst is this rank, {me}. Send to it and receive from it in one"):

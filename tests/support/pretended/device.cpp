@@ -20,6 +20,14 @@ using Tensors = std::vector<at::Tensor>;
 thread_local DeviceIndex current_device = 0;
 thread_local StreamId current_stream = 0;
 std::atomic<bool> lagging{false};  // no event has passed
+using Step = std::tuple<std::string, intptr_t, StreamId>;
+std::mutex steps_mutex;
+std::vector<Step> steps;  // which event was recorded on a stream, or made it wait
+
+void note_step(const char* what, void* event, const Stream& stream) {
+  const std::lock_guard lock(steps_mutex);
+  steps.emplace_back(what, reinterpret_cast<intptr_t>(event), stream.id());
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -44,11 +52,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
-  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     static std::atomic<intptr_t> made{0};
     if (*event == nullptr) *event = reinterpret_cast<void*>(++made);
+    note_step("record", *event, stream);
   }
-  void block(void*, const Stream&) const override {}
+  void block(void* event, const Stream& stream) const override { note_step("block", event, stream); }
   bool queryEvent(void*) const override { return !lagging; }
   double elapsedTime(void*, void*, const DeviceIndex) const override { return 1.5; }
   DeviceIndex deviceCount() const noexcept override { return 16; }
@@ -119,6 +128,18 @@ class Recorder : public c10d::Backend {
     at::Tensor to = host(output), from = host(input);
     return inner_->alltoall_base(to, from, receives, sends, options);
   }
+  WorkPtr send(Tensors& tensors, int peer, int tag) override {
+    note("send", false);
+    auto views = host(tensors);
+    return inner_->send(views, peer, tag);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int tag) override {
+    note("recv", false);
+    auto views = host(tensors);
+    return inner_->recv(views, peer, tag);
+  }
+  void startCoalescing() override { inner_->startCoalescing(); }
+  WorkPtr endCoalescing() override { return inner_->endCoalescing(); }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     note("barrier", false);
     c10d::BarrierOptions plain;
@@ -132,6 +153,9 @@ class Recorder : public c10d::Backend {
   }
   void abort() override { note("abort", false); }
   void shutdown() override { note("shutdown", false); }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    note("timeout " + std::to_string(timeout.count()), false);
+  }
 
   std::vector<std::string> calls() {
     const std::lock_guard lock(mutex_);
@@ -172,6 +196,15 @@ PYBIND11_MODULE(pretended_device, m) {
     return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.options().device(at::kCPU)).clone();
   });
   m.def("lag", [](bool on) { lagging = on; });
+  m.def("set_stream", [](StreamId stream) { current_stream = stream; });
+  m.def("stream", [] { return current_stream; });
+  m.def("mark", [](const char* what) {
+    note_step(what, nullptr, Stream(Stream::UNSAFE, Device(DeviceType::CUDA, 0), current_stream));
+  });
+  m.def("steps", [] {  // since it was asked last
+    const std::lock_guard lock(steps_mutex);
+    return std::exchange(steps, {});
+  });
   m.def("set_device", [](int device) { current_device = static_cast<DeviceIndex>(device); });
   pybind11::class_<Recorder, c10d::Backend, c10::intrusive_ptr<Recorder>>(m, "Recorder")
       .def(pybind11::init<int, int, c10::intrusive_ptr<c10d::Backend>, bool, std::string>())
