@@ -171,16 +171,22 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce_scatter_tensor_coalesced(Tensor
 }
 
 // Between startCoalescing and endCoalescing of one thread the works are issued as ever; endCoalescing returns one work
-// that is done when all of them are.
+// that is done when all of them are. PyTorch's manager never ends a batch in which something was refused: what such a
+// one has left behind goes when this thread starts the next. (That they are not nested, PyTorch sees to.)
 void ProcessGroupArk::startCoalescing() {
   with_torch_errors([&] {
-    const CallSite here = site("_start_coalescing");
-    std::lock_guard lock(mutex_);
-    if (!coalescing_.try_emplace(std::this_thread::get_id()).second) {
-      refuse(here, ErrorKind::invalid_argument, "this thread is coalescing already",
-             "Do not nest coalescing managers.");
+    site("_start_coalescing");
+    Coalescing left_behind;  // freed without the lock
+    {
+      std::lock_guard lock(mutex_);
+      const auto [batch, fresh] = coalescing_.try_emplace(std::this_thread::get_id());
+      if (fresh) {
+        coalescing_threads_.fetch_add(1);
+      } else {
+        std::swap(left_behind, batch->second);
+      }
     }
-    coalescing_threads_.fetch_add(1);
+    if (left_behind.carrier) left_behind.carrier->endCoalescing();
   });
 }
 
@@ -207,6 +213,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
       coalescing_.erase(found);
       coalescing_threads_.fetch_sub(1);
     }
+    // Ended in any case: its next batch would be nested.
+    if (ended.carrier) {
+      if (auto carried = ended.carrier->endCoalescing()) ended.works.push_back(std::move(carried));
+    }
     if (!ended.self_sends.empty() || !ended.self_recvs.empty()) {
       const bool sends = !ended.self_sends.empty();
       refuse(here, ErrorKind::invalid_argument,
@@ -215,9 +225,6 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
              "Put both ends into the same batch_isend_irecv.");
     }
     std::vector<WorkPtr> parts = std::move(ended.works);
-    if (ended.carrier) {
-      if (auto carried = ended.carrier->endCoalescing()) parts.push_back(std::move(carried));
-    }
     if (parts.empty()) return nullptr;
     if (parts.size() == 1) return parts[0];
     if (auto on_device = join_cuda(core_, parts)) return on_device;

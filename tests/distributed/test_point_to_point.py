@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
 from support.reference import assert_same_bits, make_input
@@ -33,6 +34,37 @@ def _batch(rank: Rank) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_batch_isend_irecv(world: int) -> None:
     run_ranks(_batch, world)
+
+
+def _refused_in_a_batch(rank: Rank) -> None:
+    """What was refused in a batch ends that batch alone, though PyTorch's manager never ends it."""
+    rank.init()
+    me, peer = rank.rank, 1 - rank.rank
+    for round_ in range(3):
+        sent, got = torch.full((9,), float(10 * round_ + me)), torch.zeros(9)
+        good = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, got, peer)]
+        if round_ < 2 or me == 0:
+            with pytest.raises(ValueError, match="this rank"):
+                dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, me), *good])
+        works = dist.batch_isend_irecv(good)
+        assert len(works) == 1
+        works[0].wait()
+        assert got.tolist() == [float(10 * round_ + peer)] * 9
+    # A work of the batch that was refused is done nevertheless, and not the next one's.
+    early = torch.full((9,), float(me))
+    with pytest.raises(ValueError, match="this rank"):
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, early, peer), dist.P2POp(dist.isend, early, me)])
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, got, peer)]):
+        assert len(work.result()) == 1
+        work.wait()
+    assert got.tolist() == [float(peer)] * 9
+    dist.barrier()
+
+
+@ark_only
+@pytest.mark.quick
+def test_refused_in_a_batch() -> None:
+    run_ranks(_refused_in_a_batch, 2)
 
 
 def _tags(rank: Rank) -> None:
