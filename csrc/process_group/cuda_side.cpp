@@ -171,17 +171,22 @@ std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const
   return std::make_shared<NcclEntry>(std::move(options));
 }
 
-// Before an operation that NCCL is to carry: makes it, where that was not tried yet.
+// Before an operation that NCCL is to carry: makes it, where that was not tried yet. Decided by sizes that are alike on
+// all ranks, as a list's for reduce_scatter is and its output's is not.
 void ProcessGroupArk::meet_for_nccl(const Call& call, CudaGroup& cuda) {
   if (cuda.nccl->decided()) return;
-  const TensorArgument& tensors = call.kind == Kind::reduce_scatter ? call.outputs : call.inputs;
-  uint64_t most = 0;
-  tensors.for_each([&](const at::Tensor& tensor) { most = std::max<uint64_t>(most, tensor.nbytes()); });
-  if (call.kind == Kind::reduce_scatter || call.kind == Kind::all_gather) most *= size_;
-  if (!cuda.nccl->wants(call.kind, most) || is_capturing(cuda.device)) return;
+  uint64_t most = 0, least = ~uint64_t{0}, all = 0;
+  call.inputs.for_each([&](const at::Tensor& tensor) {
+    most = std::max<uint64_t>(most, tensor.nbytes());
+    least = std::min<uint64_t>(least, tensor.nbytes());
+    all += tensor.nbytes();
+  });
+  const bool list = call.type == c10d::OpType::REDUCE_SCATTER;
+  if (list && least != most) return;  // several reductions
+  const uint64_t bytes = list ? all : call.kind == Kind::all_gather ? most * size_ : most;
+  if (!cuda.nccl->wants(call.kind, bytes) || is_capturing(cuda.device)) return;
   if (call.kind == Kind::all_to_all && !call.even) return;
-  // NCCL's own watchdog ends the process; this group's, which only raises, comes first.
-  const std::chrono::milliseconds timeout(core_->timeout_ms.load()), later = timeout + std::chrono::minutes(1);
+  const std::chrono::milliseconds timeout(core_->timeout_ms.load()), later = timeout + NcclEntry::kLater;
   NcclEntry::Meeting meeting;
   meeting.make = [&] {
     auto store = c10::make_intrusive<c10d::PrefixStore>("ark/nccl/own/" + start_, store_);

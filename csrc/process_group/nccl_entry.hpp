@@ -35,6 +35,8 @@ class NcclEntry {
     std::shared_ptr<KeyValueStore> store;          // keys of this entry alone
     std::function<void(const Error&)> fail_group;  // tells the peers too
   };
+  // NCCL's timeout beyond the group's: its own watchdog ends the process, the group's, which only raises, comes first.
+  static constexpr std::chrono::minutes kLater{1};
   explicit NcclEntry(Options options) : options_(std::move(options)) {}
 
   // Whether the table gives NCCL any operation at all.

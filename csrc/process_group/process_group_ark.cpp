@@ -124,6 +124,9 @@ void ProcessGroupArk::setTimeout(std::chrono::milliseconds timeout) {
   });
   options_->timeout = timeout;
   core_->timeout_ms = timeout.count();
+  const auto cuda = core_->cuda();
+  if (!cuda || !cuda->nccl) return;
+  if (const auto nccl = cuda->nccl->backend()) nccl->setTimeout(timeout + NcclEntry::kLater);
 }
 
 void ProcessGroupArk::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {

@@ -7,6 +7,7 @@ memory, and what ark's kernels would do is not done. So a result tells who carri
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -94,6 +95,43 @@ def _coalesced(rank: Rank) -> None:
 
 def test_coalesced_ones_are_decided_one_by_one(pretended_gpu: Any) -> None:
     run_ranks(_coalesced, 2, env=pretended_gpu)
+
+
+def _uneven_parts(rank: Rank) -> None:
+    """Of a reduce_scatter whose parts differ, rank 0's alone is large enough to make NCCL: nobody makes it."""
+    group, carriers, _ = begin(rank, reduction="fast", cuda_dispatch=table(rank.world_size))
+    backend, me = group._get_backend(torch.device("cuda")), rank.rank
+
+    def scatter(counts: tuple[int, int]) -> torch.Tensor:
+        output = on_rank(rank, torch.full((counts[me],), -1.0))
+        dist.reduce_scatter(output, [on_rank(rank, torch.ones(count)) for count in counts], group=group)
+        return host(output)
+
+    scatter((BIG, 16))
+    dist.all_reduce(on_rank(rank, torch.ones(SMALL)), group=group)
+    assert not carriers.made
+    half = BIG // 2  # parts of this size are together what the table asks for
+    assert set(scatter((half - 1, half - 1)).tolist()) == {-1.0} and not carriers.made
+    assert set(scatter((half, half)).tolist()) == {2.0} and backend.cuda_carried == 1
+    assert carriers.made[0].calls()[1:] == ["reduce_scatter"]
+
+
+def test_uneven_parts_make_no_rank_wait(pretended_gpu: Any) -> None:
+    run_ranks(_uneven_parts, 2, env=pretended_gpu)
+
+
+def _set_timeout(rank: Rank) -> None:
+    """NCCL's comes later than the group's, whose is the error."""
+    group, carriers, _ = begin(rank, cuda_dispatch=table(rank.world_size))
+    group.set_timeout(timedelta(seconds=50))
+    dist.broadcast(on_rank(rank, torch.ones(BIG)), 0, group=group)
+    group.set_timeout(timedelta(seconds=40))
+    assert carriers.timeouts == [timedelta(seconds=110)]
+    assert carriers.made[0].calls()[-1] == "timeout 100000"
+
+
+def test_set_timeout_reaches_nccl(pretended_gpu: Any) -> None:
+    run_ranks(_set_timeout, 2, env=pretended_gpu)
 
 
 def _capture(rank: Rank) -> None:

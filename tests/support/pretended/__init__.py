@@ -74,8 +74,10 @@ class Carriers:
     def __init__(self, inner: list[dist.ProcessGroup], fails: bool = False, name: str = "nccl") -> None:
         self._inner, self._fails, self._name = inner, fails, name
         self.made: list[Any] = []
+        self.timeouts: list[Any] = []
 
     def __call__(self, store: Any, rank: int, size: int, timeout: Any) -> Any:
         backend = self._inner[len(self.made)]._get_backend(torch.device("cpu"))
+        self.timeouts.append(timeout)
         self.made.append(device.Recorder(rank, size, backend, self._fails, self._name))
         return self.made[-1]
