@@ -19,8 +19,10 @@ def register(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
     """Lets the collectives of a group read and write this tensor's memory in place, on all ranks together.
 
     Every rank passes a contiguous CUDA tensor of the same number of bytes, allocated from `ark_torch.memory.pool()`.
-    From then on any tensor in that memory, slices included, is used in place where all ranks' tensors of a collective
-    lie in memory that was registered together, at whatever offsets; results have the same bits either way.
+    From then on any tensor in that memory, slices included, is used in place; results have the same bits either way.
+    Large collectives (all_reduce from 24 MB on, all_gather from 8 MB a rank on two GPUs) go by copy engines, and for
+    those all ranks must pass the same place of memory that was registered together: where they do not, the group fails
+    and names a rank. Like a collective, the call must not run beside other collectives of the group on other threads.
 
     The memory stays mapped until `deregister` or the end of the group, also when the tensor goes before: PyTorch may
     then give the same memory to other tensors of the pool, but not back to the device.

@@ -77,7 +77,10 @@ Registration& ProcessGroupArk::registration() {
     std::string why;
     try {
       auto meeting = MemoryMeeting::join(store, options, why);
-      if (!meeting) throw Error(ErrorKind::system, "the ranks cannot meet: " + why);
+      if (!meeting)
+        throw Error(
+            ErrorKind::system, "the ranks cannot meet to share memory: " + why,
+            ErrorContext{rank_, -1, "register", 0, "Mend that on every rank, or do without registered memory."});
       registration_ = std::make_unique<Registration>(std::move(meeting));
     } catch (const Error& error) {
       registration_failure_ = error;  // the peers have gone on: there is no second try

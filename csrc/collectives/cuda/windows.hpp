@@ -9,7 +9,9 @@
 // of those that hold the buffer it takes the newest, alike on ranks that registered alike.
 //
 // Ordering. count_ is written under the mutex and only tells whether to look at all: who has registered memory, and
-// told the thread that issues so, is seen by it.
+// told the thread that issues so, is seen by it. How many there are decides which way operations take, so ranks must
+// register in the same place of the order of collectives; beside them on another thread, ranks would wait for each
+// other.
 #pragma once
 
 #include <array>

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "protocol/slots.hpp"
+#include "support/wait_until.hpp"
 
 namespace ark::protocol {
 namespace {
@@ -38,7 +39,7 @@ void exchange(Memory& memory, int team, uint64_t first, uint64_t count, bool exa
         ASSERT_EQ(writer.sent(), n);
         const uint64_t due = exact ? needed_to_write(n, memory.slots) : writer.due();
         if (due != 0) {
-          while (rank == 0 && !writer.taken(due)) std::this_thread::yield();
+          if (rank == 0) test::wait_until("credits", [&] { return writer.taken(due); });
           send_barrier.arrive_and_wait();
         }
         for (uint64_t i = rank; i < kWords; i += team) memory.data[writer.slot() * kWords + i] = word_of(n, i);
@@ -46,12 +47,12 @@ void exchange(Memory& memory, int team, uint64_t first, uint64_t count, bool exa
         writer.count();
         if (rank == 0) writer.tell();
       }
-      while (rank == 0 && !writer.taken(first + count)) std::this_thread::yield();
+      if (rank == 0) test::wait_until("all credits", [&] { return writer.taken(first + count); });
     });
     threads.emplace_back([&, rank] {
       SlotReader reader(&memory.arrived, &memory.credit, memory.slots, first);
       for (uint64_t n = first; n < first + count; ++n) {
-        while (rank == 0 && !reader.there()) std::this_thread::yield();
+        if (rank == 0) test::wait_until("a message", [&] { return reader.there(); });
         receive_barrier.arrive_and_wait();
         uint64_t bad = 0;
         for (uint64_t i = rank; i < kWords; i += team) bad += memory.data[reader.slot() * kWords + i] != word_of(n, i);

@@ -22,6 +22,7 @@
 
 #include "jit/driver.hpp"
 #include "protocol/atomics.hpp"
+#include "support/wait_until.hpp"
 
 namespace ark::test {
 
@@ -87,9 +88,8 @@ struct FakeEvent {
 inline std::atomic<uint64_t> g_streams{1};
 inline std::atomic<bool> g_capturing{false};
 inline std::atomic<bool> g_garbage{false};  // waits are let go: bytes are not moved any more, as that would be a race
-inline std::chrono::seconds g_patience{60};
-inline FakeStream* g_queue = nullptr;  // of the streams that are made now
-inline bool g_queue_for_all = false;   // those of least priority too
+inline FakeStream* g_queue = nullptr;       // of the streams that are made now
+inline bool g_queue_for_all = false;        // those of least priority too
 
 // One thread at a time makes such streams; the queue outlives them.
 class OneQueue {
@@ -98,18 +98,6 @@ class OneQueue {
   ~OneQueue() { g_queue = nullptr; }
   OneQueue(const OneQueue&) = delete;
 };
-
-template <class Done>
-void wait_until(const char* what, const Done& done) {
-  const auto until = std::chrono::steady_clock::now() + g_patience;
-  while (!done()) {
-    if (std::chrono::steady_clock::now() > until) {
-      std::cerr << "a stream waits for ever: " << what << std::endl;
-      std::abort();
-    }
-    std::this_thread::yield();
-  }
-}
 
 inline FakeStream& of(CUstream stream) {
   return *reinterpret_cast<FakeStream*>(stream);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "protocol/slots.hpp"
+#include "support/wait_until.hpp"
 
 namespace ark::protocol {
 namespace {
@@ -53,7 +54,7 @@ TEST(Packets, MessagesArriveWholeOverManyRounds) {
     threads.emplace_back([&, rank] {
       SlotWriter writer(&unused, &credits[rank], kSlots, 0);
       for (uint64_t n = 0; n < kMessages; ++n) {
-        while (!writer.writable()) std::this_thread::yield();
+        test::wait_until("a free slot", [&] { return writer.writable(); });
         for (uint64_t unit = rank; unit < units_of(n); unit += kTeam)
           store_unit_packets(slots + writer.slot() * slot_bytes, unit, n ^ unit, ~n ^ unit, n + 1);
         writer.count();
@@ -64,8 +65,8 @@ TEST(Packets, MessagesArriveWholeOverManyRounds) {
       for (uint64_t n = 0; n < kMessages; ++n) {
         for (uint64_t unit = rank; unit < units_of(n); unit += kTeam) {
           uint64_t low = 0, high = 0;
-          while (!load_unit_packets(slots + reader.slot() * slot_bytes, unit, low, high, n + 1))
-            std::this_thread::yield();
+          const char* const slot = slots + reader.slot() * slot_bytes;
+          test::wait_until("a packet", [&] { return load_unit_packets(slot, unit, low, high, n + 1); });
           if (low != (n ^ unit) || high != (~n ^ unit)) add_relaxed(wrong, uint64_t{1});
         }
         reader.count(), reader.tell();

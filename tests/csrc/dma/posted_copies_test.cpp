@@ -8,6 +8,7 @@
 
 #include "protocol/flag.hpp"
 #include "protocol/slots.hpp"
+#include "support/wait_until.hpp"
 
 namespace ark::protocol {
 namespace {
@@ -24,7 +25,7 @@ struct Channel {
   uint64_t stream(uint64_t count) {
     for (uint64_t n = 0; n < count; ++n) {
       const uint64_t slot = n % kSlots;
-      while (!is_raised(go[slot])) std::this_thread::yield();
+      test::wait_until("a release", [&] { return is_raised(go[slot]); });
       lower(go[slot]);
       for (uint64_t i = slot * kWords; i < (slot + 1) * kWords && !abort; ++i) there[i] = source[i];
       raise(arrived[slot]);
@@ -35,18 +36,18 @@ struct Channel {
     uint64_t unused = 0;
     SlotWriter writer(&unused, &credit, kSlots, first);
     for (uint64_t n = first; n < first + count; ++n) {
-      while (!writer.writable()) std::this_thread::yield();
+      test::wait_until("a free slot", [&] { return writer.writable(); });
       for (uint64_t i = 0; i < kWords; ++i) source[writer.slot() * kWords + i] = n * 1000 + i;
       raise(go[writer.slot()]);
       writer.count();
     }
-    while (!writer.taken(first + count)) std::this_thread::yield();
+    test::wait_until("all credits", [&] { return writer.taken(first + count); });
   }
   uint64_t receiver(uint64_t first, uint64_t count) {
     uint64_t wrong = 0;
     for (uint64_t n = first; n < first + count; ++n) {
       Flag& flag = arrived[n % kSlots];
-      while (!is_raised(flag)) std::this_thread::yield();
+      test::wait_until("a copy", [&] { return is_raised(flag); });
       for (uint64_t i = 0; i < kWords; ++i) wrong += there[n % kSlots * kWords + i] != n * 1000 + i;
       lower(flag);
       store_release(credit, n + 1);

@@ -7,6 +7,7 @@
 
 #include "dma/proxy.hpp"
 #include "error.hpp"
+#include "support/wait_until.hpp"
 
 namespace ark {
 namespace {
@@ -101,9 +102,7 @@ TEST(RequestServer, AFullRingHoldsThePosterUntilARequestIsServed) {
   protocol::RequestRing ring{};
   uint64_t head = 0, known = 0;
   std::atomic<bool> go{false};
-  RequestServer server(ring, [&](const Request&) {
-    while (!go.load()) std::this_thread::yield();
-  });
+  RequestServer server(ring, [&](const Request&) { test::wait_until("leave to serve", [&] { return go.load(); }); });
   const Request request{Request::signal, 0, 0, 0, 0};
   for (uint64_t n = 0; n < protocol::kRequests; ++n)
     ASSERT_TRUE(post_within(ring, head, request, known, milliseconds(0))) << "there is room without waiting";
