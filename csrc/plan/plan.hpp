@@ -1,0 +1,96 @@
+// A plan: tasks in static queues, one queue a worker (a thread on the CPU, an SM on a GPU), events that order them,
+// and where every temporary lies. Everything that depends on the run (pointers, lengths) is read at run time.
+//
+// Events only grow: a step bumps each `threshold` times, and step s (from 1) waits for s * threshold. A wait that is
+// already covered (by an earlier wait or by order on the same worker) is dropped.
+//
+// The loader: what no dependency guards (parameters) is known before the first task; `loads` lists it in the order of
+// the queue, in pages of the ring. On a GPU one warp walks that list ahead of the tasks with at most `in_flight` pages
+// not yet landed; on the CPU a worker that waits fetches the next pages into its cache.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/graph.hpp"
+#include "plan/stage.hpp"
+
+namespace ark::plan {
+
+// What a plan is made for.
+struct Target {
+  std::string name = "cpu";  // "cpu", "sm_80", "sm_90a"
+  int workers = 1;
+  int64_t page_bytes = 16384;
+  int pages = 10;     // in the ring of each worker
+  int in_flight = 2;  // pages asked for and not yet landed
+  bool packets = false;        // small results travel as {value, epoch} packets instead of data and a counter
+  double flops_per_us = 2e4;   // of one worker
+  double bytes_per_us = 5e3;   // of one worker, all of them at work
+  double task_us = 0.2;        // what a task costs beside its work
+  double wait_us = 0.5;        // from a signal to the end of the wait on another worker
+};
+
+struct Wait {
+  int event = -1;
+};
+
+struct Task {
+  int stage = -1;
+  int64_t begin = 0, end = 0;  // of the stage's tile axis
+  int worker = 0;
+  bool replica = false;        // one of the copies of a replicated stage: its results are the worker's own
+  std::vector<int> waits;      // events
+  std::vector<int> signals;    // events
+  double cost_us = 0;          // estimated
+};
+
+struct Event {
+  int threshold = 0;     // signals a step
+  bool packets = false;  // carried by the data itself
+};
+
+// A part of a parameter that a task will read, in pages.
+struct Load {
+  int task = -1;
+  int value = -1;
+  int64_t offset = 0, bytes = 0;  // of the value's buffer
+};
+
+struct Queue {
+  std::vector<int> tasks;
+  std::vector<Load> loads;
+};
+
+// Where a temporary lies: at `offset` of the arena, or of every worker's own one.
+struct Placement {
+  int64_t offset = -1;  // -1: not a temporary
+  bool own = false;     // one copy a worker (replicated stages)
+  bool parity = false;  // two copies that take turns, step by step
+};
+
+struct Plan {
+  Target target;
+  Graph graph;
+  std::vector<Stage> stages;
+  std::vector<Task> tasks;  // in an order that is valid to execute
+  std::vector<Event> events;
+  std::vector<Queue> queues;
+  std::vector<Placement> placements;  // by buffer
+  int64_t arena_bytes = 0;
+  int64_t own_bytes = 0;       // of each worker
+  int64_t eager_peak_bytes = 0;  // what one buffer a result, freed after its last use, would take
+  double estimated_us = 0;
+};
+
+Plan make_plan(Graph graph, const Target& target);
+
+// Throws Error(invalid_argument) that names the offending task: a cycle, a wait that cannot be met, a buffer written
+// or reused while it is alive, a value read before it is written, a queue for no worker, tiles that do not cover a
+// stage once, a ring that does not hold a task's pages.
+void validate(const Plan& plan);
+
+std::string to_json(const Plan& plan);
+
+}  // namespace ark::plan

@@ -1,0 +1,86 @@
+// A stage: one operator, or several that run in one go, with a tile space of one axis. The tiler cuts the axis into
+// tasks; the accesses say which part of which value a tile touches.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "plan/graph.hpp"
+
+namespace ark::plan {
+
+// Tile [begin, end) of an extent E touches, of a value whose dimension `axis` has length L, indices
+// [begin*L/E, end*L/E) (L is a multiple of E, or E of L with tiles that respect it: `grain`); axis -1: all of it.
+struct Access {
+  int value = -1;
+  int axis = -1;
+  bool write = false;
+};
+
+// Pointwise operators and reductions over one index space, as one pass over rows: the whole of norms, softmax,
+// residuals, rotary embeddings, activations, masks. The row's columns are the last `inner` dimensions of `shape`; a
+// reduction turns a register of the row's columns into one number of the row. Registers are numbered by instruction.
+struct RowProgram {
+  struct Instruction {
+    enum class Kind : uint8_t {
+      load,     // value, broadcast over `shape`
+      literal,  // value is a literal
+      index,    // the position along dimension args[0] of `shape` (i64)
+      op,       // pointwise `name` of registers args
+      reduce,   // `name` (sum, mean, amax, amin, argmax, any) over the row's columns of register args[0]
+      store,    // register args[0] into value, which has `shape`, or is 1 long (or absent) in the reduced dimensions
+    };
+    Kind kind = Kind::op;
+    std::string name;
+    std::vector<int> args;
+    int value = -1;
+    ScalarType type = ScalarType::f32;  // of the result, rounded to it
+    bool scalar = false;                // one number a row
+    Shape strides;                      // load, store: the value's strides over `shape` (0: broadcast or reduced)
+  };
+  Shape shape;
+  int inner = 0;
+  std::vector<Instruction> code;
+};
+
+struct MatmulStage {
+  int a = -1, b = -1, out = -1, bias = -1;  // values; bias -1: none
+  int64_t batch = 1, m = 1, n = 1, k = 1;
+  enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;  // what tiles cut
+};
+
+struct AttentionStage {
+  int q = -1, k = -1, v = -1, mask = -1, out = -1;
+  double scale = 1;
+  bool causal = false;
+  // Tiles cut batch * KV heads (their query heads go together); blocks of positions that the mask rules out whole are
+  // not read: work follows the actual length.
+};
+
+struct GatherStage {
+  int table = -1, index = -1, out = -1, dim = 0;
+};
+struct ScatterStage {
+  int base = -1, index = -1, source = -1, dim = 0;
+};
+
+struct Stage {
+  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage> body;
+  std::vector<Access> accesses;
+  int64_t extent = 1;        // of the tile axis
+  int64_t grain = 1;         // tiles begin at multiples of it
+  double flops = 0;          // of the whole stage
+  double bytes = 0;          // read and written, each byte once
+  bool replicable = false;   // small and without effect outside temporaries: every worker may compute all of it for itself
+  std::string kind;          // for people and timelines: "rows", "matmul", "attention", ...
+  std::string name;          // for people: "rms_norm" where recognised, else what it does: "mul+add"
+  std::string origin;        // of its nodes
+};
+
+// Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what
+// has no stage (the front end asks supported() before).
+std::vector<Stage> make_stages(const Graph& graph);
+
+}  // namespace ark::plan
