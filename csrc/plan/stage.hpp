@@ -42,6 +42,8 @@ struct RowProgram {
   };
   Shape shape;
   int inner = 0;
+  int axis = -1;  // the dimension of `shape` that tiles cut, by indices as in Access; an outer one, or, where nothing is
+                  // reduced, any; -1: extent is 1
   std::vector<Instruction> code;
 };
 
@@ -59,9 +61,11 @@ struct AttentionStage {
   // not read: work follows the actual length.
 };
 
+// Tiles cut the dimension of `out` that its Access names.
 struct GatherStage {
   int table = -1, index = -1, out = -1, dim = 0;
 };
+// Tiles cut the dimension of `source` that its Access names (dim itself: positions; then base's axis is -1).
 struct ScatterStage {
   int base = -1, index = -1, source = -1, dim = 0;
 };
