@@ -4,6 +4,9 @@
 // Events only grow: a step bumps each `threshold` times, and step s (from 1) waits for s * threshold. A wait that is
 // already covered (by an earlier wait or by order on the same worker) is dropped.
 //
+// Between two steps the launch boundary orders everything. Where there is none (resident mode: `chained`) a worker may
+// start step s + 1 while another is still in step s: a task's `carried` events are waited for with (s - 1) * threshold.
+//
 // The loader: what no dependency guards (parameters) is known before the first task; `loads` lists it in the order of
 // the queue, in pages of the ring. On a GPU one warp walks that list ahead of the tasks with at most `in_flight` pages
 // not yet landed; on the CPU a worker that waits fetches the next pages into its cache.
@@ -23,13 +26,14 @@ struct Target {
   std::string name = "cpu";  // "cpu", "sm_80", "sm_90a"
   int workers = 1;
   int64_t page_bytes = 16384;
-  int pages = 10;     // in the ring of each worker
-  int in_flight = 2;  // pages asked for and not yet landed
-  bool packets = false;        // small results travel as {value, epoch} packets instead of data and a counter
-  double flops_per_us = 2e4;   // of one worker
-  double bytes_per_us = 5e3;   // of one worker, all of them at work
-  double task_us = 0.2;        // what a task costs beside its work
-  double wait_us = 0.5;        // from a signal to the end of the wait on another worker
+  int pages = 10;                    // in the ring of each worker
+  int in_flight = 2;                 // pages asked for and not yet landed
+  bool packets = false;              // small results travel as {value, epoch} packets instead of data and a counter
+  double flops_per_us = 2e4;         // of one worker
+  double bytes_per_us = 5e3;         // of one worker, all of them at work: parameters, caches, inputs
+  double cached_bytes_per_us = 2e4;  // of one worker: temporaries
+  double task_us = 0.2;              // what a task costs beside its work
+  double wait_us = 0.5;              // from a signal to the end of the wait on another worker
 };
 
 struct Wait {
@@ -40,10 +44,11 @@ struct Task {
   int stage = -1;
   int64_t begin = 0, end = 0;  // of the stage's tile axis
   int worker = 0;
-  bool replica = false;        // one of the copies of a replicated stage: its results are the worker's own
-  std::vector<int> waits;      // events
-  std::vector<int> signals;    // events
-  double cost_us = 0;          // estimated
+  bool replica = false;      // one of the copies of a replicated stage: its results are the worker's own
+  std::vector<int> waits;    // events
+  std::vector<int> carried;  // events of the step before; only in chained plans
+  std::vector<int> signals;  // events
+  double cost_us = 0;        // estimated
 };
 
 struct Event {
@@ -51,11 +56,12 @@ struct Event {
   bool packets = false;  // carried by the data itself
 };
 
-// A part of a parameter that a task will read, in pages.
+// A part of a parameter that a task will read, at most a page: `rows` pieces of `bytes`, `stride` bytes apart.
 struct Load {
   int task = -1;
   int value = -1;
   int64_t offset = 0, bytes = 0;  // of the value's buffer
+  int64_t rows = 1, stride = 0;
 };
 
 struct Queue {
@@ -65,7 +71,7 @@ struct Queue {
 
 // Where a temporary lies: at `offset` of the arena, or of every worker's own one.
 struct Placement {
-  int64_t offset = -1;  // -1: not a temporary
+  int64_t offset = -1;  // -1: not a temporary, or one that no stage touches
   bool own = false;     // one copy a worker (replicated stages)
   bool parity = false;  // two copies that take turns, step by step
 };
@@ -78,13 +84,16 @@ struct Plan {
   std::vector<Event> events;
   std::vector<Queue> queues;
   std::vector<Placement> placements;  // by buffer
+  bool chained = false;               // one launch runs many steps
   int64_t arena_bytes = 0;
-  int64_t own_bytes = 0;       // of each worker
+  int64_t own_bytes = 0;         // of each worker
   int64_t eager_peak_bytes = 0;  // what one buffer a result, freed after its last use, would take
   double estimated_us = 0;
 };
 
-Plan make_plan(Graph graph, const Target& target);
+Plan make_plan(Graph graph, const Target& target, bool chained = false);
+// The same from stages made elsewhere (tests).
+Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, bool chained = false);
 
 // Throws Error(invalid_argument) that names the offending task: a cycle, a wait that cannot be met, a buffer written
 // or reused while it is alive, a value read before it is written, a queue for no worker, tiles that do not cover a
