@@ -61,7 +61,11 @@ using Attributes = std::map<std::string, Attribute>;
 //   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim
 //   scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the
 //                                                     output lies on base's buffer
-//   (more are added with the operator's stage: embedding_bag, topk, collectives)
+//   all_reduce, all_gather, reduce_scatter, all_to_all
+//                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
+//                ...);
+//                                           input_splits, output_splits (ints; all_to_all; empty: even)
+//   (more are added with the operator's stage: embedding_bag, topk)
 struct Node {
   std::string op;
   std::vector<int> inputs;

@@ -42,8 +42,8 @@ struct RowProgram {
   };
   Shape shape;
   int inner = 0;
-  int axis = -1;  // the dimension of `shape` that tiles cut, by indices as in Access; an outer one, or, where nothing is
-                  // reduced, any; -1: extent is 1
+  int axis = -1;  // the dimension of `shape` that tiles cut, by indices as in Access; an outer one, or, where nothing
+                  // is reduced, any; -1: extent is 1
   std::vector<Instruction> code;
 };
 
@@ -70,17 +70,25 @@ struct ScatterStage {
   int base = -1, index = -1, source = -1, dim = 0;
 };
 
+// One tile, on worker 0: the thread that called, which is the one that an eager collective runs on too. Collectives
+// keep the graph's order among themselves, whatever they cost: all ranks must issue the same order.
+struct CollectiveStage {
+  int input = -1, output = -1;  // dense; may be the same value
+};
+
 struct Stage {
-  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage> body;
+  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, CollectiveStage> body;
   std::vector<Access> accesses;
-  int64_t extent = 1;        // of the tile axis
-  int64_t grain = 1;         // tiles begin at multiples of it
-  double flops = 0;          // of the whole stage
-  double bytes = 0;          // read and written, each byte once
-  bool replicable = false;   // small and without effect outside temporaries: every worker may compute all of it for itself
-  std::string kind;          // for people and timelines: "rows", "matmul", "attention", ...
-  std::string name;          // for people: "rms_norm" where recognised, else what it does: "mul+add"
-  std::string origin;        // of its nodes
+  int64_t extent = 1;  // of the tile axis
+  int64_t grain = 1;   // tiles begin at multiples of it
+  double flops = 0;    // of the whole stage
+  double bytes = 0;    // read and written, each byte once
+  bool replicable =
+      false;           // small and without effect outside temporaries: every worker may compute all of it for itself
+  int node = -1;       // collectives: their attributes stand there
+  std::string kind;    // for people and timelines: "rows", "matmul", "attention", ...
+  std::string name;    // for people: "rms_norm" where recognised, else what it does: "mul+add"
+  std::string origin;  // of its nodes
 };
 
 // Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what
