@@ -11,15 +11,11 @@ enum class ScalarType : uint8_t { f32, bf16, f16, i64, i32, boolean };
 constexpr int size_of(ScalarType type) {
   switch (type) {
     case ScalarType::f32:
-    case ScalarType::i32:
-      return 4;
+    case ScalarType::i32: return 4;
     case ScalarType::bf16:
-    case ScalarType::f16:
-      return 2;
-    case ScalarType::i64:
-      return 8;
-    case ScalarType::boolean:
-      return 1;
+    case ScalarType::f16: return 2;
+    case ScalarType::i64: return 8;
+    case ScalarType::boolean: return 1;
   }
   return 0;
 }
