@@ -11,8 +11,10 @@
 
 namespace ark::plan {
 
-// Tile [begin, end) of an extent E touches, of a value whose dimension `axis` has length L, indices
-// [begin*L/E, end*L/E) (L is a multiple of E, or E of L with tiles that respect it: `grain`); axis -1: all of it.
+// Which part of a value a tile touches. Stages look at buffers through views of their own where that makes one
+// dimension of several (heads of all sequences, rows of all batches), so that one axis is enough. Tile [begin, end) of
+// an extent E touches, of a value whose dimension `axis` has length L, indices [begin*L/E, end*L/E) (L is a multiple of
+// E, or E of L with tiles that respect it: `grain`); axis -1: all of it.
 struct Access {
   int value = -1;
   int axis = -1;
@@ -22,6 +24,9 @@ struct Access {
 // Pointwise operators and reductions over one index space, as one pass over rows: the whole of norms, softmax,
 // residuals, rotary embeddings, activations, masks. The row's columns are the last `inner` dimensions of `shape`; a
 // reduction turns a register of the row's columns into one number of the row. Registers are numbered by instruction.
+// A register of bfloat16 or float16 is rounded to it though it is held as float32; what is used inside the stage alone
+// is float32. No load of a program sees what a store of it writes, but for stores to the very element that the same row
+// and column loaded, in programs that reduce nothing; `load`s may thus be repeated, as often as it suits the emitter.
 struct RowProgram {
   struct Instruction {
     enum class Kind : uint8_t {
@@ -50,15 +55,16 @@ struct RowProgram {
 struct MatmulStage {
   int a = -1, b = -1, out = -1, bias = -1;  // values; bias -1: none
   int64_t batch = 1, m = 1, n = 1, k = 1;
-  enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;  // what tiles cut
+  // What tiles cut: the last dimension of `out`, the last but one, or the outer one that the Access of `out` names.
+  enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;
 };
 
 struct AttentionStage {
   int q = -1, k = -1, v = -1, mask = -1, out = -1;
   double scale = 1;
   bool causal = false;
-  // Tiles cut batch * KV heads (their query heads go together); blocks of positions that the mask rules out whole are
-  // not read: work follows the actual length.
+  // Tiles cut KV heads (their query heads go together) or, where the Access of `out` names dimension 0, the batch;
+  // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };
 
 // Tiles cut the dimension of `out` that its Access names.
@@ -93,6 +99,7 @@ struct Stage {
 
 // Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what
 // has no stage (the front end asks supported() before).
-std::vector<Stage> make_stages(const Graph& graph);
+// Adds values to the graph: other views of its buffers.
+std::vector<Stage> make_stages(Graph& graph);
 
 }  // namespace ark::plan
