@@ -46,6 +46,11 @@ double Node::real(const std::string& name, double otherwise) const {
   return value != nullptr ? *value : otherwise;
 }
 
+std::string Node::text(const std::string& name) const {
+  const auto* value = find_attribute<std::string>(*this, name);
+  return value != nullptr ? *value : "";
+}
+
 bool Node::flag(const std::string& name, bool otherwise) const {
   const auto* value = find_attribute<bool>(*this, name);
   return value != nullptr ? *value : otherwise;

@@ -76,6 +76,7 @@ struct Node {
   int64_t integer(const std::string& name, int64_t otherwise = 0) const;
   double real(const std::string& name, double otherwise = 0) const;
   bool flag(const std::string& name, bool otherwise = false) const;
+  std::string text(const std::string& name) const;
   std::vector<int64_t> integers(const std::string& name) const;
 };
 
