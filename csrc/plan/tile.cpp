@@ -82,6 +82,7 @@ class Cutter {
   Choice cut_at(int stage, Bounds bounds);
   Choice replicate(int stage);
   void commit(int stage, const Choice& choice);
+  bool handed_around(int stage) const;
   bool tiles_conflict(int stage, const Bounds& bounds) const;
   void drop_unread_replicas();
 
@@ -262,6 +263,20 @@ Choice Cutter::replicate(int stage) {
   return choice;
 }
 
+// Whether a later stage reads all of what the stage writes in every tile: tiles would have to wait for each other.
+bool Cutter::handed_around(int stage) const {
+  for (const Access& write : stages_[stage].accesses) {
+    if (!write.write) continue;
+    const int buffer = graph_.values()[write.value].buffer;
+    for (size_t later = stage + 1; later < stages_.size(); ++later) {
+      for (const Access& access : stages_[later].accesses) {
+        if (!access.write && access.axis < 0 && graph_.values()[access.value].buffer == buffer) return true;
+      }
+    }
+  }
+  return false;
+}
+
 Choice Cutter::choose(int stage) {
   const int group = root(stage);
   const bool replicated_before = decided_[group] == 2;
@@ -276,7 +291,7 @@ Choice Cutter::choose(int stage) {
   }
   if (may_replicate_[group] && decided_[group] == 0) {
     Choice replicas = replicate(stage);
-    if (replicas.end <= best.end + target_.wait_us) best = std::move(replicas);
+    if (replicas.end <= best.end + (handed_around(stage) ? target_.wait_us : 0)) best = std::move(replicas);
   }
   decided_[group] = best.replicas ? 2 : 1;
   return best;
