@@ -43,6 +43,10 @@ bool is_reduction(const std::string& op) {
   return op == "sum" || op == "mean" || op == "amax" || op == "amin" || op == "argmax" || op == "any";
 }
 
+bool is_collective(const std::string& op) {
+  return op == "all_reduce" || op == "all_gather" || op == "reduce_scatter" || op == "all_to_all";
+}
+
 std::vector<int> reduced_dims(const Node& node, int rank) {
   std::set<int> dims;
   for (int64_t dim : node.integers("dims")) {
@@ -70,6 +74,12 @@ class NodeChecker {
   void check() {
     for (int value : node_.inputs) value_of(value);
     for (int value : node_.outputs) check_output(value_of(value));
+    check_operator();
+    check_in_place();
+  }
+
+ private:
+  void check_operator() const {
     if (const PointwiseOp* op = find_pointwise(node_.op)) return pointwise(*op);
     if (node_.op == "iota") return iota();
     if (is_reduction(node_.op)) return reduction();
@@ -77,10 +87,10 @@ class NodeChecker {
     if (node_.op == "attention") return attention();
     if (node_.op == "gather") return gather();
     if (node_.op == "scatter") return scatter();
+    if (is_collective(node_.op)) return collective();
     fail_node(node_, "there is no such operator");
   }
 
- private:
   [[noreturn]] void fail(const std::string& what) const { fail_node(node_, what); }
 
   const Value& value_of(int value) const {
@@ -249,6 +259,23 @@ class NodeChecker {
     shape[dim] = in(1).shape[0];
     expect_shape(in(2), shape, "the source");
     expect_type(in(2), base.type, "the source");
+  }
+
+  void collective() const {
+    count(1, 1);
+    if (in(0).is_literal()) fail("takes no literal");
+    expect_type(out(), in(0).type, "the result");
+  }
+
+  // What it writes is none of what it still has to read: for pointwise operators, but the element itself.
+  void check_in_place() const {
+    for (size_t i = node_.op == "scatter" ? 1 : 0; i < node_.inputs.size(); ++i) {
+      if (in(i).is_literal() || !may_overlap(in(i), out())) continue;
+      const bool itself = in(i).offset == out().offset && in(i).type == out().type && in(i).shape == out().shape &&
+                          in(i).strides == out().strides;
+      if (itself && (find_pointwise(node_.op) != nullptr || is_collective(node_.op))) continue;
+      fail("writes over an operand that it reads as another view; copy it first");
+    }
   }
 
   const Graph& graph_;

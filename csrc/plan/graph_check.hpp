@@ -24,6 +24,7 @@ Shape broadcast(const Node& node, const Shape& a, const Shape& b);
 bool broadcasts_to(const Shape& from, const Shape& to);
 
 bool is_reduction(const std::string& op);
+bool is_collective(const std::string& op);
 // The dimensions of its operand that a reduction reduces, rising; all where its attribute names none.
 std::vector<int> reduced_dims(const Node& node, int rank);
 

@@ -19,6 +19,7 @@ struct Access {
   int value = -1;
   int axis = -1;
   bool write = false;
+  bool sparse = false;  // touches some of it, known at run time: a gather's table, a scatter's base
 };
 
 // Pointwise operators and reductions over one index space, as one pass over rows: the whole of norms, softmax,

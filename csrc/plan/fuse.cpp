@@ -1,0 +1,145 @@
+// Nodes to stages. In program order each row node joins the groups that made its operands, where draft_rows() takes
+// them together and no cycle of groups comes about; every other node is a group of its own. Then groups are put in an
+// order in which each comes after all that it depends on, as near to program order as that allows.
+#include <algorithm>
+#include <queue>
+
+#include "plan/fuse_dependencies.hpp"
+#include "plan/fuse_matrix.hpp"
+#include "plan/fuse_rows.hpp"
+#include "plan/graph_check.hpp"
+#include "plan/stage.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+class Grouper {
+ public:
+  Grouper(const Graph& graph, const Dependencies& dependencies)
+      : graph_(graph), dependencies_(dependencies), group_of_(graph.nodes().size(), -1) {}
+
+  // Nodes of each group, rising; groups in a valid order. Groups of dead nodes are left out.
+  std::vector<std::vector<int>> group() {
+    for (size_t n = 0; n < graph_.nodes().size(); ++n) {
+      if (dependencies_.live[n]) add(static_cast<int>(n));
+    }
+    return ordered();
+  }
+
+ private:
+  void add(int node) {
+    const int own = static_cast<int>(groups_.size());
+    groups_.push_back({node});
+    before_.emplace_back();
+    group_of_[node] = own;
+    for (const auto& edge : dependencies_.before[node]) {
+      if (dependencies_.live[edge.node]) before_[own].push_back(group_of_[edge.node]);
+    }
+    if (!is_row_node(graph_.nodes()[node])) return;
+    std::vector<int> makers;
+    for (const auto& edge : dependencies_.before[node]) {
+      if (edge.value && is_row_node(graph_.nodes()[edge.node])) makers.push_back(edge.node);
+    }
+    std::sort(makers.rbegin(), makers.rend());
+    for (int maker : makers) {
+      const int group = group_of_[maker];
+      if (group != group_of_[node]) try_merge(group, group_of_[node]);
+    }
+  }
+
+  // Whether `to` comes after `from` by way of a third group.
+  bool reaches_around(int from, int to) const {
+    std::vector<bool> seen(groups_.size(), false);
+    std::vector<int> stack;
+    const auto visit = [&](int group) {
+      if (!seen[group]) stack.push_back(group);
+      seen[group] = true;
+    };
+    for (int group : before_[to]) {
+      if (group != from && group != to) visit(group);
+    }
+    while (!stack.empty()) {
+      const int group = stack.back();
+      stack.pop_back();
+      if (group == from) return true;
+      for (int earlier : before_[group]) visit(earlier);
+    }
+    return false;
+  }
+
+  void try_merge(int a, int b) {
+    if (reaches_around(a, b) || reaches_around(b, a)) return;
+    std::vector<int> nodes = groups_[a];
+    nodes.insert(nodes.end(), groups_[b].begin(), groups_[b].end());
+    std::sort(nodes.begin(), nodes.end());
+    if (!draft_rows(graph_, dependencies_, nodes)) return;
+    for (int node : groups_[b]) group_of_[node] = a;
+    groups_[a] = std::move(nodes);
+    groups_[b].clear();
+    std::vector<int> before = before_[a];
+    before.insert(before.end(), before_[b].begin(), before_[b].end());
+    before_[b].clear();
+    for (auto& list : before_) std::replace(list.begin(), list.end(), b, a);
+    std::replace(before.begin(), before.end(), b, a);
+    std::sort(before.begin(), before.end());
+    before.erase(std::unique(before.begin(), before.end()), before.end());
+    before.erase(std::remove(before.begin(), before.end(), a), before.end());
+    before_[a] = std::move(before);
+  }
+
+  std::vector<std::vector<int>> ordered() {
+    std::vector<std::vector<int>> after(groups_.size());
+    std::vector<int> waits(groups_.size(), 0);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      auto& before = before_[g];
+      std::sort(before.begin(), before.end());
+      before.erase(std::unique(before.begin(), before.end()), before.end());
+      for (int earlier : before) {
+        after[earlier].push_back(static_cast<int>(g));
+        ++waits[g];
+      }
+    }
+    using Entry = std::pair<int, int>;  // first node, group
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (waits[g] == 0 && !groups_[g].empty()) ready.emplace(groups_[g].front(), static_cast<int>(g));
+    }
+    std::vector<std::vector<int>> result;
+    while (!ready.empty()) {
+      const int group = ready.top().second;
+      ready.pop();
+      result.push_back(groups_[group]);
+      for (int next : after[group]) {
+        if (--waits[next] == 0) ready.emplace(groups_[next].front(), next);
+      }
+    }
+    return result;
+  }
+
+  const Graph& graph_;
+  const Dependencies& dependencies_;
+  std::vector<std::vector<int>> groups_;
+  std::vector<std::vector<int>> before_;  // groups that a group depends on
+  std::vector<int> group_of_;             // by node
+};
+
+}  // namespace
+
+std::vector<Stage> make_stages(Graph& graph) {
+  graph.check();
+  const Dependencies dependencies = find_dependencies(graph);
+  std::vector<Stage> stages;
+  for (const auto& nodes : Grouper(graph, dependencies).group()) {
+    if (!is_row_node(graph.nodes()[nodes.front()])) {
+      stages.push_back(single_stage(graph, nodes.front()));
+      continue;
+    }
+    const auto draft = draft_rows(graph, dependencies, nodes);
+    if (!draft) fail_node(graph.nodes()[nodes.front()], "cannot be computed row by row");
+    stages.push_back(finish_rows(graph, *draft));
+  }
+  return stages;
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,370 @@
+// The items (registers) of a row program, node by node in program order, and what forbids a list of nodes to be one:
+// a value read by another function than it was written by, a store that another row might load, reductions over
+// different columns, a result that would be stored by more than one row, too much computed again.
+#include "plan/fuse_rows.hpp"
+
+#include <algorithm>
+
+#include "plan/fuse_space.hpp"
+#include "plan/graph_check.hpp"
+#include "plan/overlap.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+using Kind = RowProgram::Instruction::Kind;
+using Mask = std::vector<bool>;
+
+class RowDrafter {
+ public:
+  RowDrafter(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes)
+      : graph_(graph), dependencies_(dependencies) {
+    draft_.nodes = nodes;
+  }
+
+  std::optional<RowDraft> draft() {
+    if (!find_space(graph_, dependencies_, draft_.nodes, space_)) return std::nullopt;
+    draft_.sizes = space_.sizes;
+    columns_.assign(draft_.sizes.size(), false);
+    for (const RowNode& member : space_.members) {
+      if (!add_member(member)) return std::nullopt;
+    }
+    if (!choose_columns() || !worth_it()) return std::nullopt;
+    choose_order();
+    return std::move(draft_);
+  }
+
+ private:
+  const Node& node_of(const RowNode& member) const { return graph_.nodes()[member.node]; }
+  Mask none() const { return Mask(draft_.sizes.size(), false); }
+
+  IndexFunction function_of(int value, const RowNode& member, const Shape& strides) const {
+    const Value& of = graph_.values()[value];
+    IndexFunction result{of.buffer, of.type, of.offset, Shape(draft_.sizes.size(), 0)};
+    for (size_t d = 0; d < strides.size(); ++d) {
+      if (member.map[d] >= 0) result.strides[member.map[d]] = strides[d];
+    }
+    return result;
+  }
+
+  Mask covered(const RowNode& member) const {
+    Mask result = none();
+    for (size_t d = 0; d < member.map.size(); ++d) {
+      if (member.map[d] >= 0 && !member.reduced[d]) result[member.map[d]] = true;
+    }
+    return result;
+  }
+
+  // Whether someone outside the stage sees it.
+  bool is_stored(int node) const {
+    if (graph_.buffer_of(graph_.nodes()[node].outputs[0]).kind != Buffer::Kind::temporary) return true;
+    for (int reader : dependencies_.readers[node]) {
+      if (!std::binary_search(draft_.nodes.begin(), draft_.nodes.end(), reader)) return true;
+    }
+    return false;
+  }
+
+  int push(RowDraft::Item item) {
+    draft_.items.push_back(std::move(item));
+    return static_cast<int>(draft_.items.size()) - 1;
+  }
+
+  int literal(double value, ScalarType type) {
+    for (size_t i = 0; i < draft_.items.size(); ++i) {
+      const auto& item = draft_.items[i];
+      if (item.kind == Kind::literal && item.literal == value && item.type == type) return static_cast<int>(i);
+    }
+    RowDraft::Item item;
+    item.kind = Kind::literal;
+    item.literal = value;
+    item.type = type;
+    item.varies = none();
+    return push(std::move(item));
+  }
+
+  int op(const std::string& name, std::vector<int> args, ScalarType type, int node) {
+    if (name == "cast" || name == "copy") {
+      const ScalarType from = draft_.items[args[0]].type;
+      const bool widens = type == ScalarType::f32 && is_floating(from);
+      if (from == type || widens) return args[0];
+    }
+    RowDraft::Item item;
+    item.name = name == "copy" ? "cast" : name;
+    item.type = type;
+    item.node = node;
+    item.varies = none();
+    for (int arg : args) {
+      for (size_t d = 0; d < item.varies.size(); ++d) {
+        if (draft_.items[arg].varies[d]) item.varies[d] = true;
+      }
+    }
+    item.args = std::move(args);
+    return push(std::move(item));
+  }
+
+  int load(IndexFunction function, int node) {
+    for (size_t i = 0; i < draft_.items.size(); ++i) {
+      if (draft_.items[i].kind == Kind::load && draft_.items[i].function == function) return static_cast<int>(i);
+    }
+    RowDraft::Item item;
+    item.kind = Kind::load;
+    item.type = function.type;
+    item.node = node;
+    item.varies = none();
+    for (size_t d = 0; d < item.varies.size(); ++d) item.varies[d] = function.strides[d] != 0;
+    item.function = std::move(function);
+    return push(std::move(item));
+  }
+
+  // The element of an iota or a fill that `function` reads, computed: start + step * its position.
+  int inlined(const IndexFunction& function, int node) {
+    const Node& writer = graph_.nodes()[dependencies_.inlined_writer[function.buffer]];
+    const Value& written = graph_.values()[writer.outputs[0]];
+    if (written.type != function.type) return -1;
+    if (writer.op != "iota") {
+      const Value& fill = graph_.values()[writer.inputs[0]];
+      return op("cast", {literal(fill.literal, fill.type)}, written.type, node);
+    }
+    const int64_t stride = written.shape[0] > 1 ? written.strides[0] : 1;
+    const int64_t step = writer.integer("step", 1);
+    int64_t first = function.offset - written.offset;
+    if (first % stride != 0) return -1;
+    first = writer.integer("start") + first / stride * step;
+    int sum = -1;
+    for (size_t d = 0; d < function.strides.size(); ++d) {
+      if (function.strides[d] == 0) continue;
+      if (function.strides[d] % stride != 0) return -1;
+      const int term = scaled(index(d), function.strides[d] / stride * step, node);
+      sum = sum < 0 ? term : op("add", {sum, term}, ScalarType::i64, node);
+    }
+    const int constant = literal(static_cast<double>(first), ScalarType::i64);
+    if (sum < 0) {
+      sum = constant;
+    } else if (first != 0) {
+      sum = op("add", {sum, constant}, ScalarType::i64, node);
+    }
+    return op("cast", {sum}, written.type, node);
+  }
+
+  int scaled(int arg, int64_t factor, int node) {
+    if (factor == 1) return arg;
+    return op("mul", {arg, literal(static_cast<double>(factor), ScalarType::i64)}, ScalarType::i64, node);
+  }
+
+  int index(size_t dimension) {
+    for (size_t i = 0; i < draft_.items.size(); ++i) {
+      const auto& item = draft_.items[i];
+      if (item.kind == Kind::index && item.args[0] == static_cast<int>(dimension)) return static_cast<int>(i);
+    }
+    RowDraft::Item item;
+    item.kind = Kind::index;
+    item.type = ScalarType::i64;
+    item.args = {static_cast<int>(dimension)};
+    item.varies = none();
+    item.varies[dimension] = true;
+    return push(std::move(item));
+  }
+
+  bool add_member(const RowNode& member) {
+    const Node& node = node_of(member);
+    std::vector<int> args;
+    for (size_t k = 0; k < node.inputs.size(); ++k) {
+      const Value& value = graph_.values()[node.inputs[k]];
+      if (member.writer[k] == RowNode::kLiteral) {
+        args.push_back(literal(value.literal, value.type));
+        continue;
+      }
+      IndexFunction function = function_of(node.inputs[k], member, member.strides[k]);
+      if (member.writer[k] == RowNode::kInlined) {
+        args.push_back(inlined(function, member.node));
+        if (args.back() < 0) return false;
+      } else if (member.writer[k] >= 0) {
+        if (function != functions_[member.writer[k]]) return false;
+        args.push_back(registers_[member.writer[k]]);
+      } else {
+        args.push_back(load(std::move(function), member.node));
+      }
+    }
+    const Value& out = graph_.values()[node.outputs[0]];
+    const bool stored = is_stored(member.node);
+    // What only this stage sees is not rounded.
+    const ScalarType type = !stored && is_floating(out.type) ? ScalarType::f32 : out.type;
+    int result = -1;
+    if (node.op == "iota") {
+      const int position = out.shape[0] > 1 ? index(static_cast<size_t>(member.map[0])) : literal(0, ScalarType::i64);
+      const int product = scaled(position, node.integer("step", 1), member.node);
+      const int start = literal(static_cast<double>(node.integer("start")), ScalarType::i64);
+      result = op("cast", {op("add", {product, start}, ScalarType::i64, member.node)}, type, member.node);
+    } else if (is_reduction(node.op)) {
+      result = reduce(member, args[0], type);
+    } else {
+      result = op(node.op, std::move(args), type, member.node);
+    }
+    if (result < 0) return false;
+    registers_.push_back(result);
+    functions_.push_back(function_of(node.outputs[0], member, member.out));
+    return !stored || store(member, result);
+  }
+
+  int reduce(const RowNode& member, int arg, ScalarType type) {
+    const Node& node = node_of(member);
+    std::vector<int> dims;
+    for (size_t d = 0; d < member.shape.size(); ++d) {
+      if (member.map[d] >= 0 && member.reduced[d]) dims.push_back(member.map[d]);
+      if (member.map[d] < 0 && member.shape[d] > 1) return -1;
+    }
+    if (dims.empty()) {  // of one element each
+      if (node.op == "argmax") return literal(0, ScalarType::i64);
+      return op("cast", {arg}, type, member.node);
+    }
+    Mask columns = none();
+    size_t covers = 0;
+    for (int dim : member.map) covers += dim >= 0 ? 1 : 0;
+    for (int dim : dims) columns[dim] = true;
+    if (covers != draft_.sizes.size() || (draft_.reduces && columns != columns_)) return -1;
+    if (node.op == "argmax" && counted_ && dims != column_order_) return -1;
+    if (!draft_.reduces || node.op == "argmax") column_order_ = dims;
+    counted_ = counted_ || node.op == "argmax";
+    draft_.reduces = true;
+    columns_ = columns;
+    RowDraft::Item item;
+    item.kind = Kind::reduce;
+    item.name = node.op;
+    item.args = {arg};
+    item.type = type;
+    item.node = member.node;
+    item.varies = draft_.items[arg].varies;
+    for (size_t d = 0; d < columns.size(); ++d) {
+      if (columns[d]) item.varies[d] = false;
+    }
+    return push(std::move(item));
+  }
+
+  // What a store overwrites was loaded as the same element by the same row, or by nobody.
+  bool store(const RowNode& member, int result) {
+    const int value = node_of(member).outputs[0];
+    RowDraft::Item item;
+    item.kind = Kind::store;
+    item.args = {result};
+    item.node = member.node;
+    item.function = functions_.back();
+    item.type = item.function.type;
+    item.varies = covered(member);
+    const Footprint bytes = footprint(graph_.values()[value]);
+    for (const auto& other : stored_) {
+      if (other.first == item.function.buffer && may_overlap(other.second, bytes)) return false;
+    }
+    const bool all = std::find(item.varies.begin(), item.varies.end(), false) == item.varies.end();
+    for (const auto& other : draft_.items) {
+      if (other.kind != Kind::load || other.function.buffer != item.function.buffer) continue;
+      if (!may_overlap(footprint_of(other.function), bytes)) continue;
+      if (other.function != item.function || !all) return false;
+      draft_.in_place = true;
+    }
+    stored_.emplace_back(item.function.buffer, bytes);
+    push(std::move(item));
+    return true;
+  }
+
+  Footprint footprint_of(const IndexFunction& function) const {
+    Value value;
+    value.type = function.type;
+    value.shape = draft_.sizes;
+    value.strides = function.strides;
+    value.offset = function.offset;
+    return footprint(value);
+  }
+
+  // The columns are what is reduced, or what some stores leave out, or the last dimension.
+  bool choose_columns() {
+    if (draft_.reduces && draft_.in_place) return false;
+    bool chosen = draft_.reduces;
+    for (const auto& item : draft_.items) {
+      if (item.kind != Kind::store) continue;
+      Mask left = item.varies;
+      left.flip();
+      if (std::find(left.begin(), left.end(), true) == left.end()) continue;
+      if (chosen && left != columns_) return false;
+      columns_ = left;
+      chosen = true;
+    }
+    if (!chosen) return true;
+    if (column_order_.empty()) {
+      for (size_t d = 0; d < columns_.size(); ++d) {
+        if (columns_[d]) column_order_.push_back(static_cast<int>(d));
+      }
+    }
+    return true;
+  }
+
+  // Values that broadcast over rows are computed for every row: only what costs less than a load.
+  bool worth_it() const {
+    int again = 0;
+    for (const auto& item : draft_.items) {
+      if (item.kind != Kind::op) continue;
+      bool rows = true;
+      bool any = false;
+      for (size_t d = 0; d < item.varies.size(); ++d) {
+        rows = rows && (item.varies[d] || columns_[d]);
+        any = any || item.varies[d];
+      }
+      bool all = true;
+      for (bool varies : item.varies) all = all && varies;
+      if (all || !any || (rows && !column_order_.empty())) continue;
+      if (is_costly(item.name)) return false;
+      ++again;
+    }
+    return again <= 6 || draft_.nodes.size() == 1;
+  }
+
+  static bool is_costly(const std::string& name) {
+    static const char* const names[] = {"exp",  "log", "log1p",   "expm1", "sin",          "cos",
+                                        "tanh", "erf", "sigmoid", "pow",   "floor_divide", "remainder"};
+    return std::find(std::begin(names), std::end(names), name) != std::end(names);
+  }
+
+  // Rows by falling strides of the first store of whole rows, so that neighbours are written one after the other.
+  void choose_order() {
+    std::vector<int> order;
+    for (int dim : space_.members[space_.start].map) {
+      if (dim >= 0) order.push_back(dim);
+    }
+    for (size_t d = 0; d < draft_.sizes.size(); ++d) {
+      const auto dim = static_cast<int>(d);
+      if (std::find(order.begin(), order.end(), dim) == order.end()) order.insert(order.begin(), dim);
+    }
+    for (const auto& item : draft_.items) {
+      if (item.kind != Kind::store || std::find(item.varies.begin(), item.varies.end(), false) != item.varies.end()) {
+        continue;
+      }
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int a, int b) { return item.function.strides[a] > item.function.strides[b]; });
+      break;
+    }
+    order.erase(std::remove_if(order.begin(), order.end(), [&](int dim) { return columns_[dim]; }), order.end());
+    order.insert(order.end(), column_order_.begin(), column_order_.end());
+    draft_.order = order;
+    draft_.inner = static_cast<int>(column_order_.size());
+  }
+
+  const Graph& graph_;
+  const Dependencies& dependencies_;
+  RowDraft draft_;
+  RowSpace space_;
+  Mask columns_;
+  std::vector<int> column_order_;
+  bool counted_ = false;  // the order of the columns matters
+  std::vector<int> registers_;
+  std::vector<IndexFunction> functions_;
+  std::vector<std::pair<int, Footprint>> stored_;
+};
+
+}  // namespace
+
+std::optional<RowDraft> draft_rows(const Graph& graph, const Dependencies& dependencies,
+                                   const std::vector<int>& nodes) {
+  return RowDrafter(graph, dependencies, nodes).draft();
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,215 @@
+// Starts from the largest loop nest and goes from member to member along the values that they hand to each other. A
+// dimension that no such value fixes goes to a free one of the same length, best where shared operands lie alike.
+#include "plan/fuse_space.hpp"
+
+#include <algorithm>
+
+#include "plan/graph_check.hpp"
+#include "plan/overlap.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+Shape broadcast_strides(const Value& value, const Shape& shape) {
+  Shape strides(shape.size(), 0);
+  const size_t lead = shape.size() - value.shape.size();
+  for (size_t i = 0; i < value.shape.size(); ++i) {
+    if (value.shape[i] > 1) strides[lead + i] = value.strides[i];
+  }
+  return strides;
+}
+
+RowNode loop_nest(const Graph& graph, const Dependencies& dependencies, int index) {
+  const Node& node = graph.nodes()[index];
+  const Value& out = graph.values()[node.outputs[0]];
+  RowNode result;
+  result.node = index;
+  const bool reduces = is_reduction(node.op);
+  result.shape = reduces ? graph.values()[node.inputs[0]].shape : out.shape;
+  result.reduced.assign(result.shape.size(), false);
+  result.map.assign(result.shape.size(), -1);
+  for (int input : node.inputs) {
+    const Value& value = graph.values()[input];
+    result.strides.push_back(value.is_literal() ? Shape{} : broadcast_strides(value, result.shape));
+    result.writer.push_back(value.is_literal()                               ? RowNode::kLiteral
+                            : dependencies.inlined_writer[value.buffer] >= 0 ? RowNode::kInlined
+                                                                             : RowNode::kLoad);
+  }
+  if (!reduces) {
+    result.out = broadcast_strides(out, result.shape);
+    return result;
+  }
+  const auto rank = static_cast<int>(result.shape.size());
+  for (int dim : reduced_dims(node, rank)) result.reduced[dim] = true;
+  result.out.assign(result.shape.size(), 0);
+  const bool keep = node.flag("keepdim");
+  for (int i = 0, o = 0; i < rank; ++i) {
+    if (!result.reduced[i] && result.shape[i] > 1) result.out[i] = out.strides[o];
+    if (!result.reduced[i] || keep) ++o;
+  }
+  return result;
+}
+
+class SpaceFinder {
+ public:
+  SpaceFinder(const Graph& graph, RowSpace& space) : graph_(graph), space_(space) {}
+
+  bool find() {
+    auto& members = space_.members;
+    link();
+    int64_t most = 0;
+    for (size_t i = 0; i < members.size(); ++i) {
+      int64_t elements = 1;
+      for (int64_t size : members[i].shape) elements *= size;
+      if (elements > most) {
+        most = elements;
+        space_.start = static_cast<int>(i);
+      }
+    }
+    mapped_.assign(members.size(), false);
+    if (!map(space_.start)) return false;
+    for (size_t left = members.size() - 1; left > 0; --left) {
+      const int next = next_linked();
+      if (next < 0 || !map(next)) return false;
+    }
+    return true;
+  }
+
+ private:
+  // Which operand is which earlier member's result: the last one written before that it overlaps.
+  void link() {
+    auto& members = space_.members;
+    std::vector<Footprint> written;
+    for (size_t i = 0; i < members.size(); ++i) {
+      const Node& node = graph_.nodes()[members[i].node];
+      for (size_t k = 0; k < node.inputs.size(); ++k) {
+        const Value& value = graph_.values()[node.inputs[k]];
+        if (members[i].writer[k] != RowNode::kLoad) continue;
+        const Footprint bytes = footprint(value);
+        for (size_t w = i; w-- > 0;) {
+          const Value& out = graph_.values()[graph_.nodes()[members[w].node].outputs[0]];
+          if (out.buffer != value.buffer || !may_overlap(bytes, written[w])) continue;
+          members[i].writer[k] = static_cast<int>(w);
+          links_.push_back({static_cast<int>(w), static_cast<int>(i), k});
+          break;
+        }
+      }
+      written.push_back(footprint(graph_.values()[node.outputs[0]]));
+    }
+  }
+
+  int next_linked() const {
+    for (const Link& link : links_) {
+      if (mapped_[link.from] && !mapped_[link.to]) return link.to;
+      if (mapped_[link.to] && !mapped_[link.from]) return link.from;
+    }
+    return -1;
+  }
+
+  // Dimensions of `member` that `strides` tells apart, by those of a mapped one.
+  static bool constrain(RowNode& member, const Shape& strides, const RowNode& other, const Shape& other_strides) {
+    for (size_t d = 0; d < strides.size(); ++d) {
+      if (member.shape[d] == 1 || strides[d] == 0) continue;
+      int found = -1;
+      for (size_t f = 0; f < other_strides.size() && found < 0; ++f) {
+        if (other.shape[f] == member.shape[d] && other_strides[f] == strides[d]) found = other.map[f];
+      }
+      if (found < 0 || (member.map[d] >= 0 && member.map[d] != found)) return false;
+      member.map[d] = found;
+    }
+    return true;
+  }
+
+  bool map(int index) {
+    RowNode& member = space_.members[index];
+    for (const Link& link : links_) {
+      const Shape& read = space_.members[link.to].strides[link.operand];
+      const Shape& out = space_.members[link.from].out;
+      if (link.to == index && mapped_[link.from] && !constrain(member, read, space_.members[link.from], out)) {
+        return false;
+      }
+      if (link.from == index && mapped_[link.to] && !constrain(member, out, space_.members[link.to], read)) {
+        return false;
+      }
+    }
+    std::vector<bool> taken(space_.sizes.size(), false);
+    for (int dim : member.map) {
+      if (dim < 0) continue;
+      if (taken[dim]) return false;
+      taken[dim] = true;
+    }
+    int previous = -1;
+    for (size_t d = 0; d < member.shape.size(); ++d) {
+      if (member.shape[d] > 1 && member.map[d] < 0) {
+        const int best = best_dimension(member, d, taken, previous);
+        if (best >= 0) {
+          taken[best] = true;
+          member.map[d] = best;
+        } else {
+          member.map[d] = static_cast<int>(space_.sizes.size());
+          space_.sizes.push_back(member.shape[d]);
+          taken.push_back(true);
+        }
+      }
+      if (member.map[d] >= 0) previous = member.map[d];
+    }
+    mapped_[index] = true;
+    return true;
+  }
+
+  int best_dimension(const RowNode& member, size_t d, const std::vector<bool>& taken, int previous) const {
+    int best = -1, best_score = -1;
+    for (size_t e = 0; e < taken.size(); ++e) {
+      if (taken[e] || space_.sizes[e] != member.shape[d]) continue;
+      const int score = 2 * shared_operands(member, d, static_cast<int>(e)) + (static_cast<int>(e) > previous ? 1 : 0);
+      if (score > best_score) {
+        best_score = score;
+        best = static_cast<int>(e);
+      }
+    }
+    return best;
+  }
+
+  int shared_operands(const RowNode& member, size_t d, int e) const {
+    int shared = 0;
+    for (size_t i = 0; i < space_.members.size(); ++i) {
+      const RowNode& other = space_.members[i];
+      if (!mapped_[i]) continue;
+      const auto f = static_cast<size_t>(std::find(other.map.begin(), other.map.end(), e) - other.map.begin());
+      if (f == other.map.size()) continue;
+      for (size_t k = 0; k < member.strides.size(); ++k) {
+        if (member.writer[k] != RowNode::kLoad || member.strides[k][d] == 0) continue;
+        for (size_t l = 0; l < other.strides.size(); ++l) {
+          if (other.writer[l] == RowNode::kLoad && buffer(other, l) == buffer(member, k) &&
+              other.strides[l][f] == member.strides[k][d]) {
+            ++shared;
+          }
+        }
+      }
+    }
+    return shared;
+  }
+
+  int buffer(const RowNode& member, size_t operand) const {
+    return graph_.values()[graph_.nodes()[member.node].inputs[operand]].buffer;
+  }
+
+  struct Link {
+    int from, to;
+    size_t operand;
+  };
+  const Graph& graph_;
+  RowSpace& space_;
+  std::vector<Link> links_;
+  std::vector<bool> mapped_;
+};
+
+}  // namespace
+
+bool find_space(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes, RowSpace& space) {
+  for (int node : nodes) space.members.push_back(loop_nest(graph, dependencies, node));
+  return SpaceFinder(graph, space).find();
+}
+
+}  // namespace ark::plan

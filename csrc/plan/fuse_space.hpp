@@ -1,0 +1,32 @@
+// The common index space of row nodes: which dimension of which node is which.
+#pragma once
+
+#include <vector>
+
+#include "plan/fuse_dependencies.hpp"
+#include "plan/graph.hpp"
+
+namespace ark::plan {
+
+// One node and its loop nest.
+struct RowNode {
+  int node = -1;
+  Shape shape;                 // what it iterates over
+  std::vector<Shape> strides;  // of each operand over `shape` (0: broadcast); empty for literals
+  Shape out;                   // of its result; 0 where reduced
+  std::vector<bool> reduced;   // by dimension
+  std::vector<int> writer;     // by operand: the member whose result it is, or
+  static constexpr int kLoad = -1, kLiteral = -2, kInlined = -3;
+  std::vector<int> map;  // dimension -> dimension of the space, or -1 (length 1)
+};
+
+struct RowSpace {
+  std::vector<RowNode> members;
+  Shape sizes;
+  int start = 0;  // the member with the largest loop nest
+};
+
+// False where the nodes are not connected by values or their loops do not fit.
+bool find_space(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes, RowSpace& space);
+
+}  // namespace ark::plan

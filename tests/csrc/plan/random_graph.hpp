@@ -1,0 +1,292 @@
+// Random graphs: pointwise operators, reductions, products, attention, gathers, writes in place and into slices, on
+// views of all kinds (permuted, sliced, strided, expanded, unsqueezed), with odd shapes.
+#pragma once
+
+#include <random>
+#include <string>
+#include <vector>
+
+#include "graph_builder.hpp"
+
+namespace ark::plan {
+
+class RandomGraph {
+ public:
+  explicit RandomGraph(uint32_t seed) : random_(seed) {
+    const int inputs = pick(1, 3);
+    for (int i = 0; i < inputs; ++i) add(builder_.input(shape(), pick_type(), chance(30)));
+    const int nodes = pick(2, 14);
+    for (int i = 0; i < nodes; ++i) step();
+    const int results = pick(1, 2);
+    for (int i = 0; i < results; ++i) builder_.copy_out(any());
+  }
+
+  Graph& graph() { return builder_.graph; }
+  GraphBuilder& builder() { return builder_; }
+
+  // Fills the inputs, small numbers of which sums are exact; indices (inputs named so) within their tables.
+  template <typename Memory>
+  void fill(Memory& memory) {
+    for (size_t b = 0; b < graph().buffers().size(); ++b) {
+      if (graph().buffers()[b].kind != Buffer::Kind::input) continue;
+      for (size_t byte = 0; byte < memory.cells[b].size(); ++byte) {
+        memory.cells[b][byte] = static_cast<double>(static_cast<int>(random_() % 9)) - 4;
+        memory.written[b][byte] = 1;
+      }
+      for (const auto& [buffer, limit] : indices_) {
+        if (buffer != static_cast<int>(b)) continue;
+        for (double& cell : memory.cells[b]) cell = static_cast<double>(random_() % limit);
+      }
+      for (const Value& value : graph().values()) {
+        if (value.buffer != static_cast<int>(b) || value.type != ScalarType::boolean) continue;
+        for (double& cell : memory.cells[b]) cell = cell > 0 ? 1 : 0;
+      }
+    }
+  }
+
+ private:
+  int pick(int least, int most) {
+    return least + static_cast<int>(random_() % static_cast<uint32_t>(most - least + 1));
+  }
+  bool chance(int percent) { return pick(1, 100) <= percent; }
+  ScalarType pick_type() {
+    const int x = pick(1, 10);
+    return x <= 7 ? ScalarType::f32 : x == 8 ? ScalarType::bf16 : x == 9 ? ScalarType::i64 : ScalarType::boolean;
+  }
+  int64_t length() {
+    static const int64_t lengths[] = {1, 2, 2, 3, 4, 5, 7, 17, 33};
+    return lengths[pick(0, 8)];
+  }
+  Shape shape() {
+    Shape result;
+    const int rank = pick(0, 4);
+    for (int i = 0; i < rank; ++i) result.push_back(length());
+    int64_t elements = 1;
+    for (int64_t& size : result) {
+      if (elements * size > 600) size = 1;
+      elements *= size;
+    }
+    return result;
+  }
+
+  void add(int value) { values_.push_back(value); }
+  const Value& at(int value) const { return builder_.at(value); }
+  int any() {
+    // Late ones more often: chains.
+    if (chance(60))
+      return values_[values_.size() - 1 - pick(0, std::min<int>(3, static_cast<int>(values_.size()) - 1))];
+    return values_[pick(0, static_cast<int>(values_.size()) - 1)];
+  }
+  bool is_float(int value) const { return is_floating(at(value).type); }
+  int floating() {
+    for (int i = 0; i < 8; ++i) {
+      const int value = any();
+      if (is_float(value)) return value;
+    }
+    return builder_.pointwise("cast", {any()});
+  }
+
+  // One view more, of anything.
+  int view(int value) {
+    const Shape from = at(value).shape;
+    const auto rank = static_cast<int>(from.size());
+    switch (pick(0, 4)) {
+      case 0:
+        if (rank < 2) return value;
+        return builder_.transpose(value);
+      case 1: return rank < 5 ? builder_.unsqueeze(value, pick(0, rank)) : value;
+      case 2: {
+        if (rank == 0) return value;
+        const int dim = pick(0, rank - 1);
+        const auto size = static_cast<int>(from[dim]);
+        const int begin = pick(0, size - 1);
+        return builder_.slice(value, dim, begin, pick(begin + 1, size), pick(1, 2));
+      }
+      case 3: {
+        if (rank > 3 || at(value).elements() > 300) return value;
+        Shape to = from;
+        to.insert(to.begin(), pick(1, 3));
+        return builder_.expand(value, to);
+      }
+      default: {
+        if (rank < 3) return value;
+        std::vector<int> order;
+        for (int i = 0; i < rank; ++i) order.push_back((i + 1) % rank);
+        return builder_.permute(value, order);
+      }
+    }
+  }
+
+  // Something that broadcasts with `value`.
+  int partner(int value) {
+    const Shape to = at(value).shape;
+    for (int i = 0; i < 6; ++i) {
+      const int other = chance(25) ? view(any()) : any();
+      if (broadcasts_to(at(other).shape, to)) return other;
+    }
+    if (chance(50) || to.empty()) return builder_.literal(pick(-3, 3), at(value).type);
+    Shape part(to.begin() + pick(0, static_cast<int>(to.size()) - 1), to.end());
+    for (int64_t& size : part) size = chance(30) ? 1 : size;
+    return builder_.input(part, at(value).type);
+  }
+
+  void step() {
+    const int kind = pick(1, 100);
+    if (kind <= 20) return unary();
+    if (kind <= 50) return binary();
+    if (kind <= 65) return reduction();
+    if (kind <= 72) return add(view(any()));
+    if (kind <= 77) return slices();
+    if (kind <= 82) return in_place();
+    if (kind <= 86) return positions();
+    if (kind <= 91) return product();
+    if (kind <= 94) return lookup();
+    if (kind <= 97) return cache();
+    attend();
+  }
+
+  void unary() {
+    static const char* const floats[] = {"neg",  "abs",   "exp",  "tanh", "sigmoid",
+                                         "relu", "floor", "sign", "cast", "copy"};
+    const int value = any();
+    if (!is_float(value)) return add(builder_.pointwise(chance(50) ? "cast" : "copy", {value}, pick_type()));
+    const std::string op = floats[pick(0, 9)];
+    add(builder_.pointwise(op, {value}, chance(20) ? ScalarType::bf16 : ScalarType::f32));
+  }
+
+  void binary() {
+    const int a = any(), b = partner(a);
+    const bool floats = is_float(a) || is_float(b);
+    if (chance(15)) {
+      const int condition = builder_.pointwise(chance(50) ? "lt" : "ne", {a, b});
+      const int c = partner(condition);
+      return add(builder_.pointwise("where", {condition, c, partner(condition)}));
+    }
+    static const char* const ops[] = {"add", "sub", "mul", "maximum", "minimum", "ge", "logical_and"};
+    add(builder_.pointwise(ops[pick(0, 6)], {a, b}, floats ? ScalarType::f32 : ScalarType::i64));
+  }
+
+  void reduction() {
+    const int value = any();
+    const auto rank = static_cast<int>(at(value).shape.size());
+    std::vector<int64_t> dims;
+    for (int i = 0; i < rank; ++i) {
+      if (chance(i + 1 == rank ? 70 : 30)) dims.push_back(i);
+    }
+    static const char* const ops[] = {"sum", "mean", "amax", "amin", "argmax", "any"};
+    const std::string op = ops[pick(0, 5)];
+    if (!is_float(value) && op == "mean") return;
+    const int reduced = builder_.reduce(op, value, dims, chance(70));
+    add(reduced);
+    // As norms and softmax do.
+    if (chance(60) && broadcasts_to(at(reduced).shape, at(value).shape)) {
+      add(builder_.pointwise(chance(50) ? "sub" : "mul", {value, reduced}));
+    }
+  }
+
+  // Two pieces of one buffer, as cat makes them.
+  void slices() {
+    const int value = any();
+    const Shape from = at(value).shape;
+    if (from.empty() || at(value).elements() > 300) return;
+    const int dim = pick(0, static_cast<int>(from.size()) - 1);
+    Shape to = from;
+    to[dim] *= 2;
+    const int whole = builder_.temporary(to, at(value).type);
+    const int first = builder_.slice(whole, dim, 0, from[dim]), second = builder_.slice(whole, dim, from[dim], to[dim]);
+    builder_.into(first, "copy", {value});
+    builder_.into(second, is_float(value) ? "neg" : "copy", {value});
+    add(whole);
+    if (chance(30)) add(first);
+  }
+
+  void in_place() {
+    for (int i = 0; i < 8; ++i) {
+      const int value = any();
+      const Buffer& buffer = graph().buffer_of(value);
+      if (buffer.kind == Buffer::Kind::input && !buffer.mutated) continue;
+      if (at(value).type == ScalarType::boolean) continue;
+      const int other = partner(value);
+      const Node probe{"add", {value, other}, {value}, {}, ""};
+      try {
+        check_node(graph(), probe);
+      } catch (const std::exception&) {
+        continue;
+      }
+      builder_.into(value, "add", {value, other});
+      return;
+    }
+  }
+
+  void positions() {
+    const int64_t count = length();
+    const int made = builder_.temporary({count}, ScalarType::i64);
+    builder_.into(made, "iota", {}, {{"start", int64_t{pick(0, 3)}}, {"step", int64_t{pick(1, 3)}}});
+    add(made);
+    if (chance(30)) {
+      const int filled = builder_.temporary({count, 2});
+      add(builder_.into(filled, "copy", {builder_.literal(1.5)}));
+    }
+  }
+
+  void product() {
+    int a = floating();
+    if (at(a).shape.size() < 2 || chance(30)) a = builder_.input({pick(1, 2), pick(1, 20), pick(1, 9)});
+    const Shape& shape = at(a).shape;
+    const int64_t n = length(), k = shape.back();
+    const bool batched = chance(40) && shape.size() > 2;
+    Shape of_b = batched ? Shape(shape.begin(), shape.end() - 2) : Shape{};
+    of_b.insert(of_b.end(), {n, k});
+    const int b = builder_.transpose(builder_.input(of_b));
+    const int bias = chance(30) ? builder_.input({n}) : -1;
+    add(builder_.matmul(a, b, bias));
+  }
+
+  int index_input(int64_t count, int64_t limit) {
+    const int index = builder_.input({count}, ScalarType::i64);
+    indices_.emplace_back(at(index).buffer, limit);
+    return index;
+  }
+
+  void lookup() {
+    const int table = any();
+    const Shape from = at(table).shape;
+    if (from.empty()) return;
+    const int64_t dim = pick(0, static_cast<int>(from.size()) - 1);
+    const int index = index_input(length(), from[dim]);
+    Shape to = from;
+    to[dim] = at(index).shape[0];
+    const int out = builder_.temporary(to, at(table).type);
+    add(builder_.into(out, "gather", {table, index}, {{"dim", dim}}));
+  }
+
+  void cache() {
+    const int source = any();
+    const Shape from = at(source).shape;
+    if (from.empty()) return;
+    const int64_t dim = pick(0, static_cast<int>(from.size()) - 1);
+    Shape whole = from;
+    whole[dim] += 3;
+    const int base = builder_.input(whole, at(source).type, true);
+    const int index = index_input(from[dim], whole[dim]);
+    builder_.into(base, "scatter", {base, index, source}, {{"dim", dim}});
+    add(base);
+  }
+
+  void attend() {
+    const int64_t batch = pick(1, 2), heads = pick(1, 2), group = pick(1, 2), queries = pick(1, 3), keys = pick(1, 5);
+    const int q = builder_.input({batch, heads * group, queries, 4});
+    const int k = builder_.input({batch, heads, keys, 4}), v = builder_.input({batch, heads, keys, 3});
+    const int out = builder_.temporary({batch, heads * group, queries, 3});
+    std::vector<int> operands = {q, k, v};
+    if (chance(50)) operands.push_back(builder_.input({queries, keys}));
+    add(builder_.into(out, "attention", operands, {{"scale", 0.5}, {"causal", chance(30) && keys >= queries}}));
+  }
+
+  std::mt19937 random_;
+  GraphBuilder builder_;
+  std::vector<int> values_;
+  std::vector<std::pair<int, int64_t>> indices_;
+};
+
+}  // namespace ark::plan

@@ -1,0 +1,243 @@
+// make_stages: what belongs together is one stage, and stages in random tiles compute what the nodes compute.
+#include "plan/stage.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "error.hpp"
+#include "graph_builder.hpp"
+#include "interpreter.hpp"
+#include "random_graph.hpp"
+
+namespace ark::plan {
+namespace {
+
+std::string describe(const Graph& graph, const std::vector<Stage>& stages) {
+  std::string text;
+  for (const Node& node : graph.nodes()) {
+    text += node.origin + " " + node.op;
+    for (int value : node.inputs) {
+      const Value& of = graph.values()[value];
+      text += of.is_literal() ? " literal"
+                              : " b" + std::to_string(of.buffer) + to_string(of.shape) + "x" + to_string(of.strides) +
+                                    "+" + std::to_string(of.offset);
+    }
+    const Value& out = graph.values()[node.outputs[0]];
+    text += " -> b" + std::to_string(out.buffer) + to_string(out.shape) + "x" + to_string(out.strides) + "+" +
+            std::to_string(out.offset) + "\n";
+  }
+  for (const Stage& stage : stages) {
+    text += stage.kind + " " + stage.name + " of " + stage.origin + " extent " + std::to_string(stage.extent) + "\n";
+  }
+  return text;
+}
+
+// Both ways, from the same inputs; every buffer that the caller sees must agree.
+void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed) {
+  Memory start(graph);
+  fill(start);
+  Memory by_node = start, by_stage = start;
+  run_nodes(by_node, graph);
+  std::vector<Stage> stages;
+  ASSERT_NO_THROW(stages = make_stages(graph)) << describe(graph, {});
+  std::mt19937 random(seed);
+  ASSERT_NO_THROW(run_stages(by_stage, graph, stages, random)) << describe(graph, stages);
+  for (size_t b = 0; b < graph.buffers().size(); ++b) {
+    if (graph.buffers()[b].kind == Buffer::Kind::temporary) continue;
+    for (size_t byte = 0; byte < by_node.cells[b].size(); ++byte) {
+      ASSERT_EQ(by_node.written[b][byte], by_stage.written[b][byte]) << describe(graph, stages);
+      const double x = by_node.cells[b][byte], y = by_stage.cells[b][byte];
+      if (std::isnan(x) && std::isnan(y)) continue;
+      if (x == y) continue;
+      ASSERT_NEAR(x, y, 1e-9 * std::max(1.0, std::fabs(x))) << "buffer " << b << " byte " << byte << "\n"
+                                                            << describe(graph, stages);
+    }
+  }
+}
+
+void fill_inputs(Memory& memory, const Graph& graph) {
+  std::mt19937 random(7);
+  for (size_t b = 0; b < graph.buffers().size(); ++b) {
+    if (graph.buffers()[b].kind != Buffer::Kind::input) continue;
+    for (size_t byte = 0; byte < memory.cells[b].size(); ++byte) {
+      memory.cells[b][byte] = static_cast<double>(random() % 1000) / 500 - 1;
+      memory.written[b][byte] = 1;
+    }
+  }
+}
+
+std::vector<Stage> stages_of(GraphBuilder& builder) {
+  expect_same(
+      builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1);
+  return make_stages(builder.graph);
+}
+
+int rms_norm(GraphBuilder& builder, int x, int weight) {
+  const int wide = builder.pointwise("cast", {x});
+  const int square = builder.pointwise("mul", {wide, wide});
+  const int mean = builder.reduce("mean", square, {-1});
+  const int root = builder.pointwise("rsqrt", {builder.pointwise("add", {mean, builder.literal(1e-5)})});
+  const int normal = builder.pointwise("cast", {builder.pointwise("mul", {wide, root})}, ScalarType::bf16);
+  return builder.pointwise("mul", {normal, weight}, ScalarType::bf16);
+}
+
+TEST(Stages, RmsNormIsOneAndOfOneRowReplicable) {
+  for (int64_t rows : {1, 5}) {
+    GraphBuilder builder;
+    const int x = builder.input({1, rows, 64}, ScalarType::bf16), weight = builder.parameter({64}, ScalarType::bf16);
+    const int w = builder.parameter({64, 64}, ScalarType::bf16);
+    const int normal = rms_norm(builder, x, weight);
+    builder.into(builder.output({rows, 64}, ScalarType::bf16), "matmul",
+                 {builder.reshape(normal, {rows, 64}), builder.transpose(w)});
+    const auto stages = stages_of(builder);
+    ASSERT_EQ(stages.size(), 2u);
+    EXPECT_EQ(stages[0].name, "rms_norm");
+    EXPECT_EQ(stages[0].extent, rows);
+    EXPECT_TRUE(stages[0].replicable);
+    const auto& program = std::get<RowProgram>(stages[0].body);
+    EXPECT_EQ(program.inner, 1);
+    int stores = 0;
+    for (const auto& instruction : program.code) {
+      stores += instruction.kind == RowProgram::Instruction::Kind::store ? 1 : 0;
+    }
+    EXPECT_EQ(stores, 1);
+    EXPECT_EQ(std::get<MatmulStage>(stages[1].body).axis, MatmulStage::Axis::columns);
+    EXPECT_EQ(stages[1].extent, 64);
+    EXPECT_EQ(stages[1].grain, 32);
+  }
+}
+
+TEST(Stages, ResidualJoinsTheNormAfterIt) {
+  GraphBuilder builder;
+  const int x = builder.input({2, 3, 64}, ScalarType::bf16), weight = builder.parameter({64}, ScalarType::bf16);
+  const int y = builder.input({6, 64}, ScalarType::bf16);
+  const int sum = builder.pointwise("add", {x, builder.reshape(y, {2, 3, 64})}, ScalarType::bf16);
+  builder.copy_out(rms_norm(builder, sum, weight));
+  builder.copy_out(sum);
+  const auto stages = stages_of(builder);
+  ASSERT_EQ(stages.size(), 1u);
+  EXPECT_FALSE(stages[0].replicable);  // it writes results of the call
+  // What is stored is rounded in its register too; what is not stays float32.
+  int rounded = 0;
+  for (const auto& instruction : std::get<RowProgram>(stages[0].body).code) {
+    if (instruction.kind == RowProgram::Instruction::Kind::op && instruction.type == ScalarType::bf16) ++rounded;
+  }
+  EXPECT_EQ(rounded, 2);
+}
+
+TEST(Stages, LayerNormIsOne) {
+  GraphBuilder builder;
+  const int x = builder.input({2, 5, 48}), weight = builder.parameter({48}), bias = builder.parameter({48});
+  const int mean = builder.reduce("mean", x, {2});
+  const int centred = builder.pointwise("sub", {x, mean});
+  const int variance = builder.reduce("mean", builder.pointwise("mul", {centred, centred}), {2});
+  const int root = builder.pointwise("rsqrt", {builder.pointwise("add", {variance, builder.literal(1e-5)})});
+  const int again = builder.pointwise("sub", {x, mean});
+  const int normal = builder.pointwise("mul", {again, root});
+  builder.copy_out(builder.pointwise("add", {builder.pointwise("mul", {normal, weight}), bias}));
+  const auto stages = stages_of(builder);
+  ASSERT_EQ(stages.size(), 1u);
+  EXPECT_EQ(stages[0].name, "layer_norm");
+  EXPECT_EQ(stages[0].extent, 10);  // both outer dimensions are one
+}
+
+TEST(Stages, SoftmaxIsOneAlongAnyDimension) {
+  for (int64_t dim : {0, 1, 2}) {
+    GraphBuilder builder;
+    const int x = builder.input({4, 5, 6});
+    const int shifted = builder.pointwise("sub", {x, builder.reduce("amax", x, {dim})});
+    const int exponential = builder.pointwise("exp", {shifted});
+    const int sum = builder.reduce("sum", exponential, {dim});
+    builder.copy_out(builder.pointwise("div", {exponential, sum}));
+    const auto stages = stages_of(builder);
+    ASSERT_EQ(stages.size(), 1u) << dim;
+    EXPECT_EQ(stages[0].name, "softmax");
+  }
+}
+
+TEST(Stages, SwigluIsOneCutByColumns) {
+  GraphBuilder builder;
+  const int gate = builder.input({1, 1024}, ScalarType::bf16), up = builder.input({1, 1024}, ScalarType::bf16);
+  const int x = builder.pointwise("cast", {gate});
+  const int denominator =
+      builder.pointwise("add", {builder.pointwise("exp", {builder.pointwise("neg", {x})}), builder.literal(1)});
+  const int silu = builder.pointwise("cast", {builder.pointwise("div", {x, denominator})}, ScalarType::bf16);
+  builder.copy_out(builder.pointwise("mul", {silu, up}, ScalarType::bf16));
+  const auto stages = stages_of(builder);
+  ASSERT_EQ(stages.size(), 1u);
+  EXPECT_EQ(stages[0].name, "swiglu");
+  EXPECT_EQ(stages[0].extent, 1024);
+  EXPECT_EQ(stages[0].grain, 32);
+  for (const Access& access : stages[0].accesses) EXPECT_GE(access.axis, 0);
+}
+
+TEST(Stages, MaskIsComputedFromPositionsInPlace) {
+  GraphBuilder builder;
+  const int position = builder.input({1}, ScalarType::i64);
+  const int keys = builder.into(builder.temporary({40}, ScalarType::i64), "iota", {});
+  const int visible = builder.pointwise("le", {builder.unsqueeze(keys, 0), builder.unsqueeze(position, 1)});
+  builder.copy_out(builder.pointwise("where", {visible, builder.literal(0), builder.literal(-1e30)}));
+  const auto stages = stages_of(builder);
+  ASSERT_EQ(stages.size(), 1u);
+  EXPECT_EQ(stages[0].name, "mask");
+}
+
+TEST(Stages, WriteIntoCacheComesBeforeAttention) {
+  GraphBuilder builder;
+  const int cache = builder.input({1, 2, 8, 4}, ScalarType::f32, true), index = builder.input({1}, ScalarType::i64);
+  const int k = builder.input({1, 2, 1, 4}), q = builder.input({1, 4, 1, 4});
+  const int old = builder.pointwise("mul", {cache, builder.literal(2)});  // reads what is there before
+  builder.into(cache, "scatter", {cache, index, k}, {{"dim", int64_t{2}}});
+  builder.into(builder.output({1, 4, 1, 4}), "attention", {q, cache, cache}, {{"scale", 0.5}});
+  builder.copy_out(old);
+  expect_same(
+      builder.graph,
+      [&](Memory& memory) {
+        fill_inputs(memory, builder.graph);
+        for (double& cell : memory.cells[1]) cell = 5;
+      },
+      3);
+  const auto stages = make_stages(builder.graph);
+  ASSERT_EQ(stages.size(), 3u);
+  EXPECT_EQ(stages[0].kind, "rows");
+  EXPECT_EQ(stages[1].kind, "scatter");
+  EXPECT_EQ(stages[1].extent, 2);
+  EXPECT_EQ(stages[2].kind, "attention");
+  EXPECT_EQ(stages[2].extent, 2);
+}
+
+TEST(Stages, AddInPlaceDoesNotJoinANormThatWouldLoadItAgain) {
+  GraphBuilder builder;
+  const int x = builder.input({3, 16}, ScalarType::f32, true), y = builder.input({3, 16});
+  builder.into(x, "add", {x, y});
+  builder.copy_out(builder.pointwise("sub", {x, builder.reduce("mean", x, {1})}));
+  EXPECT_EQ(stages_of(builder).size(), 2u);
+}
+
+TEST(Stages, DeadNodesHaveNone) {
+  GraphBuilder builder;
+  const int x = builder.input({3, 16});
+  builder.pointwise("exp", {builder.pointwise("neg", {x})});
+  builder.copy_out(x);
+  EXPECT_EQ(stages_of(builder).size(), 1u);
+}
+
+class RandomStages : public testing::TestWithParam<uint32_t> {};
+
+TEST_P(RandomStages, ComputeWhatTheNodesCompute) {
+  for (uint32_t i = 0; i < 50; ++i) {
+    const uint32_t seed = GetParam() * 1000 + i;
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    RandomGraph random(seed);
+    expect_same(
+        random.graph(), [&](Memory& memory) { random.fill(memory); }, seed);
+    if (HasFatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomStages, testing::Range(0u, 20u));
+
+}  // namespace
+}  // namespace ark::plan
