@@ -6,4 +6,12 @@ class IncompatibleTorch(ImportError):
 
 
 class CompilerNotAvailable(RuntimeError):
-    """torch.compile(backend="ark") was asked of a version that has no compiler yet."""
+    """A region cannot be compiled here: the build or the machine lacks what it takes. The message says what."""
+
+
+class InvalidOption(ValueError):
+    """A mode or option of torch.compile(backend="ark") that is not known, or a value that it does not take."""
+
+
+class UnsupportedGraph(RuntimeError):
+    """Something that ark does not compile, where options={"fallback": False} forbids to hand it to Inductor."""

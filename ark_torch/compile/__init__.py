@@ -1,16 +1,26 @@
-"""torch.compile(model, backend="ark"). The compiler is not in this version, and nothing here pretends to compile."""
+"""torch.compile(model, backend="ark"): the entry point that torch._dynamo lists as "ark".
+
+Nothing here imports torch._inductor or torch._dynamo before a graph arrives: this module is read by name, by tools and
+by torch._dynamo.list_backends(), in programs that never compile anything.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from ark_torch._version import __version__
-from ark_torch.errors import CompilerNotAvailable
+__all__ = ["ark"]
 
 
-def ark(graph_module: Any, example_inputs: Any, **options: Any) -> NoReturn:
-    """The entry point that torch._dynamo lists as "ark"."""
-    raise CompilerNotAvailable(
-        f'torch.compile(backend="ark") is not in ark_torch {__version__}: use another compiler backend '
-        '(backend="inductor"); the process group "ark" works with it.'
-    )
+def ark(
+    graph_module: Any,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles one graph of torch._dynamo. ark_torch.compile.options says what `mode` and `options` may hold."""
+    from ark_torch.compile import backend
+    from ark_torch.compile import options as table
+
+    return backend.compile_graph(graph_module, example_inputs, table.parse(mode, options))

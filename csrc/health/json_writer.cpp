@@ -2,6 +2,7 @@
 #include "health/json_writer.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 
 namespace ark {
@@ -85,6 +86,15 @@ JsonWriter& JsonWriter::text(std::string_view value) {
 JsonWriter& JsonWriter::number(int64_t value) {
   separate();
   out_ += std::to_string(value);
+  return *this;
+}
+
+JsonWriter& JsonWriter::real(double value) {
+  if (!std::isfinite(value)) return null();
+  separate();
+  char text[32];
+  std::snprintf(text, sizeof text, "%.6g", value);
+  out_ += text;
   return *this;
 }
 

@@ -18,6 +18,7 @@ class JsonWriter {
   JsonWriter& key(std::string_view name);
   JsonWriter& text(std::string_view value);
   JsonWriter& number(int64_t value);
+  JsonWriter& real(double value);  // six digits; null where JSON has no such number
   JsonWriter& boolean(bool value);
   JsonWriter& null();
   // Shorthand for one member of an object.

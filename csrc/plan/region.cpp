@@ -75,12 +75,16 @@ Region region_of_box(const Value& value, int axis, int64_t low, int64_t high) {
   std::vector<Dimension> found;
   for (int dim = 0; dim < static_cast<int>(value.shape.size()); ++dim) {
     int64_t count = value.shape[dim];
-    const int64_t stride = value.strides[dim] * size;
+    int64_t stride = value.strides[dim] * size;
     if (dim == axis) {
       region.offset += low * stride;
       count = high - low;
     }
     if (count <= 0) return Region{region.offset, 0, 0, true, {}};
+    if (stride < 0) {  // flipped: the last index is the first in memory
+      region.offset += stride * (count - 1);
+      stride = -stride;
+    }
     if (count > 1 && stride > 0) found.push_back({stride, count});
   }
   std::sort(found.begin(), found.end(), [](const Dimension& a, const Dimension& b) { return a.stride < b.stride; });

@@ -1,0 +1,142 @@
+"""Puts the pieces of a graph together into one function of a list, with as little as possible in a call.
+
+A call's tensors lie in one list of slots: the graph's arguments, then tensors that the graph holds, then the pieces'
+results. Each piece takes its slots and fills its own. What the graph returns are slots, views of slots, or constants.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ark_torch.compile import analysis
+from ark_torch.compile.ir import Strided
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass
+class Step:
+    run: Boxed
+    takes: list[Node]
+    gives: list[Node]
+
+
+def _taker(slots: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    if not slots:
+        return lambda env: []
+    if len(slots) == 1:
+        only = slots[0]
+        return lambda env: [env[only]]
+    take = operator.itemgetter(*slots)
+    return lambda env: list(take(env))
+
+
+def _viewer(slot: int, view: Strided) -> Callable[[list[Any]], Any]:
+    shape, strides, offset = view.shape, view.strides, view.offset
+    return lambda env: torch.as_strided(env[slot], shape, strides, env[slot].storage_offset() + offset)
+
+
+def _replayer(slot: int, chain: list[Node]) -> Callable[[list[Any]], Any]:
+    """Runs views again, from the base on."""
+    calls = [(node.target, node.args[1:], node.kwargs) for node in chain]
+
+    def replay(env: list[Any]) -> Any:
+        value = env[slot]
+        for target, arguments, keywords in calls:
+            value = target(value, *arguments, **keywords)  # type: ignore[operator]
+        return value
+
+    return replay
+
+
+def _maker(node: Node) -> Callable[[list[Any]], Any]:
+    target, arguments, keywords = node.target, node.args, node.kwargs
+    if any(isinstance(argument, Node) for argument in node.args):  # full_like: of what, does not matter
+        value = node.meta["val"]
+        fill: Any = node.args[-1] if "full" in str(target) else 0 if "zeros" in str(target) else 1
+        shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
+        return lambda env: torch.empty_strided(shape, strides, dtype=dtype).fill_(fill)
+    return lambda env: target(*arguments, **keywords)  # type: ignore[operator]
+
+
+def _chain(node: Node) -> list[Node]:
+    """The views between a node and its root, the first one first."""
+    chain: list[Node] = []
+    while (base := analysis.base_of(node)) is not None:
+        if analysis.is_getitem(node):
+            chain.append(node)
+            node = node.args[0]  # type: ignore[assignment]
+            chain.append(node)
+        elif analysis.is_view(node):
+            chain.append(node)
+        node = base
+    return chain[::-1]
+
+
+def assemble(
+    graph_module: GraphModule, steps: Sequence[Step], views: dict[Node, Strided], outputs: Sequence[Any]
+) -> Boxed:
+    """`views`: results that ark's regions have as views of another result; `outputs`: what the graph returns."""
+    slots: dict[Node, int] = {}
+    constants: list[Any] = []
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        slots[node] = len(slots)
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            slots[node] = len(slots)
+            value: Any = graph_module
+            for part in str(node.target).split("."):
+                value = getattr(value, part)
+            constants.append(value)
+    results = 0
+    program = []
+    for step in steps:
+        first = len(slots)
+        for node in step.gives:
+            slots[node] = len(slots)
+        program.append((step.run, _taker([slots[node] for node in step.takes]), first, len(slots)))
+        results += len(step.gives)
+
+    def returns(node: Any) -> Callable[[list[Any]], Any] | int | None:
+        if not isinstance(node, Node):
+            return lambda env: node
+        if node in slots:
+            return slots[node]
+        root = analysis.root_of(node)
+        if node in views:
+            return _viewer(slots[root], views[node])
+        if analysis.is_constant(root):
+            make, chain = _maker(root), _chain(node)
+            replay = _replayer(0, chain)
+            return lambda env: replay([make(env)])
+        return _replayer(slots[root], _chain(node))
+
+    returned = [returns(node) for node in outputs]
+    if len(steps) == 1 and not constants and returned == [slots[node] for node in steps[0].gives]:
+        return _single(steps[0], [slots[node] for node in steps[0].takes], len(placeholders))
+    finish = [operator.itemgetter(r) if isinstance(r, int) else r for r in returned]
+    blank = [None] * results
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        env = [*args, *constants, *blank]
+        args.clear()
+        for run, take, first, last in program:
+            env[first:last] = run(take(env))
+        return [f(env) for f in finish]  # type: ignore[misc]
+
+    return call
+
+
+def _single(step: Step, taken: list[int], arguments: int) -> Boxed:
+    run = step.run
+    if taken == list(range(arguments)):
+        return run
+    take = _taker(taken)
+    return lambda args: run(take(args))

@@ -1,0 +1,284 @@
+"""From a graph of torch._dynamo to a function: capture, regions, and who runs each.
+
+Graphs that train go to Inductor whole: loop kernels for backward passes are not written. So do graphs with symbolic
+sizes, and graphs of which ark runs nothing. AOTAutograd (inference, Inductor's decompositions) makes the ATen graph of
+the others; its updates of inputs become writes in place again before regions are cut.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ark_torch.compile import analysis, choice, in_place, regions, rest
+from ark_torch.compile.assemble import Step, assemble
+from ark_torch.compile.ir import Strided, Unsupported
+from ark_torch.compile.lowering import Lowering, reason_against
+from ark_torch.compile.options import Options
+from ark_torch.compile.report import Fallback, GraphReport, PieceReport, Report, fallback_of, log, operators_of
+from ark_torch.errors import CompilerNotAvailable, UnsupportedGraph
+
+TRAINS = (
+    "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
+    "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
+)
+
+
+class _WholeGraph(Exception):
+    """The graph goes to Inductor as it came; the text says why."""
+
+
+def compile_graph(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report | None = None
+) -> Callable[..., Any]:
+    """What torch._dynamo calls for each of its graphs."""
+    graph_report = GraphReport()
+    if report is not None:
+        report.graphs.append(graph_report)
+    try:
+        if options.choose == "inductor":
+            raise _WholeGraph('options={"choose": "inductor"}')
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+            _say_once(TRAINS)
+            raise _WholeGraph(TRAINS)
+        return _capture(graph_module, example_inputs, options, graph_report)
+    except _WholeGraph as reason:
+        graph_report.whole = str(reason)
+        if not options.fallback:
+            raise UnsupportedGraph(
+                f'options={{"fallback": False}}, and the graph cannot run on ark: {reason}.'
+            ) from None
+        log.info("the whole graph runs on Inductor: %s", reason)
+    return rest.whole(graph_module, example_inputs)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("A graph runs on Inductor, not on ark: %s. (Said once.)", text)
+
+
+def _capture(
+    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport
+) -> Callable[..., Any]:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        raise _WholeGraph(TRAINS)
+
+    def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        call = compile_inference(graph, options, report)
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    captured: Callable[..., Any] = aot_autograd(
+        fw_compiler=trains,
+        inference_compiler=infers,
+        decompositions=select_decomp_table(),
+        keep_inference_input_mutations=True,
+    )(graph_module, example_inputs)
+    return captured
+
+
+def _check_static(graph_module: GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("val")
+        symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and any(not isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
+        )
+        if symbolic:
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else value
+            raise _WholeGraph(
+                f"sizes are symbolic ({node.name} is {shown}): "
+                "ark compiles fixed sizes; torch.compile(dynamic=False) makes a kernel for each size"
+            )
+
+
+def static_inputs(graph_module: GraphModule) -> list[Node]:
+    """Placeholders of parameters and buffers."""
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    indices = metadata.static_input_indices if metadata is not None else None
+    return [placeholders[i] for i in indices or () if i < len(placeholders)]
+
+
+def compile_inference(graph_module: GraphModule, options: Options, report: GraphReport) -> Callable[..., Any]:
+    """A functional ATen graph as a function of a list of its arguments."""
+    _check_static(graph_module)
+    report.in_place = in_place.restore(graph_module)
+    needed = analysis.dependencies(graph_module)
+    mutated = {root for node in needed for root in analysis.written_roots(node)}
+    reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
+    pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum)
+    report.nodes = len(needed)
+    report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
+    if not options.fallback and report.fallbacks:
+        raise UnsupportedGraph(_forbidden(report.fallbacks))
+    if not any(piece.ark for piece in pieces):
+        raise _WholeGraph(_nothing(report.fallbacks, given))
+    return _Builder(graph_module, pieces, mutated, options, report).build()
+
+
+def _forbidden(fallbacks: Sequence[Fallback]) -> str:
+    lines = "\n".join(f"  {fallback}" for fallback in fallbacks[:20])
+    more = f"\n  and {len(fallbacks) - 20} more" if len(fallbacks) > 20 else ""
+    return f'options={{"fallback": False}}, and ark does not run:\n{lines}{more}'
+
+
+def _nothing(fallbacks: Sequence[Fallback], given: Sequence[Node]) -> str:
+    if fallbacks:
+        return f"nothing in it is worth a region of its own; first of {len(fallbacks)} that fall back: {fallbacks[0]}"
+    return f"it has {len(given)} operators, too few for a region" if given else "it computes nothing"
+
+
+class _Builder:
+    """Compiles the pieces of one graph and puts them together."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        pieces: Sequence[regions.Piece],
+        mutated: set[Node],
+        options: Options,
+        report: GraphReport,
+    ) -> None:
+        self._module, self._pieces, self._mutated = graph_module, pieces, mutated
+        self._options, self._report = options, report
+        self._static = static_inputs(graph_module)
+        self._threads = options.threads or torch.get_num_threads()
+        output = next(node for node in graph_module.graph.nodes if node.op == "output")
+        self._outputs: list[Any] = list(output.args[0])
+        self._views: dict[Node, Strided] = {}
+
+    def build(self) -> Callable[..., Any]:
+        steps = []
+        for number, piece in enumerate(self._pieces):
+            results = self._results(number)
+            if piece.ark:
+                step = self._ark_step(number, piece, results)
+            else:
+                # Inductor returns views as well as their bases, of any element type.
+                views = [n for n in self._returned_views() if analysis.producer_of(analysis.root_of(n)) in piece.nodes]
+                step = self._rest_step(number, piece, list(dict.fromkeys(results + views)))
+            steps.append(step)
+        return assemble(self._module, steps, self._views, self._outputs)
+
+    def _returned_views(self) -> list[Node]:
+        return [n for n in self._outputs if isinstance(n, Node) and analysis.root_of(n) is not n]
+
+    def _results(self, number: int) -> list[Node]:
+        """The roots made by a piece that other pieces or the graph's caller need."""
+        inside = frozenset(self._pieces[number].nodes)
+        wanted: dict[Node, None] = {}
+        for node in self._outputs:
+            if isinstance(node, Node):
+                wanted.setdefault(analysis.root_of(node))
+        for other, piece in enumerate(self._pieces):
+            if other != number:
+                wanted.update(dict.fromkeys(rest.roots_read(piece.nodes)))
+        return [root for root in wanted if analysis.producer_of(root) in inside]
+
+    def _rest_step(self, number: int, piece: regions.Piece, results: list[Node], reason: str = "") -> Step:
+        extracted, arguments = rest.extract(self._module, piece.nodes, results)
+        static = [i for i, node in enumerate(arguments) if node in self._static]
+        run, runs_on = rest.compile_piece(extracted, static)
+        self._report.pieces.append(
+            PieceReport(f"piece {number}", runs_on, len(piece.nodes), operators_of(piece.nodes), reason)
+        )
+        return Step(run, arguments, results)
+
+    def _ark_step(self, number: int, piece: regions.Piece, results: list[Node]) -> Step:
+        try:
+            lowering, region = self._region(number, piece, results)
+        except (CompilerNotAvailable, Unsupported, RuntimeError) as error:
+            if not self._options.fallback:
+                raise
+            log.warning("A region falls back to Inductor: %s", rest.first_line(error))
+            return self._rest_step(number, piece, results, rest.first_line(error))
+        told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
+        self._report.pieces.append(told)
+        for node in self._returned_views():
+            root = analysis.root_of(node)
+            if root in results:
+                self._views[node] = self._view_of(root, node)
+        run = region
+        if self._options.choose == "measure":
+            run = self._contest(lowering, region, piece, results, told)
+        return Step(run, lowering.inputs, lowering.outputs)
+
+    def _region(self, number: int, piece: regions.Piece, results: list[Node]) -> tuple[Lowering, Any]:
+        lowering = Lowering(self._static, self._mutated)
+        lowering.run(piece.nodes, results)
+        return lowering, make_region(lowering, f"piece{number}", self._threads)
+
+    def _view_of(self, root: Node, node: Node) -> Strided:
+        """Where an output lies within the result that it is a view of."""
+        alone = Lowering()
+        alone.operand(root)
+        view = alone.operand(node)
+        assert isinstance(view, Strided)
+        return view
+
+    def _contest(
+        self, lowering: Lowering, region: Any, piece: regions.Piece, results: list[Node], told: PieceReport
+    ) -> Any:
+        name = choice.key(lowering.graph.text(), self._threads)
+
+        def tell(chosen: choice.Choice) -> None:
+            told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
+            log.info("%s runs on %s", told.name, told)
+
+        known = choice.recall(name)
+        if known is not None:
+            tell(known)
+            if known.runs_on == "ark":
+                return region
+        extracted, arguments = rest.extract(self._module, piece.nodes, results)
+        static = [i for i, node in enumerate(arguments) if node in self._static]
+        run, runs_on = rest.compile_piece(extracted, static)
+        if runs_on != "inductor":
+            return region
+        # The same call for both: Inductor's arguments picked from the region's, results in the region's order.
+        where = {node: i for i, node in enumerate(lowering.inputs)}
+        if any(node not in where for node in arguments):
+            for node in arguments:
+                if node not in where:
+                    where[node] = len(lowering.inputs)
+                    lowering.inputs.append(node)
+        order = [where[node] for node in arguments]
+        back = [results.index(node) for node in lowering.outputs]
+        count = len(region_inputs(lowering))
+
+        def inductor(inputs: list[Any]) -> Sequence[Any]:
+            given = run([inputs[i] for i in order])
+            return [given[i] for i in back]
+
+        ark = region if count == len(lowering.inputs) else lambda inputs: region(inputs[:count])
+        if known is not None:
+            return inductor
+        told.runs_on = "measure"
+        written = [i for i, node in enumerate(lowering.inputs) if node in self._mutated]
+        return choice.Contest(name, ark, inductor, written, tell)
+
+
+def region_inputs(lowering: Lowering) -> list[int]:
+    return [i for i, buffer in enumerate(lowering.graph.buffers) if buffer.kind == "input"]
+
+
+def make_region(lowering: Lowering, name: str, threads: int) -> Any:
+    """The C++ side: plans, validates, compiles (or takes from the cache) and loads."""
+    from ark_torch import _C
+
+    plan = getattr(_C, "plan", None)
+    if plan is None:
+        raise CompilerNotAvailable("the extension of this ark_torch was built without the plan compiler")
+    graph = plan.Graph()
+    lowering.graph.emit(graph)
+    return plan.Region(graph, name, {"threads": threads})

@@ -1,0 +1,94 @@
+"""Updates of inputs become writes in place again.
+
+AOTAutograd's graphs are functional: a KV cache comes out as `new = index_put(cache, ...)`, with `copy_(cache, new)` at
+the end. Run as it stands, each step would copy the whole cache twice. Where nobody reads the old contents after the
+update, the update may write the cache itself, and the copy goes.
+
+index_put becomes index_put_, slice_scatter and select_scatter become copy_ into a slice of the input; both forms are
+what Inductor makes of them too, so a piece that falls back may hold them.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from ark_torch.compile.analysis import aten, is_view, root_of
+
+_SCATTERS = frozenset({aten.index_put.default, aten.slice_scatter.default, aten.select_scatter.default})
+
+
+def restore(graph_module: GraphModule) -> int:
+    """Rewrites the graph; how many of the copies at its end are gone."""
+    graph = graph_module.graph
+    gone = 0
+    for copy in [n for n in graph.nodes if n.target is aten.copy_.default]:
+        target, source = copy.args[:2]
+        if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(source, Node) or copy.users:
+            continue
+        updates = _chain(target, source)
+        if updates and _unobserved(graph_module, target, updates, copy):
+            graph.erase_node(copy)
+            for update in updates:
+                _write(graph_module, target, update)
+            gone += 1
+    if gone:
+        graph.lint()
+        graph_module.recompile()
+    return gone
+
+
+def _chain(target: Node, last: Node) -> list[Node]:
+    """The updates that lead from the input to its new contents, in order; empty when something else is between."""
+    updates: list[Node] = []
+    node = last
+    while node is not target:
+        base = node.args[0] if node.target in _SCATTERS else None
+        if not isinstance(base, Node):
+            return []
+        updates.insert(0, node)
+        node = base
+    return updates
+
+
+def _unobserved(graph_module: GraphModule, target: Node, updates: list[Node], copy: Node) -> bool:
+    """No node reads a state of the input that a later update has overwritten by then."""
+    position = {node: i for i, node in enumerate(graph_module.graph.nodes)}
+    states = [target, *updates]
+    for state, update in zip(states, updates, strict=False):
+        if any(position[reader] >= position[update] and reader not in (update, copy) for reader in _readers(state)):
+            return False
+        # The new elements may be read from the input itself: x[1:] = x[:-1] needs a copy between.
+        for argument in update.all_input_nodes:
+            if argument is not state and root_of(argument) is target:
+                return False
+    # A write through one expanded element would reach many.
+    value = target.meta["val"]
+    return not any(stride == 0 and length > 1 for length, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _readers(node: Node) -> set[Node]:
+    """Those that read a node's elements, through views too."""
+    readers: set[Node] = set()
+    for user in node.users:
+        if is_view(user):
+            readers |= _readers(user)
+        else:
+            readers.add(user)
+    return readers
+
+
+def _write(graph_module: GraphModule, target: Node, update: Node) -> None:
+    graph = graph_module.graph
+    if update.target is aten.index_put.default:
+        update.target = aten.index_put_.default
+        update.args = (target, *update.args[1:])
+        return
+    source, dim, rest = update.args[1], update.args[2] if len(update.args) > 2 else 0, update.args[3:]
+    view = aten.slice.Tensor if update.target is aten.slice_scatter.default else aten.select.int
+    with graph.inserting_before(update):
+        part = graph.call_function(view, (target, dim, *rest), dict(update.kwargs))
+        part.meta = {**update.meta, "val": view(target.meta["val"], dim, *rest, **update.kwargs)}
+        written = graph.call_function(aten.copy_.default, (part, source))
+        written.meta = {**update.meta, "val": part.meta["val"]}
+    update.replace_all_uses_with(target)
+    graph.erase_node(update)

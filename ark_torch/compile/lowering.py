@@ -1,0 +1,304 @@
+"""From FX nodes to the lowered graph: what an operator's lowering is written with, and the walk over a region.
+
+A lowering is a function of (Lowering, node) that returns the node's Operand (or several, for an operator with several
+results), registered with @lowers(overload, ...). It raises Unsupported with the reason where it cannot. The same
+function answers the question whether a node is supported: it is run on a throw-away Lowering that takes every argument
+as an input (`reason_against`), so that the answer and the act cannot differ.
+
+Views are not lowered: `operand` works out sizes and strides by running the view on a tensor without storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.fx import Node
+
+from ark_torch.compile import analysis
+from ark_torch.compile.ir import (
+    SCALAR_TYPES,
+    Buffer,
+    Literal,
+    LoweredGraph,
+    Operand,
+    Strided,
+    Unsupported,
+)
+from ark_torch.compile.ir import Node as GraphNode
+
+Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
+RULES: dict[Any, Rule] = {}
+
+
+RuleType = TypeVar("RuleType", bound=Rule)
+
+
+def lowers(*overloads: Any) -> Callable[[RuleType], RuleType]:
+    """Makes a function the lowering of these ATen overloads."""
+
+    def register(rule: RuleType) -> RuleType:
+        for overload in overloads:
+            assert overload not in RULES, overload
+            RULES[overload] = rule
+        return rule
+
+    return register
+
+
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Raises Unsupported for what no value of the graph can be."""
+    if tensor.layout != torch.strided:
+        raise Unsupported(f"a tensor of layout {tensor.layout}")
+    if type(tensor.numel()) is not int or any(type(n) is not int for n in (*tensor.shape, *tensor.stride())):
+        raise Unsupported("a symbolic size (dynamic shapes)")
+    if tensor.device.type != "cpu":
+        raise Unsupported(f"a tensor on {tensor.device.type}")
+    if tensor.dtype not in SCALAR_TYPES:
+        raise Unsupported(f"a tensor of type {str(tensor.dtype).removeprefix('torch.')}")
+    if tensor.numel() == 0:
+        raise Unsupported("a tensor without elements")
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise Unsupported("a quantized, conjugated or negated tensor")
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+class Lowering:
+    """One region (or one node, to find out whether it can be)."""
+
+    def __init__(self, parameters: Iterable[Node] = (), mutated: Iterable[Node] = ()) -> None:
+        self.graph = LoweredGraph()
+        self.inputs: list[Node] = []  # roots, in order of the region's arguments
+        self.outputs: list[Node] = []  # roots, in order of the region's results
+        self._operands: dict[Node, Any] = {}
+        self._parameters = set(parameters)
+        self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
+        self._origin = ""
+        self._members: frozenset[Node] = frozenset()
+
+    # The walk.
+
+    def run(self, nodes: Sequence[Node], results: Sequence[Node]) -> None:
+        """Lowers a region's nodes in order; `results` are the roots that others need of it."""
+        self._members = frozenset(nodes)
+        for node in nodes:
+            self.lower(node)
+        for root in results:
+            self._declare(root)
+        self.graph.drop_unread()
+
+    def lower(self, node: Node) -> None:
+        rule = RULES.get(node.target)
+        if rule is None:
+            raise Unsupported("no lowering for this operator")
+        for result in _tensors(node.meta.get("val")):
+            check_tensor(result)
+        self._origin = analysis.origin_of(node)
+        self._operands[node] = rule(self, node)
+
+    def _declare(self, root: Node) -> None:
+        operand = self.operand(root)
+        fresh = isinstance(operand, Strided) and self.graph.buffers[operand.buffer].kind == "temporary"
+        if isinstance(operand, Literal) or not fresh or operand.offset != 0 or not operand.spans_densely():
+            operand = self.copy(operand, self.result(root))
+        buffer = self.graph.buffers[operand.buffer]
+        buffer.kind, buffer.argument = "output", len(self.outputs)
+        self.outputs.append(root)
+        self.graph.results.append(self.graph.read(operand))
+
+    # Operands of nodes.
+
+    def is_member(self, node: Node) -> bool:
+        """True for a node of the region itself that has been lowered."""
+        return node in self._members and node in self._operands
+
+    def operand(self, argument: Any) -> Operand:
+        """What a lowering reads for an argument: a node's view or a number."""
+        if isinstance(argument, bool | int | float):
+            dtype = {bool: torch.bool, int: torch.int64, float: torch.float32}[type(argument)]
+            return Literal(self._number(argument), dtype, ())
+        if not isinstance(argument, Node):
+            raise Unsupported(f"an argument that is neither tensor nor number: {argument!r}")
+        if argument not in self._operands:
+            self._operands[argument] = self._resolve(argument)
+        operand = self._operands[argument]
+        if not isinstance(operand, Strided | Literal):
+            raise Unsupported(f"{argument.target} in place of a tensor")
+        return operand
+
+    def _resolve(self, node: Node) -> Any:
+        if analysis.is_view(node):
+            return self._view(node)
+        if analysis.is_constant(node):
+            return self._constant(node)
+        if analysis.is_getitem(node):
+            several = self._operands.get(cast(Node, node.args[0]))
+            if several is not None:
+                if several[node.args[1]] is None:
+                    raise Unsupported(f"result {node.args[1]} of {node.args[0].target}")  # type: ignore[union-attr]
+                return several[node.args[1]]
+        base = analysis.base_of(node)
+        return self._input(node) if base is None else self.operand(base)
+
+    def _input(self, node: Node) -> Strided:
+        tensor = analysis.tensor_of(node)
+        if tensor is None:
+            raise Unsupported(f"an argument that is no tensor: {node.name}")
+        check_tensor(tensor)
+        mutated = node in self.mutated
+        buffer = self.graph.add_buffer(
+            Buffer("input", len(self.inputs), 0, mutated, node in self._parameters and not mutated)
+        )
+        self.inputs.append(node)
+        operand = Strided(buffer, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
+        self.graph.buffers[buffer].bytes = operand.end * SCALAR_TYPES[tensor.dtype][1]
+        return operand
+
+    def _view(self, node: Node) -> Any:
+        if analysis.is_getitem(node):
+            several = self._operands.get(cast(Node, node.args[0]))
+            if several is None:
+                several = self._operands[node.args[0]] = self._view(node.args[0])  # type: ignore[arg-type, index]
+            return several[node.args[1]]
+        base = self.operand(node.args[0])
+        if isinstance(base, Literal):
+            shape = analysis.tensor_of(node)
+            if shape is None:
+                raise Unsupported("a constant that is split")
+            return base._replace(shape=tuple(shape.shape))
+        storage = torch.empty_strided(base.shape, base.strides, dtype=base.dtype, device="meta")
+        storage = storage.as_strided(base.shape, base.strides, base.offset)
+        arguments = torch.fx.node.map_arg(tuple(node.args[1:]), _no_tensor)
+        result = node.target(storage, *arguments, **node.kwargs)  # type: ignore[operator]
+        if isinstance(result, torch.Tensor):
+            return self._restrided(base, result)
+        return tuple(self._restrided(base, part) for part in result)
+
+    def _restrided(self, base: Strided, view: torch.Tensor) -> Strided:
+        if view.dtype != base.dtype:
+            raise Unsupported("a view that changes the element type")
+        if view.numel() == 0:
+            raise Unsupported("a tensor without elements")
+        return Strided(base.buffer, base.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
+
+    def _constant(self, node: Node) -> Literal:
+        tensor = analysis.tensor_of(node)
+        assert tensor is not None
+        check_tensor(tensor)
+        name = node.target._schema.name  # type: ignore[union-attr]
+        if name.endswith(("zeros", "zeros_like", "new_zeros")):
+            value: Any = 0
+        elif name.endswith(("ones", "ones_like", "new_ones")):
+            value = 1
+        else:
+            value = node.kwargs.get("fill_value", node.args[0 if "scalar_tensor" in name else -1])
+        if not isinstance(value, bool | int | float):
+            raise Unsupported(f"a constant of {value!r}")
+        if tensor.dtype.is_floating_point:
+            value = float(torch.tensor(float(value), dtype=tensor.dtype).item())  # rounded as PyTorch would
+        else:
+            if isinstance(value, float) and not value.is_integer():
+                value = math.trunc(value) if math.isfinite(value) else value
+            value = bool(value) if tensor.dtype == torch.bool else self._number(int(value))
+        return Literal(value, tensor.dtype, tuple(tensor.shape))
+
+    def _number(self, value: float | int | bool) -> float | int | bool:
+        if isinstance(value, int) and abs(value) > 1 << 53:
+            raise Unsupported(f"the integer {value}, which a literal does not hold")
+        return value
+
+    # What lowerings make.
+
+    def result(self, node: Node, index: int | None = None) -> Strided:
+        """A fresh buffer for a node's result, as PyTorch would lay it out."""
+        value = node.meta["val"] if index is None else node.meta["val"][index]
+        check_tensor(value)
+        operand = Strided(-1, value.dtype, tuple(value.shape), tuple(value.stride()), 0)
+        if not operand.spans_densely():
+            raise Unsupported(f"a result with gaps or overlap (strides {list(value.stride())})")
+        return self.fresh(operand.dtype, operand.shape, operand.strides)
+
+    def fresh(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None) -> Strided:
+        buffer = self.graph.add_buffer(Buffer("temporary"))
+        strides = contiguous_strides(shape) if strides is None else strides
+        return Strided(buffer, dtype, tuple(shape), tuple(strides), 0)
+
+    def node(self, op: str, inputs: Sequence[Operand], out: Strided, **attributes: Any) -> Strided:
+        """Appends a node that writes `out`; returns `out`."""
+        read = [self.graph.read(operand) for operand in inputs]
+        self.graph.nodes.append(GraphNode(op, read, [self.graph.write(out)], attributes, self._origin))
+        return out
+
+    def pointwise(
+        self, op: str, *inputs: Operand, dtype: torch.dtype = torch.float32, out: Strided | None = None
+    ) -> Strided:
+        """Into `out`, or into a fresh value of `dtype` and of the shape that the inputs broadcast to."""
+        if out is None:
+            out = self.fresh(
+                dtype,
+                torch.broadcast_shapes(*(operand.shape for operand in inputs)),  # type: ignore[no-untyped-call]
+            )
+        return self.node(op, inputs, out)
+
+    def copy(self, source: Operand, out: Strided) -> Strided:
+        """Same type: copy; another: cast, which rounds."""
+        return self.node("copy" if source.dtype == out.dtype else "cast", [source], out)
+
+    def cast(self, source: Operand, dtype: torch.dtype) -> Operand:
+        if source.dtype == dtype:
+            return source
+        if isinstance(source, Literal) and dtype.is_floating_point and not source.dtype.is_floating_point:
+            return Literal(float(source.value), dtype, source.shape)
+        return self.copy(source, self.fresh(dtype, source.shape))
+
+    def stored(self, operand: Operand) -> Strided:
+        """For operators that read memory: a literal is written out first."""
+        return operand if isinstance(operand, Strided) else self.copy(operand, self.fresh(operand.dtype, operand.shape))
+
+    def expand(self, operand: Operand, shape: Sequence[int]) -> Operand:
+        """A view broadcast to `shape`."""
+        shape = tuple(shape)
+        if isinstance(operand, Literal):
+            return operand._replace(shape=shape)
+        if len(operand.shape) > len(shape):
+            raise Unsupported(f"{list(operand.shape)} does not broadcast to {list(shape)}")
+        missing = len(shape) - len(operand.shape)
+        lengths = (1,) * missing + operand.shape
+        strides = (0,) * missing + operand.strides
+        if any(have not in (1, want) for have, want in zip(lengths, shape, strict=True)):
+            raise Unsupported(f"{list(operand.shape)} does not broadcast to {list(shape)}")
+        strides = tuple(0 if have == 1 else s for have, s in zip(lengths, strides, strict=True))
+        return operand._replace(shape=shape, strides=strides)
+
+
+def _no_tensor(node: Node) -> Any:
+    raise Unsupported("a view whose sizes are computed in the graph")
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
+
+
+def reason_against(node: Node, mutated: Iterable[Node] = ()) -> str | None:
+    """None for a node that can be lowered, or why it cannot."""
+    from ark_torch.compile import operators  # registers the rules
+
+    del operators
+    try:
+        trial = Lowering(mutated=mutated)
+        trial.lower(node)
+        for user in node.users:
+            if analysis.is_getitem(user) and (user.users or isinstance(trial._operands[node], Strided)):
+                trial.operand(user)
+    except Unsupported as reason:
+        return str(reason)
+    return None

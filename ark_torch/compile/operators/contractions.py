@@ -1,0 +1,152 @@
+"""Products and attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ark_torch.compile import analysis
+from ark_torch.compile.analysis import aten
+from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
+from ark_torch.compile.lowering import Lowering, lowers
+from ark_torch.compile.operators.pointwise import keyword
+
+
+def _matmul(low: Lowering, out: Strided, left: Operand, right: Operand, bias: Operand | None = None) -> Strided:
+    operands = [low.stored(o) for o in (left, right)]
+    if any(not o.dtype.is_floating_point for o in operands) or operands[0].dtype != operands[1].dtype:
+        raise Unsupported("a matrix product of integers or of mixed types")
+    return low.node("matmul", operands if bias is None else [*operands, low.stored(bias)], out)
+
+
+@lowers(aten.mm.default, aten.bmm.default)
+def mm(low: Lowering, node: Node) -> Operand:
+    return _matmul(low, low.result(node), low.operand(node.args[0]), low.operand(node.args[1]))
+
+
+@lowers(aten.addmm.default, aten.baddbmm.default)
+def addmm(low: Lowering, node: Node) -> Operand:
+    bias, left, right = (low.operand(a) for a in node.args[:3])
+    alpha, beta = float(keyword(node, "alpha", 1)), float(keyword(node, "beta", 1))
+    out = low.result(node)
+    if alpha == 1 and beta == 1:
+        return _matmul(low, out, left, right, bias)
+    product: Operand = _matmul(low, low.fresh(torch.float32, out.shape), left, right)
+    if alpha != 1:
+        product = low.pointwise("mul", product, Literal(alpha, torch.float32, ()), out=out if beta == 0 else None)
+    if beta == 0:  # the bias is not even read: it may hold NaN
+        return product if alpha != 1 else low.copy(product, out)
+    if beta != 1:
+        bias = low.pointwise("mul", bias, Literal(beta, torch.float32, ()))
+    return low.pointwise("add", product, bias, out=out)
+
+
+@lowers(aten.mv.default, aten.dot.default, aten.addmv.default)
+def matrix_vector(low: Lowering, node: Node) -> Operand:
+    """As a product with one row or column: views with a dimension of length 1."""
+    if node.target is aten.addmv.default:
+        raise Unsupported("addmv")
+    left, right = (low.stored(low.operand(a)) for a in node.args[:2])
+    out = low.result(node)
+    row = (
+        left if len(left.shape) == 2 else left._replace(shape=(1, *left.shape), strides=(left.shape[0], *left.strides))
+    )
+    column = right._replace(shape=(*right.shape, 1), strides=(*right.strides, 1))
+    whole = out._replace(shape=(row.shape[0], 1), strides=(out.strides[0] if out.strides else 1, 1))
+    _matmul(low, whole, row, column)
+    return out
+
+
+@lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
+    if float(keyword(node, "dropout_p", 0.0)) != 0:
+        raise Unsupported("attention with dropout")
+    return _attention(low, node, low.result(node, 0)), None  # the logarithms of sums, which inference does not use
+
+
+@lowers(aten.scaled_dot_product_attention.default)
+def attention(low: Lowering, node: Node) -> Operand:
+    if float(keyword(node, "dropout_p", 0.0)) != 0:
+        raise Unsupported("attention with dropout")
+    return _attention(low, node, low.result(node))
+
+
+def _attention(low: Lowering, node: Node, out: Strided) -> Strided:
+    q = low.stored(low.operand(node.args[0]))
+    k, v = (low.stored(_before_repeat(low, a, node)) for a in node.args[1:3])
+    if k.shape[1] != v.shape[1]:
+        k, v = (low.stored(low.operand(a)) for a in node.args[1:3])
+    if len(q.shape) != 4 or not q.dtype.is_floating_point or not q.dtype == k.dtype == v.dtype:
+        raise Unsupported("attention that is not over [batch, heads, positions, size] of one floating type")
+    if q.shape[1] % k.shape[1] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
+        raise Unsupported("attention whose keys or values are shaped unlike its queries")
+    causal = bool(keyword(node, "is_causal", False))
+    mask = keyword(node, "attn_mask", None)
+    scale = keyword(node, "scale", None)
+    inputs: list[Operand] = [q, k, v]
+    if mask is not None:
+        inputs.append(low.stored(_boolean_mask(low, mask)))
+    return low.node(
+        "attention", inputs, out, scale=float(scale) if scale is not None else 1 / math.sqrt(q.shape[3]), causal=causal
+    )
+
+
+def _written_between(root: Node, first: Node, last: Node) -> bool:
+    """Whether the region writes a root after `first` and before `last` (program order)."""
+    inside = False
+    for node in first.graph.nodes:
+        if node is first:
+            inside = True
+        elif node is last:
+            return False
+        elif inside and root in analysis.written_roots(node):
+            return True
+    return False
+
+
+def _before_repeat(low: Lowering, argument: Any, reader: Node) -> Operand:
+    """Keys or values that are repeated for every head of a group (unsqueeze, expand, clone, view): the ones before.
+
+    Hugging Face's models write the repetition out, which would copy the whole cache each step; the graph's attention
+    repeats by itself. The copy is then read by nobody, and goes.
+    """
+    operand = low.operand(argument)
+    view = argument
+    if not (isinstance(view, Node) and analysis.is_view(view) and isinstance(view.args[0], Node)):
+        return operand
+    clone = view.args[0]
+    if clone.target is not aten.clone.default or not low.is_member(clone):
+        return operand
+    expanded = low.operand(clone.args[0])
+    root = analysis.root_of(clone.args[0])  # type: ignore[arg-type]
+    if not isinstance(expanded, Strided) or len(expanded.shape) != 5 or len(operand.shape) != 4:
+        return operand
+    batch, groups, repeats, positions, size = expanded.shape
+    if operand.shape != (batch, groups * repeats, positions, size) or expanded.strides[2] != 0:
+        return operand
+    if _written_between(root, clone, reader):
+        return operand
+    return expanded._replace(
+        shape=(batch, groups, positions, size), strides=expanded.strides[:2] + expanded.strides[3:]
+    )
+
+
+def _boolean_mask(low: Lowering, mask: Any) -> Operand:
+    """where(condition, 0, -inf), which PyTorch makes of a boolean mask for this operator: the condition itself."""
+    operand = low.operand(mask)
+    node = mask
+    while isinstance(node, Node) and node.target is aten.expand.default:
+        node = node.args[0]
+    if not isinstance(node, Node) or node.target is not aten.where.self or not low.is_member(node):
+        return operand
+    condition, kept, dropped = (low.operand(a) for a in node.args)
+    if not (isinstance(kept, Literal) and isinstance(dropped, Literal) and isinstance(condition, Strided)):
+        return operand
+    if kept.value != 0 or dropped.value != -math.inf or condition.dtype != torch.bool:
+        return operand
+    if analysis.root_of(node.args[0]) in low.mutated:  # type: ignore[arg-type]
+        return operand
+    return low.expand(low.expand(condition, tuple(node.meta["val"].shape)), operand.shape)

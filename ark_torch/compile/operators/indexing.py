@@ -1,0 +1,100 @@
+"""Lookups and updates by index: gather and scatter along one dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ark_torch.compile.analysis import aten
+from ark_torch.compile.ir import Operand, Strided, Unsupported
+from ark_torch.compile.lowering import Lowering, lowers
+from ark_torch.compile.operators.pointwise import keyword
+
+
+def _index(low: Lowering, argument: Any) -> Strided:
+    index = low.stored(low.operand(argument))
+    if index.dtype not in (torch.int64, torch.int32):
+        raise Unsupported("indexing by a mask")
+    return index
+
+
+def _one_index(indices: Any) -> tuple[int, Any]:
+    """Dimension and index of `x[:, :, index]`."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    if len(given) != 1:
+        raise Unsupported("indexing along several dimensions at once")
+    return given[0]
+
+
+def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int) -> Strided:
+    out = low.result(node)
+    table = low.stored(table)
+    if out.shape != (*table.shape[:dim], *index.shape, *table.shape[dim + 1 :]):
+        raise Unsupported("indexing with a result of another shape")
+    return low.node("gather", [table, index], out, dim=dim)
+
+
+@lowers(aten.embedding.default)
+def embedding(low: Lowering, node: Node) -> Operand:
+    return _gather(low, node, low.operand(node.args[0]), _index(low, node.args[1]), 0)
+
+
+@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index(low: Lowering, node: Node) -> Operand:
+    dim, by = _one_index(node.args[1])
+    return _gather(low, node, low.operand(node.args[0]), _index(low, by), dim)
+
+
+@lowers(aten.index_select.default)
+def index_select(low: Lowering, node: Node) -> Operand:
+    table, by = low.operand(node.args[0]), _index(low, node.args[2])
+    if not table.shape:
+        raise Unsupported("index_select of a single number")
+    dim = int(node.args[1]) % len(table.shape)  # type: ignore[arg-type]
+    if not by.shape:
+        by = by._replace(shape=(1,), strides=(1,))
+    return _gather(low, node, table, by, dim)
+
+
+@lowers(aten.index_put_.default, aten.index_put.default, aten._unsafe_index_put.default)
+def index_put(low: Lowering, node: Node) -> Operand:
+    if keyword(node, "accumulate", False):
+        raise Unsupported("index_put that accumulates")
+    dim, by = _one_index(node.args[1])
+    return scatter(low, node, dim, _index(low, by), low.operand(node.args[2]), node.target is aten.index_put_.default)
+
+
+@lowers(aten.index_copy_.default, aten.index_copy.default)
+def index_copy(low: Lowering, node: Node) -> Operand:
+    base = low.operand(node.args[0])
+    if not base.shape:
+        raise Unsupported("index_copy into a single number")
+    dim = int(node.args[1]) % len(base.shape)  # type: ignore[arg-type]
+    by, source = _index(low, node.args[2]), low.operand(node.args[3])
+    if not by.shape:
+        by = by._replace(shape=(1,), strides=(1,))
+    return scatter(low, node, dim, by, source, node.target is aten.index_copy_.default)
+
+
+def scatter(low: Lowering, node: Node, dim: int, index: Strided, source: Operand, in_place: bool) -> Operand:
+    base = low.operand(node.args[0])
+    target = base if in_place else low.copy(base, low.result(node))
+    if not isinstance(target, Strided):
+        raise Unsupported("an update of a constant")
+    if len(index.shape) > 1:
+        raise Unsupported("an update by an index of several dimensions")
+    if source.dtype != target.dtype:
+        raise Unsupported("an update of another type")
+    if isinstance(source, Strided) and source.buffer == target.buffer:
+        source = low.copy(source, low.fresh(source.dtype, source.shape))
+    rest = (target.shape[:dim], target.shape[dim + 1 :])
+    source = low.stored(low.expand(low.stored(source), (*rest[0], *index.shape, *rest[1])))
+    if not index.shape:  # x[i] = ... with one number
+        index = index._replace(shape=(1,), strides=(1,))
+        shape, strides = list(source.shape), list(source.strides)
+        shape.insert(dim, 1)
+        strides.insert(dim, 0)
+        source = source._replace(shape=tuple(shape), strides=tuple(strides))
+    return low.node("scatter", [target, index, source], target, dim=dim)

@@ -1,0 +1,104 @@
+"""What torch.compile(model, backend="ark", mode=..., options={...}) may hold: one table, and the check against it.
+
+Two keys never arrive: PyTorch takes `guard_filter_fn` and `use_aoti` out of the dictionary before a backend sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ark_torch.errors import InvalidOption
+
+
+@dataclass(frozen=True)
+class Option:
+    """One key: its default, what may stand there (a tuple of values, or a type), and what it does."""
+
+    name: str
+    default: Any
+    allowed: tuple[Any, ...] | type
+    doc: str
+
+    def shown(self) -> str:
+        if isinstance(self.allowed, tuple):
+            return ", ".join(repr(value) for value in self.allowed)
+        return "a whole number above 0, or None" if self.allowed is int else self.allowed.__name__
+
+    def accepts(self, value: Any) -> bool:
+        if isinstance(self.allowed, tuple):
+            return isinstance(value, str) and value in self.allowed
+        if self.allowed is int:
+            return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+        return isinstance(value, self.allowed)
+
+
+OPTIONS = (
+    Option(
+        "choose",
+        "measure",
+        ("ark", "inductor", "measure"),
+        "Who runs a region that ark supports. measure: both are timed on the first call, the faster one is taken and "
+        "remembered in the cache folder, so that later runs of the program take the same.",
+    ),
+    Option(
+        "fallback",
+        True,
+        bool,
+        "False: what ark does not support is an error that names operator, module and source line, instead of going "
+        "to Inductor.",
+    ),
+    Option("threads", None, int, "Worker threads of the kernel. None: torch.get_num_threads() when it is compiled."),
+    Option(
+        "minimum",
+        2,
+        int,
+        "A region with fewer operators than this (views and constants do not count) is not worth a call of its own "
+        "and goes to Inductor with the rest.",
+    ),
+)
+MODES = ("default",)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The values in force, one field a key of OPTIONS."""
+
+    choose: str = "measure"
+    fallback: bool = True
+    threads: int | None = None
+    minimum: int = 2
+
+
+def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
+    """Checks what the user gave. InvalidOption names what is known."""
+    if mode is not None and mode not in MODES:
+        raise InvalidOption(
+            f'torch.compile(backend="ark", mode={mode!r}): known modes are '
+            f"{', '.join(map(repr, MODES))}; everything else is set by options={{...}}."
+        )
+    known = {option.name: option for option in OPTIONS}
+    values: dict[str, Any] = {}
+    for name, value in (options or {}).items():
+        if name not in known:
+            raise InvalidOption(
+                f'options[{name!r}] is not known to backend "ark"; it knows {", ".join(sorted(known))}.'
+            )
+        if not known[name].accepts(value):
+            raise InvalidOption(f"options[{name!r}] is {value!r}; it takes {known[name].shown()}.")
+        values[name] = value
+    if values.get("minimum", 1) is None:
+        values["minimum"] = known["minimum"].default
+    return Options(**values)
+
+
+def table() -> str:
+    """The options as a Markdown table, for the README."""
+    lines = ["| option | allowed | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [f"| `{o.name}` | {o.shown()} | {o.default!r} | {o.doc} |" for o in OPTIONS]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

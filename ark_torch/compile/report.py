@@ -1,0 +1,106 @@
+"""What became of a model's graphs, for `ark_torch.explain` and for the log."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from ark_torch.compile import analysis
+
+log = logging.getLogger("ark_torch.compile")
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """One operator that ark does not run."""
+
+    operator: str
+    reason: str
+    module: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "no source line recorded"
+        return f"{self.operator}: {self.reason} ({self.module or 'no module'}, {place})"
+
+
+def fallback_of(node: Node, reason: str) -> Fallback:
+    module = ""
+    for name, _ in (node.meta.get("nn_module_stack") or {}).values():
+        module = name
+    return Fallback(str(node.target), reason, module, *analysis.source_of(node))
+
+
+@dataclass
+class PieceReport:
+    """One piece of a graph. `runs_on` is "ark", "inductor" or "eager"; while "measure" no call has decided yet."""
+
+    name: str
+    runs_on: str
+    nodes: int
+    operators: Counter[str]
+    reason: str = ""
+    region: Any = None  # _C.plan.Region, where one was compiled
+    ark_us: float = 0.0
+    inductor_us: float = 0.0
+
+    @property
+    def plan_json(self) -> str:
+        return str(self.region.json()) if self.region is not None else ""
+
+    def __str__(self) -> str:
+        common = ", ".join(f"{name} {count}" for name, count in self.operators.most_common(6))
+        times = f", ark {self.ark_us:.1f} us, inductor {self.inductor_us:.1f} us" if self.ark_us else ""
+        estimate = f", estimated {self.region.estimated_us:.1f} us" if self.region is not None else ""
+        why = f"; {self.reason}" if self.reason else ""
+        return f"{self.name}: {self.runs_on}, {self.nodes} operators ({common}){estimate}{times}{why}"
+
+
+@dataclass
+class GraphReport:
+    """One graph of torch._dynamo."""
+
+    nodes: int = 0
+    pieces: list[PieceReport] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    whole: str = ""  # why the whole graph went to Inductor
+    in_place: int = 0  # inputs that are updated where they lie
+
+    def __str__(self) -> str:
+        if self.whole:
+            return f"the whole graph runs on Inductor: {self.whole}"
+        lines = [f"{self.nodes} operators, {len(self.pieces)} pieces, {self.in_place} inputs updated in place"]
+        lines += [f"  {piece}" for piece in self.pieces]
+        alike = Counter((f.operator, f.reason) for f in self.fallbacks)
+        first = {(f.operator, f.reason): f for f in reversed(self.fallbacks)}
+        lines += [f"  falls back, {count} times: {first[key]}" for key, count in alike.most_common()]
+        return "\n".join(lines)
+
+
+@dataclass
+class Report:
+    """All graphs of one model, as far as they have been compiled."""
+
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    @property
+    def regions(self) -> list[PieceReport]:
+        return [piece for graph in self.graphs for piece in graph.pieces if piece.region is not None]
+
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        return [fallback for graph in self.graphs for fallback in graph.fallbacks]
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return "no graph was compiled (was the model compiled before, or is there nothing to compile?)"
+        return "\n".join(f"graph {i}: {graph}" for i, graph in enumerate(self.graphs))
+
+
+def operators_of(nodes: list[Node]) -> Counter[str]:
+    return Counter(str(node.target).removeprefix("aten.").partition(".")[0] for node in nodes)

@@ -1,0 +1,120 @@
+"""Pieces that ark does not run: through Inductor, or node by node (fx.Interpreter) where Inductor cannot.
+
+The only file that knows Inductor. compile_fx_inner takes ATen graphs as they are, without a second AOTAutograd; two
+things of its own surroundings have to be made here: what it notes about output strides in the tracing context, and that
+its results keep the strides of the graph, because the next piece was compiled for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.fx import Graph, GraphModule, Interpreter, Node
+
+from ark_torch.compile import analysis
+from ark_torch.compile.report import log
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph of torch._dynamo, as backend="inductor" would compile it."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(graph_module, list(example_inputs))
+    return compiled  # type: ignore[no-any-return]
+
+
+def extract(owner: GraphModule, nodes: Sequence[Node], results: Sequence[Node]) -> tuple[GraphModule, list[Node]]:
+    """A graph of `nodes`, with the views and constants that they need, and the nodes that are its arguments."""
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    arguments: list[Node] = []
+    inside = frozenset(nodes)
+    # Placeholders come first: what lies outside is found before anything is copied.
+    for root in roots_read(nodes, results):
+        if root.op != "get_attr" and analysis.producer_of(root) not in inside and not analysis.is_constant(root):
+            made[root] = graph.placeholder(root.name)
+            made[root].meta = dict(root.meta)
+            arguments.append(root)
+
+    def copy_of(node: Node) -> Node:
+        if node not in inside and not analysis.is_free(node):
+            # An update in place that another piece makes: here it is the tensor that it wrote.
+            base = analysis.base_of(node)
+            if base is not None:
+                return copy_of(base)
+        if node not in made:
+            made[node] = graph.node_copy(node, copy_of)
+        return made[node]
+
+    for node in nodes:
+        copy_of(node)
+    output = graph.output(tuple(copy_of(node) for node in results))
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    return GraphModule(owner, graph), arguments
+
+
+def roots_read(nodes: Sequence[Node], results: Sequence[Node] = ()) -> list[Node]:
+    """The roots of all arguments, each once, in order."""
+    roots: dict[Node, None] = {}
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            roots.setdefault(analysis.root_of(argument))
+    for node in results:
+        roots.setdefault(analysis.root_of(node))
+    return list(roots)
+
+
+@contextlib.contextmanager
+def _surroundings(fake_mode: Any) -> Iterator[None]:
+    from torch._inductor.virtualized import V
+
+    context = torch._guards.TracingContext.try_get()
+    strides = patch.object(context, "output_strides", None) if context is not None else contextlib.nullcontext()
+    with strides, V.set_fake_mode(fake_mode) if fake_mode is not None else contextlib.nullcontext():
+        yield
+
+
+def compile_piece(piece: GraphModule, static: Sequence[int]) -> tuple[Boxed, str]:
+    """The piece as a function of a list, and what runs it: "inductor" or "eager"."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    fakes = [node.meta.get("val") for node in piece.graph.nodes if node.op == "placeholder"]
+    computing = [node for node in piece.graph.nodes if not analysis.is_free(node)]
+    if computing:
+        try:
+            with _surroundings(torch._guards.detect_fake_mode(fakes)), torch.no_grad():
+                copied = GraphModule(piece, _copy(piece.graph))
+                if not any(analysis.written_roots(node) for node in computing):
+                    joint_graph_passes(copied)
+                code = compile_fx_inner(copied, fakes, static_input_idxs=list(static), is_inference=True)
+                return lambda inputs: code(list(inputs)), "inductor"
+        except Exception as error:
+            log.warning("Inductor does not compile a piece (%s); it runs eagerly.", first_line(error))
+    interpreter = Interpreter(piece)
+
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            return interpreter.run(*inputs)  # type: ignore[no-any-return]
+
+    return run, "eager"
+
+
+def _copy(graph: Graph) -> Graph:
+    """Passes rewrite a graph; the one that Interpreter may need stays as it is."""
+    copied = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, lambda n: nodes[n])
+    return copied
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

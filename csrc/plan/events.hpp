@@ -1,0 +1,24 @@
+// From tasks that touch bytes to events that order them.
+//
+// Two tasks that touch the same byte, one of them writing, must run in program order. A task's predecessors are
+// gathered by the stage that they belong to; those with the same predecessors share one event. A wait is left out
+// where the task's worker surely knows already: by its own order, by earlier waits, by what the signallers of those had
+// waited for. Events that nobody waits for do not come to be.
+//
+// Chained plans order a step after the one before in the same way (Task::carried): every pair of tasks that touch the
+// same bytes, now by place in memory, and the signallers of an event, as a counter tells its steps apart only when all
+// signals of one step come before any of the next.
+#pragma once
+
+#include <vector>
+
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+// Fills in waits, signals and events of a plan that has tasks, queues and stages. `own`: by buffer.
+void add_events(Plan& plan, const std::vector<bool>& own);
+// Fills in `carried` of a chained plan, after add_events() and place_buffers().
+void add_carried(Plan& plan);
+
+}  // namespace ark::plan

@@ -1,0 +1,51 @@
+// Who touched which bytes so far: asked by the tiler (where do a tile's inputs come from), by the events (what must a
+// task wait for) and by the validator (what must be ordered).
+//
+// Stages are added in program order. A question about a region answers with the tasks that conflict with it: those
+// that wrote a byte of it, and, where the asker writes, those that read one. What a later write hides is left out:
+// it conflicts with that write, so ordering both pairs orders it too.
+//
+// Own buffers (one copy a worker) have no conflicts between workers; on one worker the queue orders them.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "plan/plan.hpp"
+#include "plan/region.hpp"
+
+namespace ark::plan {
+
+class RegionHistory {
+ public:
+  // All of what a stage's access touches, and what each of its tasks does; `same`: every task touches all of it.
+  struct Record {
+    int stage = -1;
+    bool write = false;
+    bool same = false;
+    Region whole;
+    std::vector<int> tasks;
+    std::vector<Region> regions;  // by task; empty where `same`
+  };
+
+  explicit RegionHistory(const Graph& graph, const std::vector<Stage>& stages);
+
+  // `tasks` (indices) of one stage with their tiles.
+  void add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks);
+  void set_own(int buffer) { skipped_[buffer] = true; }
+  bool is_own(int buffer) const { return skipped_[buffer] && written_[buffer]; }
+  bool may_conflict(int buffer) const { return buffer >= 0 && !skipped_[buffer]; }
+
+  // The newest first; a task may come up more than once.
+  void conflicts(int buffer, const Region& region, bool write,
+                 const std::function<void(const Record&, int task)>& visit) const;
+
+ private:
+  const Graph& graph_;
+  const std::vector<Stage>& stages_;
+  std::vector<bool> written_;  // buffers that some stage writes: the others have no conflicts
+  std::vector<bool> skipped_;
+  std::vector<std::vector<Record>> records_;  // by buffer
+};
+
+}  // namespace ark::plan

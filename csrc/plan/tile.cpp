@@ -1,0 +1,391 @@
+// See tile.hpp.
+#include "plan/tile.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "plan/region.hpp"
+#include "plan/region_history.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+using Bounds = std::vector<int64_t>;  // of tiles: n + 1 numbers from 0 to the extent
+
+// When a worker may start, as far as inputs go: the latest input, and the latest that another worker made.
+struct Ready {
+  double latest = 0;
+  int worker = -1;    // that made the latest; -1: none
+  double second = 0;  // the latest made by a different worker
+  bool second_set = false;
+
+  void add(double finish, int by) {
+    if (worker < 0 || by == worker) {
+      latest = worker < 0 ? finish : std::max(latest, finish);
+      worker = by;
+    } else if (finish > latest) {
+      second = latest;
+      second_set = true;
+      latest = finish;
+      worker = by;
+    } else {
+      second = second_set ? std::max(second, finish) : finish;
+      second_set = true;
+    }
+  }
+  double at(int asking, double wait_us) const {
+    if (worker < 0) return 0;
+    if (asking != worker) return latest + wait_us;
+    return second_set ? std::max(latest, second + wait_us) : latest;
+  }
+};
+
+struct Choice {
+  Bounds bounds;
+  std::vector<int> workers;     // by tile
+  std::vector<double> finish;   // by tile
+  std::vector<double> cost_us;  // by tile
+  double end = 0;
+  bool replicas = false;
+};
+
+class Cutter {
+ public:
+  Cutter(const Graph& graph, const std::vector<Stage>& stages, const Target& target)
+      : graph_(graph), stages_(stages), target_(target), history_(graph, stages), free_(target.workers, 0) {
+    cut_.queues.resize(target.workers);
+    cut_.own.resize(graph.buffers().size(), false);
+    bounds_.resize(stages.size());
+    find_groups();
+  }
+
+  Cut run() {
+    for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
+      if (stages_[stage].extent > 0) commit(stage, choose(stage));
+    }
+    drop_unread_replicas();
+    cut_.estimated_us = *std::max_element(free_.begin(), free_.end());
+    return std::move(cut_);
+  }
+
+ private:
+  void find_groups();
+  int root(int stage) {
+    while (group_[stage] != stage) stage = group_[stage] = group_[group_[stage]];
+    return stage;
+  }
+  Choice choose(int stage);
+  std::vector<Bounds> candidates(int stage);
+  Choice cut_at(int stage, Bounds bounds);
+  Choice replicate(int stage);
+  void commit(int stage, const Choice& choice);
+  bool handed_around(int stage) const;
+  bool tiles_conflict(int stage, const Bounds& bounds) const;
+  void drop_unread_replicas();
+
+  const Graph& graph_;
+  const std::vector<Stage>& stages_;
+  const Target& target_;
+  RegionHistory history_;
+  Cut cut_;
+  std::vector<double> free_;                   // by worker: when its queue so far ends
+  std::vector<double> finish_;                 // by task
+  std::vector<Bounds> bounds_;                 // by stage
+  std::vector<int> group_;                     // stages that write a buffer together: replicated all or none
+  std::vector<char> may_replicate_, decided_;  // by group's root
+};
+
+void Cutter::find_groups() {
+  group_.resize(stages_.size());
+  std::iota(group_.begin(), group_.end(), 0);
+  may_replicate_.assign(stages_.size(), 1);
+  decided_.assign(stages_.size(), 0);
+  std::vector<int> writer(graph_.buffers().size(), -1);
+  const auto each_write = [&](auto&& visit) {
+    for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
+      for (const Access& access : stages_[stage].accesses) {
+        if (access.write) visit(stage, graph_.values()[access.value].buffer);
+      }
+    }
+  };
+  each_write([&](int stage, int buffer) {
+    if (writer[buffer] >= 0) group_[root(stage)] = root(writer[buffer]);
+    writer[buffer] = stage;
+  });
+  for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
+    const bool collective = std::holds_alternative<CollectiveStage>(stages_[stage].body);
+    if (!stages_[stage].replicable || collective || target_.workers == 1) may_replicate_[root(stage)] = 0;
+  }
+  each_write([&](int stage, int buffer) {
+    if (graph_.buffers()[buffer].kind != Buffer::Kind::temporary) may_replicate_[root(stage)] = 0;
+  });
+}
+
+// Cuts that may be good: even ones, and those of the stages that made the inputs.
+std::vector<Bounds> Cutter::candidates(int stage) {
+  const Stage& what = stages_[stage];
+  const int64_t grain = std::max<int64_t>(1, what.grain);
+  const int64_t units = (what.extent + grain - 1) / grain;
+  const auto even = [&](int64_t tiles) {
+    // As few tiles as have the same longest one.
+    const int64_t longest = (units + tiles - 1) / tiles;
+    tiles = (units + longest - 1) / longest;
+    Bounds bounds;
+    for (int64_t tile = 0; tile <= tiles; ++tile) bounds.push_back(std::min(what.extent, units * tile / tiles * grain));
+    return bounds;
+  };
+  std::vector<Bounds> found;
+  if (std::holds_alternative<CollectiveStage>(what.body)) return {{0, what.extent}};
+  const double whole = tile_cost_us(graph_, what, target_, 0, what.extent);
+  const auto worth = static_cast<int64_t>(whole / std::max(target_.wait_us, 1e-3));
+  const int64_t most = std::min<int64_t>(target_.workers, units);
+  found.push_back(even(std::clamp<int64_t>(worth, 1, most)));
+  if (most > 1) {
+    int copied = -1;
+    int copies = 0;
+    for (const Access& access : what.accesses) {
+      const Value& value = graph_.values()[access.value];
+      if (access.write || access.axis < 0 || !history_.may_conflict(value.buffer)) continue;
+      history_.conflicts(value.buffer, region_of(graph_, what, access, 0, what.extent), false,
+                         [&](const RegionHistory::Record& record, int) {
+                           if (record.stage == copied || copies == 3) return;
+                           copied = record.stage;
+                           ++copies;
+                           const Bounds& made = bounds_[copied];
+                           if (made.size() < 3) return;
+                           Bounds bounds;
+                           for (const int64_t bound : made) {
+                             const int64_t scaled = bound * what.extent;
+                             if (scaled % made.back() != 0) return;
+                             bounds.push_back(scaled / made.back());
+                             if (bounds.back() % grain != 0 && bounds.back() != what.extent) return;
+                           }
+                           found.push_back(bounds);
+                         });
+    }
+    if (found.front().size() > 2) found.push_back({0, what.extent});
+  }
+  return found;
+}
+
+// Two tiles of one stage that touch the same byte, one of them writing, cannot run side by side.
+bool Cutter::tiles_conflict(int stage, const Bounds& bounds) const {
+  const Stage& what = stages_[stage];
+  for (const Access& write : what.accesses) {
+    if (!write.write) continue;
+    const int buffer = graph_.values()[write.value].buffer;
+    if (write.axis < 0) return true;
+    for (const Access& other : what.accesses) {
+      if (graph_.values()[other.value].buffer != buffer) continue;
+      const bool same = graph_.values()[other.value].offset == graph_.values()[write.value].offset &&
+                        graph_.values()[other.value].strides == graph_.values()[write.value].strides &&
+                        graph_.values()[other.value].shape == graph_.values()[write.value].shape &&
+                        other.axis == write.axis;
+      for (size_t tile = 0; tile + 1 < bounds.size(); ++tile) {
+        const Region region = region_of(graph_, what, write, bounds[tile], bounds[tile + 1]);
+        // Neighbours are enough where both are the same view.
+        for (size_t beside = same ? tile + 1 : 0; beside + 1 < bounds.size(); ++beside) {
+          if (beside == tile) continue;
+          if (same && beside > tile + 1) break;
+          if (overlap(region, region_of(graph_, what, other, bounds[beside], bounds[beside + 1]))) return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
+Choice Cutter::cut_at(int stage, Bounds bounds) {
+  const Stage& what = stages_[stage];
+  const int tiles = static_cast<int>(bounds.size()) - 1;
+  Choice choice;
+  choice.bounds = std::move(bounds);
+  const auto collect = [&](const Access& access, int64_t begin, int64_t end, Ready& ready) {
+    const int buffer = graph_.values()[access.value].buffer;
+    if (!history_.may_conflict(buffer)) return;
+    history_.conflicts(
+        buffer, region_of(graph_, what, access, begin, end), access.write,
+        [&](const RegionHistory::Record&, int task) { ready.add(finish_[task], cut_.tasks[task].worker); });
+  };
+  Ready common;  // inputs that every tile reads whole
+  for (const Access& access : what.accesses) {
+    if (access.axis < 0) collect(access, 0, what.extent, common);
+  }
+  std::vector<double> available = free_;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int64_t begin = choice.bounds[tile];
+    const int64_t end = choice.bounds[tile + 1];
+    Ready ready = common;
+    for (const Access& access : what.accesses) {
+      if (access.axis >= 0) collect(access, begin, end, ready);
+    }
+    const double cost = tile_cost_us(graph_, what, target_, begin, end);
+    int best = 0;
+    double best_finish = 0;
+    // A collective belongs to the thread that called.
+    const int workers = std::holds_alternative<CollectiveStage>(what.body) ? 1 : target_.workers;
+    for (int worker = 0; worker < workers; ++worker) {
+      const double finish = std::max(available[worker], ready.at(worker, target_.wait_us)) + cost;
+      if (worker == 0 || finish < best_finish - 1e-9) best = worker, best_finish = finish;
+    }
+    available[best] = best_finish;
+    choice.workers.push_back(best);
+    choice.finish.push_back(best_finish);
+    choice.cost_us.push_back(cost);
+    choice.end = std::max(choice.end, best_finish);
+  }
+  return choice;
+}
+
+Choice Cutter::replicate(int stage) {
+  const Stage& what = stages_[stage];
+  Ready ready;
+  for (const Access& access : what.accesses) {
+    const int buffer = graph_.values()[access.value].buffer;
+    if (!history_.may_conflict(buffer) || access.write) continue;
+    history_.conflicts(
+        buffer, region_of(graph_, what, access, 0, what.extent), false,
+        [&](const RegionHistory::Record&, int task) { ready.add(finish_[task], cut_.tasks[task].worker); });
+  }
+  Choice choice;
+  choice.replicas = true;
+  choice.bounds = {0, what.extent};
+  const double cost = tile_cost_us(graph_, what, target_, 0, what.extent);
+  for (int worker = 0; worker < target_.workers; ++worker) {
+    choice.workers.push_back(worker);
+    choice.cost_us.push_back(cost);
+    choice.finish.push_back(std::max(free_[worker], ready.at(worker, target_.wait_us)) + cost);
+    choice.end = std::max(choice.end, choice.finish.back());
+  }
+  return choice;
+}
+
+// Whether a later stage reads all of what the stage writes in every tile: tiles would have to wait for each other.
+bool Cutter::handed_around(int stage) const {
+  for (const Access& write : stages_[stage].accesses) {
+    if (!write.write) continue;
+    const int buffer = graph_.values()[write.value].buffer;
+    for (size_t later = stage + 1; later < stages_.size(); ++later) {
+      for (const Access& access : stages_[later].accesses) {
+        if (!access.write && access.axis < 0 && graph_.values()[access.value].buffer == buffer) return true;
+      }
+    }
+  }
+  return false;
+}
+
+Choice Cutter::choose(int stage) {
+  const int group = root(stage);
+  const bool replicated_before = decided_[group] == 2;
+  if (replicated_before) return replicate(stage);
+  Choice best;
+  bool first = true;
+  for (Bounds& bounds : candidates(stage)) {
+    if (bounds.size() > 2 && tiles_conflict(stage, bounds)) bounds = {0, stages_[stage].extent};
+    Choice choice = cut_at(stage, std::move(bounds));
+    if (first || choice.end < best.end - 1e-9) best = std::move(choice);
+    first = false;
+  }
+  if (may_replicate_[group] && decided_[group] == 0) {
+    Choice replicas = replicate(stage);
+    if (replicas.end <= best.end + (handed_around(stage) ? target_.wait_us : 0)) best = std::move(replicas);
+  }
+  decided_[group] = best.replicas ? 2 : 1;
+  return best;
+}
+
+void Cutter::commit(int stage, const Choice& choice) {
+  std::vector<int> indices;
+  bounds_[stage] = choice.bounds;
+  for (size_t tile = 0; tile < choice.workers.size(); ++tile) {
+    Task task;
+    task.stage = stage;
+    task.begin = choice.replicas ? 0 : choice.bounds[tile];
+    task.end = choice.replicas ? stages_[stage].extent : choice.bounds[tile + 1];
+    task.worker = choice.workers[tile];
+    task.replica = choice.replicas;
+    task.cost_us = choice.cost_us[tile];
+    const int index = static_cast<int>(cut_.tasks.size());
+    indices.push_back(index);
+    cut_.queues[task.worker].tasks.push_back(index);
+    free_[task.worker] = std::max(free_[task.worker], choice.finish[tile]);
+    finish_.push_back(choice.finish[tile]);
+    cut_.tasks.push_back(std::move(task));
+  }
+  if (choice.replicas) {
+    for (const Access& access : stages_[stage].accesses) {
+      const int buffer = graph_.values()[access.value].buffer;
+      if (access.write) cut_.own[buffer] = true, history_.set_own(buffer);
+    }
+  }
+  history_.add(stage, indices, cut_.tasks);
+}
+
+// A replica whose copy nobody on its worker reads is not needed; one of each stage stays.
+void Cutter::drop_unread_replicas() {
+  std::vector<std::vector<char>> read(target_.workers, std::vector<char>(graph_.buffers().size(), 0));
+  std::vector<char> kept(cut_.tasks.size(), 1);
+  std::vector<int> left(stages_.size(), 0);
+  for (const Task& task : cut_.tasks) ++left[task.stage];
+  bool dropped = false;
+  for (size_t index = cut_.tasks.size(); index-- > 0;) {
+    const Task& task = cut_.tasks[index];
+    const Stage& stage = stages_[task.stage];
+    if (task.replica && left[task.stage] > 1) {
+      const bool needed = std::any_of(stage.accesses.begin(), stage.accesses.end(), [&](const Access& access) {
+        return access.write && read[task.worker][graph_.values()[access.value].buffer];
+      });
+      if (!needed) {
+        kept[index] = 0;
+        --left[task.stage];
+        dropped = true;
+        continue;
+      }
+    }
+    for (const Access& access : stage.accesses) {
+      const int buffer = graph_.values()[access.value].buffer;
+      if (!access.write && buffer >= 0) read[task.worker][buffer] = 1;
+    }
+  }
+  if (!dropped) return;
+  std::vector<Task> tasks;
+  for (Queue& queue : cut_.queues) queue.tasks.clear();
+  for (size_t index = 0; index < cut_.tasks.size(); ++index) {
+    if (!kept[index]) continue;
+    cut_.queues[cut_.tasks[index].worker].tasks.push_back(static_cast<int>(tasks.size()));
+    tasks.push_back(std::move(cut_.tasks[index]));
+  }
+  cut_.tasks = std::move(tasks);
+}
+
+}  // namespace
+
+double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
+  const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
+  double total = 0;   // of all accesses
+  double near = 0;    // of those to temporaries
+  double shared = 0;  // of those that every tile reads whole
+  for (const Access& access : stage.accesses) {
+    const Value& value = graph.values()[access.value];
+    if (value.is_literal()) continue;
+    const auto bytes = static_cast<double>(region_of(value).bytes());
+    total += bytes;
+    if (graph.buffers()[value.buffer].kind == Buffer::Kind::temporary) near += bytes;
+    if (access.axis < 0) shared += bytes;
+  }
+  // A gather touches less than its table: then the stage's own figure is all that is known.
+  if (total > 1.05 * stage.bytes) shared = 0;
+  near = std::min(near, stage.bytes);
+  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
+  const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
+  return std::max(stage.flops * part / target.flops_per_us, move) + target.task_us;
+}
+
+Cut cut_stages(const Graph& graph, const std::vector<Stage>& stages, const Target& target) {
+  return Cutter(graph, stages, target).run();
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,18 @@
+// What validate() (plan.hpp) consists of. Each check throws Error(invalid_argument) that names the offending task.
+#pragma once
+
+#include "plan/events_order.hpp"
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+// validator.cpp: that all indices lie within their lists; everything after may rely on it.
+void check_structure(const Plan& plan);
+// validator_tiles.cpp: that tiles cover each stage once, replicas, placements, the loaders' lists.
+void check_tiles(const Plan& plan);
+void check_placements(const Plan& plan);
+void check_loads(const Plan& plan);
+// validator_order.cpp: that what touches the same bytes is ordered, within a step and, where chained, across steps.
+void check_order(const Plan& plan);
+
+}  // namespace ark::plan

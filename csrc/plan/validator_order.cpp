@@ -1,0 +1,315 @@
+// That a plan's queues and events order whatever touches the same bytes as the program did. See validator.hpp.
+//
+// Order's vector clocks say what surely ends before what starts. Program order is the order of stages; two tasks of
+// one stage may run side by side, so they must not touch the same bytes unless both only read.
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <string>
+
+#include "error.hpp"
+#include "plan/region.hpp"
+#include "plan/region_history.hpp"
+#include "plan/validator.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+using std::to_string;
+
+class OrderChecker {
+ public:
+  explicit OrderChecker(const Plan& plan) : plan_(plan), order_(plan), tasks_of_(plan.stages.size()) {
+    for (size_t index = 0; index < plan.tasks.size(); ++index) {
+      tasks_of_[plan.tasks[index].stage].push_back(static_cast<int>(index));
+    }
+  }
+
+  void run() {
+    check_conflicts();
+    for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) check_side_by_side(stage);
+    check_defined();
+    check_own();
+    check_reuse();
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& what) const { throw Error(ErrorKind::invalid_argument, what); }
+  int buffer_of(const Access& access) const { return plan_.graph.values()[access.value].buffer; }
+  bool own(int buffer) const { return plan_.placements[buffer].own; }
+  std::string place_of(const Access& access) const {
+    return "value " + to_string(access.value) + " in buffer " + to_string(buffer_of(access));
+  }
+  void need_order(int first, int second, const Access& access, bool wrote) const {
+    if (order_.before(first, second)) return;
+    fail(describe(plan_, second) + (access.write ? " writes " : " reads ") + place_of(access) + ", which " +
+         describe(plan_, first) + (wrote ? " writes" : " reads") + ": nothing makes it wait until that has ended");
+  }
+  void check_conflicts();
+  void check_side_by_side(int stage) const;
+  void check_defined() const;
+  void check_own() const;
+  void check_reuse() const;
+
+  const Plan& plan_;
+  Order order_;
+  std::vector<std::vector<int>> tasks_of_;
+};
+
+void OrderChecker::check_conflicts() {
+  RegionHistory history(plan_.graph, plan_.stages);
+  for (size_t buffer = 0; buffer < plan_.placements.size(); ++buffer) {
+    if (own(static_cast<int>(buffer))) history.set_own(static_cast<int>(buffer));
+  }
+  for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) {
+    const Stage& what = plan_.stages[stage];
+    if (tasks_of_[stage].empty()) continue;
+    for (const Access& access : what.accesses) {
+      if (!history.may_conflict(buffer_of(access))) continue;
+      if (access.axis < 0 || plan_.tasks[tasks_of_[stage][0]].replica) {
+        // All tasks touch the same: of each worker's tasks that they conflict with, the last one counts.
+        std::vector<std::pair<int, bool>> last(plan_.queues.size(), {-1, false});
+        history.conflicts(buffer_of(access), region_of(plan_.graph, what, access, 0, what.extent), access.write,
+                          [&](const RegionHistory::Record& record, int task) {
+                            auto& slot = last[plan_.tasks[task].worker];
+                            if (slot.first < 0 || order_.place(slot.first) < order_.place(task)) {
+                              slot = {task, record.write};
+                            }
+                          });
+        for (const int task : tasks_of_[stage]) {
+          for (const auto& [before, wrote] : last) {
+            if (before >= 0) need_order(before, task, access, wrote);
+          }
+        }
+        continue;
+      }
+      for (const int task : tasks_of_[stage]) {
+        const Region region = region_of(plan_.graph, what, access, plan_.tasks[task].begin, plan_.tasks[task].end);
+        history.conflicts(
+            buffer_of(access), region, access.write,
+            [&](const RegionHistory::Record& record, int before) { need_order(before, task, access, record.write); });
+      }
+    }
+    history.add(stage, tasks_of_[stage], plan_.tasks);
+  }
+}
+
+// Whether tiles of a value, cut along one dimension at whole indices, are surely apart: no two indices are one byte.
+bool apart_by_index(const Stage& stage, const Access& access, const Value& value, const std::vector<Task>& tasks,
+                    const std::vector<int>& indices) {
+  if (access.axis < 0) return false;
+  const int64_t length = value.shape[access.axis];
+  for (const int index : indices) {
+    if (tasks[index].begin * length % stage.extent != 0) return false;
+  }
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, count
+  for (size_t dim = 0; dim < value.shape.size(); ++dim) {
+    if (value.shape[dim] > 1) dimensions.push_back({value.strides[dim], value.shape[dim]});
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t span = 1;
+  for (const auto& [stride, count] : dimensions) {
+    if (stride < span) return false;
+    span += stride * (count - 1);
+  }
+  return true;
+}
+
+void OrderChecker::check_side_by_side(int index) const {
+  const Stage& stage = plan_.stages[index];
+  const std::vector<int>& tasks = tasks_of_[index];
+  if (tasks.size() < 2 || plan_.tasks[tasks[0]].replica) return;
+  for (const Access& write : stage.accesses) {
+    if (!write.write) continue;
+    const Value& value = plan_.graph.values()[write.value];
+    const bool apart = apart_by_index(stage, write, value, plan_.tasks, tasks);
+    for (const Access& other : stage.accesses) {
+      if (buffer_of(other) != buffer_of(write)) continue;
+      const Value& view = plan_.graph.values()[other.value];
+      if (apart && other.axis == write.axis && view.offset == value.offset && view.shape == value.shape &&
+          view.strides == value.strides && view.type == value.type) {
+        continue;
+      }
+      if (!overlap(region_of(value), region_of(view))) continue;
+      std::vector<Region> regions;
+      for (const int task : tasks) {
+        regions.push_back(region_of(plan_.graph, stage, other, plan_.tasks[task].begin, plan_.tasks[task].end));
+      }
+      for (const int task : tasks) {
+        const Region mine = region_of(plan_.graph, stage, write, plan_.tasks[task].begin, plan_.tasks[task].end);
+        for (size_t beside = 0; beside < tasks.size(); ++beside) {
+          if (tasks[beside] == task || !overlap(mine, regions[beside])) continue;
+          fail(describe(plan_, task) + " writes " + place_of(write) + " where " + describe(plan_, tasks[beside]) +
+               " of the same stage touches value " + to_string(other.value) + ": they may run side by side");
+        }
+      }
+    }
+  }
+}
+
+// What a stage reads of temporaries and outputs, stages before it have written.
+void OrderChecker::check_defined() const {
+  std::map<int, std::vector<Region>> written;  // by buffer
+  for (int index = 0; index < static_cast<int>(plan_.stages.size()); ++index) {
+    const Stage& stage = plan_.stages[index];
+    if (stage.extent == 0) continue;
+    for (const Access& access : stage.accesses) {
+      const int buffer = buffer_of(access);
+      if (access.write || plan_.graph.buffers()[buffer].kind == Buffer::Kind::input) continue;
+      const Region region = region_of(plan_.graph.values()[access.value]);
+      const std::vector<Region>& parts = written[buffer];
+      if (region.empty() ||
+          std::any_of(parts.begin(), parts.end(), [&](const Region& part) { return covers(part, region); })) {
+        continue;
+      }
+      // Several writes together: byte by byte where that is little work, else by their sum.
+      int64_t missing = 0;
+      if (region.end() - region.offset <= 1 << 20) {
+        std::vector<char> known(region.end() - region.offset, 0);
+        const auto mark = [&](const Region& part, char from, char to) {
+          int64_t changed = 0;
+          each_piece(part, [&](int64_t offset, int64_t rows, int64_t stride) {
+            for (int64_t row = 0; row < rows; ++row) {
+              const int64_t low = std::max(offset + row * stride, region.offset);
+              const int64_t high = std::min(offset + row * stride + part.width, region.end());
+              for (int64_t byte = low; byte < high; ++byte) {
+                if (known[byte - region.offset] == from) known[byte - region.offset] = to, ++changed;
+              }
+            }
+          });
+          return changed;
+        };
+        for (const Region& part : parts) mark(part, 0, 1);
+        missing = mark(region, 0, 2);
+      } else {
+        missing = region.bytes();
+        for (const Region& part : parts) missing -= overlap(part, region) ? part.bytes() : 0;
+      }
+      if (missing > 0) {
+        const std::string who =
+            tasks_of_[index].empty() ? "stage " + to_string(index) : describe(plan_, tasks_of_[index][0]);
+        fail(who + " reads " + place_of(access) + ", of which " + to_string(missing) +
+             " bytes were not written before");
+      }
+    }
+    for (const Access& access : stage.accesses) {
+      if (access.write) written[buffer_of(access)].push_back(region_of(plan_.graph.values()[access.value]));
+    }
+  }
+}
+
+// A worker's own copy: its tasks keep program order, and whoever wrote the bytes for a reader did so on that worker.
+void OrderChecker::check_own() const {
+  std::map<int, std::vector<std::pair<int, Region>>> writers;  // by buffer: stage, what it writes
+  std::vector<std::vector<char>> on(plan_.stages.size());      // by stage, worker: has a replica there
+  for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) {
+    on[stage].resize(plan_.queues.size(), 0);
+    for (const int task : tasks_of_[stage]) on[stage][plan_.tasks[task].worker] = 1;
+    for (const Access& access : plan_.stages[stage].accesses) {
+      const Region region = region_of(plan_.graph.values()[access.value]);
+      if (access.write && own(buffer_of(access))) writers[buffer_of(access)].push_back({stage, region});
+    }
+  }
+  if (writers.empty()) return;
+  for (const Queue& queue : plan_.queues) {
+    std::map<int, int> last;  // by buffer: the last task that touched it
+    for (const int index : queue.tasks) {
+      const Task& task = plan_.tasks[index];
+      for (const Access& access : plan_.stages[task.stage].accesses) {
+        const int buffer = buffer_of(access);
+        if (!own(buffer)) continue;
+        const auto [found, fresh] = last.try_emplace(buffer, index);
+        if (!fresh && plan_.tasks[found->second].stage > task.stage) {
+          fail(describe(plan_, index) + " touches " + place_of(access) + " behind " + describe(plan_, found->second) +
+               ", against program order");
+        }
+        found->second = index;
+        if (access.write) continue;
+        const Region region = region_of(plan_.graph.values()[access.value]);
+        for (const auto& [stage, wrote] : writers[buffer]) {
+          if (stage < task.stage && !on[stage][task.worker] && overlap(wrote, region)) {
+            fail(describe(plan_, index) + " reads " + place_of(access) +
+                 " from its worker's own copy, which no replica of stage " + to_string(stage) + " wrote there");
+          }
+        }
+      }
+    }
+  }
+}
+
+// Temporaries that share bytes: all tasks that touch the one have ended before any that touches the other starts.
+void OrderChecker::check_reuse() const {
+  const size_t workers = plan_.queues.size();
+  struct Life {
+    int buffer = -1;
+    std::vector<int> first, last;  // by worker: tasks; -1: none
+    std::vector<int64_t> ended;    // by worker: tasks that have ended when any of these starts
+  };
+  std::vector<Life> lives(plan_.placements.size());
+  for (const Queue& queue : plan_.queues) {
+    for (const int index : queue.tasks) {
+      const Task& task = plan_.tasks[index];
+      for (const Access& access : plan_.stages[task.stage].accesses) {
+        const int buffer = buffer_of(access);
+        if (plan_.placements[buffer].offset < 0) continue;
+        Life& life = lives[buffer];
+        if (life.buffer < 0) {
+          life.buffer = buffer;
+          life.first.assign(workers, -1);
+          life.last.assign(workers, -1);
+          life.ended.assign(workers, std::numeric_limits<int64_t>::max());
+        }
+        life.last[task.worker] = index;
+        if (life.first[task.worker] >= 0) continue;
+        life.first[task.worker] = index;
+        for (size_t other = 0; other < workers; ++other) {
+          life.ended[other] = std::min(life.ended[other], order_.ended(index, static_cast<int>(other)));
+        }
+      }
+    }
+  }
+  std::erase_if(lives, [](const Life& life) { return life.buffer < 0; });
+  const auto offset = [&](const Life& life) { return plan_.placements[life.buffer].offset; };
+  const auto end = [&](const Life& life) {
+    return offset(life) + plan_.graph.buffers()[life.buffer].bytes * (plan_.placements[life.buffer].parity ? 2 : 1);
+  };
+  // Two tasks, one of each, that are not ordered; -1: all are. On own copies only tasks of one worker meet.
+  const auto unordered = [&](const Life& a, const Life& b, bool alone) {
+    for (size_t worker = 0; worker < workers; ++worker) {
+      if (a.last[worker] < 0) continue;
+      const int64_t place = order_.place(a.last[worker]);
+      if (alone) {
+        if (b.first[worker] >= 0 && order_.place(b.first[worker]) <= place) {
+          return std::pair(a.last[worker], b.first[worker]);
+        }
+        continue;
+      }
+      if (b.ended[worker] > place) continue;
+      for (const int first : b.first) {
+        if (first >= 0 && !order_.before(a.last[worker], first)) return std::pair(a.last[worker], first);
+      }
+    }
+    return std::pair(-1, -1);
+  };
+  std::sort(lives.begin(), lives.end(), [&](const Life& a, const Life& b) { return offset(a) < offset(b); });
+  for (size_t one = 0; one < lives.size(); ++one) {
+    for (size_t two = one + 1; two < lives.size() && offset(lives[two]) < end(lives[one]); ++two) {
+      const Life& a = lives[one];
+      const Life& b = lives[two];
+      if (own(a.buffer) != own(b.buffer)) continue;
+      const auto [first, second] = unordered(a, b, own(a.buffer));
+      if (first < 0 || unordered(b, a, own(a.buffer)).first < 0) continue;
+      fail(describe(plan_, second) + " uses buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +
+           " of the arena, where " + describe(plan_, first) + " may still use buffer " + to_string(a.buffer));
+    }
+  }
+}
+
+}  // namespace
+
+void check_order(const Plan& plan) {
+  OrderChecker(plan).run();
+}
+
+}  // namespace ark::plan

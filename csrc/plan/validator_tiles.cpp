@@ -1,0 +1,172 @@
+// Tiles, replicas, memory and loads of a plan whose structure is sound. See validator.hpp.
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "error.hpp"
+#include "plan/place.hpp"
+#include "plan/region.hpp"
+#include "plan/validator.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+using std::to_string;
+
+[[noreturn]] void tiles_error(const std::string& what) {
+  throw Error(ErrorKind::invalid_argument, what);
+}
+
+std::string name_of_stage(const Plan& plan, int stage) {
+  const Stage& what = plan.stages[stage];
+  return "stage " + to_string(stage) + " '" + (what.name.empty() ? what.kind : what.name) + "'" +
+         (what.origin.empty() ? "" : ", " + what.origin);
+}
+
+void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) {
+  std::vector<char> seen(plan.queues.size(), 0);
+  for (const int index : tasks) {
+    const Task& task = plan.tasks[index];
+    if (!task.replica) tiles_error(describe(plan, index) + " is no replica, but its stage has others that are");
+    if (!plan.stages[stage].replicable) tiles_error(describe(plan, index) + " replicates what may run only once");
+    if (task.begin != 0 || task.end != plan.stages[stage].extent) {
+      tiles_error(describe(plan, index) + " is a replica of a part: replicas compute the whole stage");
+    }
+    if (seen[task.worker]++) tiles_error(describe(plan, index) + " is the second replica on its worker");
+  }
+}
+
+}  // namespace
+
+void check_tiles(const Plan& plan) {
+  std::vector<std::vector<int>> tasks_of(plan.stages.size());
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    tasks_of[plan.tasks[index].stage].push_back(static_cast<int>(index));
+  }
+  for (int stage = 0; stage < static_cast<int>(plan.stages.size()); ++stage) {
+    std::vector<int>& tasks = tasks_of[stage];
+    const int64_t extent = plan.stages[stage].extent;
+    if (std::any_of(tasks.begin(), tasks.end(), [&](int index) { return plan.tasks[index].replica; })) {
+      check_replicas(plan, stage, tasks);
+      continue;
+    }
+    std::sort(tasks.begin(), tasks.end(), [&](int a, int b) { return plan.tasks[a].begin < plan.tasks[b].begin; });
+    int64_t covered = 0;
+    for (const int index : tasks) {
+      const Task& task = plan.tasks[index];
+      if (task.begin < covered) tiles_error(describe(plan, index) + " repeats what another tile of its stage does");
+      if (task.begin > covered) {
+        tiles_error(describe(plan, index) + " leaves a gap: nobody runs [" + to_string(covered) + ", " +
+                    to_string(task.begin) + ") of its stage");
+      }
+      covered = task.end;
+    }
+    if (covered != extent) {
+      tiles_error("nobody runs [" + to_string(covered) + ", " + to_string(extent) + ") of " +
+                  name_of_stage(plan, stage));
+    }
+  }
+}
+
+void check_placements(const Plan& plan) {
+  const std::vector<Buffer>& buffers = plan.graph.buffers();
+  if (plan.placements.size() != buffers.size()) {
+    tiles_error("there are " + to_string(plan.placements.size()) + " placements for " + to_string(buffers.size()) +
+                " buffers");
+  }
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    const Placement& placement = plan.placements[buffer];
+    if (placement.offset == -1 && !placement.own) continue;
+    const std::string name = "buffer " + to_string(buffer);
+    if (buffers[buffer].kind != Buffer::Kind::temporary) {
+      tiles_error(name + " has a place in the arena but is no temporary");
+    }
+    const int64_t arena = placement.own ? plan.own_bytes : plan.arena_bytes;
+    const int64_t copies = placement.parity ? 2 : 1;
+    if (placement.offset < 0 || placement.offset % placement_alignment != 0 ||
+        placement.offset + copies * buffers[buffer].bytes > arena) {
+      tiles_error(name + " lies at " + to_string(placement.offset) + " with " + to_string(buffers[buffer].bytes) +
+                  " bytes: not aligned, or outside the arena of " + to_string(arena) + " bytes");
+    }
+  }
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Task& task = plan.tasks[index];
+    for (const Access& access : plan.stages[task.stage].accesses) {
+      const Value& value = plan.graph.values()[access.value];
+      const Buffer& buffer = buffers[value.buffer];
+      const Placement& placement = plan.placements[value.buffer];
+      const std::string name = describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") +
+                               " value " + to_string(access.value) + " in buffer " + to_string(value.buffer);
+      if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0) tiles_error(name + ", which has no place");
+      const Region region = region_of(value);
+      if (region.offset < 0 || region.end() > buffer.bytes) {
+        tiles_error(name + " beyond its " + to_string(buffer.bytes) + " bytes");
+      }
+      if (access.write && task.replica != placement.own) {
+        tiles_error(name + (task.replica ? ", which all workers share, as one of several replicas"
+                                         : ", of which each worker has a copy of its own"));
+      }
+    }
+  }
+}
+
+void check_loads(const Plan& plan) {
+  const Target& target = plan.target;
+  for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
+    const Queue& queue = plan.queues[worker];
+    size_t place = 0;  // in the queue: loads come in its order
+    int values_of_task = 0;
+    std::vector<Region> regions;  // that the task reads through the value: of the last load
+    for (size_t index = 0; index < queue.loads.size(); ++index) {
+      const Load& load = queue.loads[index];
+      const auto name = [&] { return "load " + to_string(index) + " of worker " + to_string(worker); };
+      if (load.task < 0 || load.task >= static_cast<int>(plan.tasks.size()) ||
+          plan.tasks[load.task].worker != static_cast<int>(worker)) {
+        tiles_error(name() + " is for task " + to_string(load.task) + ", which is not one of that worker's");
+      }
+      const auto whole_name = [&] { return name() + " for " + describe(plan, load.task); };
+      const size_t before = place;
+      while (place < queue.tasks.size() && queue.tasks[place] != load.task) ++place;
+      if (place == queue.tasks.size()) tiles_error(whole_name() + " is not in the queue's order");
+      if (place != before || index == 0) values_of_task = 0;
+      if (load.value < 0 || load.value >= static_cast<int>(plan.graph.values().size()) ||
+          plan.graph.values()[load.value].is_literal()) {
+        tiles_error(whole_name() + " is of value " + to_string(load.value) + ", which is in no buffer");
+      }
+      const Value& value = plan.graph.values()[load.value];
+      const Buffer& buffer = plan.graph.buffers()[value.buffer];
+      if (!buffer.parameter || buffer.mutated || buffer.kind != Buffer::Kind::input) {
+        tiles_error(whole_name() + " is of value " + to_string(load.value) +
+                    ", which is no parameter: only what never changes may be loaded ahead");
+      }
+      if (load.rows < 1 || load.bytes < 1 || load.rows * load.bytes > target.page_bytes) {
+        tiles_error(whole_name() + " has " + to_string(load.rows) + " x " + to_string(load.bytes) +
+                    " bytes: a page of the ring holds " + to_string(target.page_bytes));
+      }
+      if (index == 0 || queue.loads[index - 1].task != load.task || queue.loads[index - 1].value != load.value) {
+        if (++values_of_task > target.pages) {
+          tiles_error(whole_name() + " makes the task read more parameters side by side than the ring has pages (" +
+                      to_string(target.pages) + ")");
+        }
+        const Task& task = plan.tasks[load.task];
+        const Stage& stage = plan.stages[task.stage];
+        regions.clear();
+        for (const Access& access : stage.accesses) {
+          if (access.write || access.value != load.value) continue;
+          regions.push_back(region_of(plan.graph, stage, access, task.begin, task.end));
+        }
+      }
+      Region piece{load.offset, load.bytes, 0, true, {}};
+      if (load.rows > 1) {
+        piece.depth = 1;
+        piece.dimensions[0] = {load.stride, load.rows};
+      }
+      if (std::none_of(regions.begin(), regions.end(), [&](const Region& region) { return covers(region, piece); })) {
+        tiles_error(whole_name() + " is of bytes that the task does not read");
+      }
+    }
+  }
+}
+
+}  // namespace ark::plan
