@@ -1,0 +1,273 @@
+// The loop that a worker runs: its queue of tasks, from the plan's tables, once through.
+//
+// A step. The host fills in a Launch, wakes the workers, and every one of them calls run_worker with its number. A task
+// waits for its events, runs, and bumps the events that others wait for. Tables and functions are constants of the
+// generated source; whatever differs from run to run stands in the Launch.
+//
+// Memory order. A task's stores come before the bump of its events (a release), and a wait ends with an acquire load of
+// the count, so whoever has waited sees what the tasks before stored. A bump is a read-modify-write: all bumps of an
+// event are one release sequence, so the count that several tasks reached together orders behind each of them. Events
+// only grow: step s waits for s * threshold, so nothing is reset between steps. Two steps are ordered by the host, which
+// starts none before all workers have left the one before; that covers buffers written again, and counts after a failed
+// step, which the host may then set to zero.
+//
+// Every wait has a bound: it spins, then yields its processor, looks at the abort word each time, and ends at the
+// deadline with a report of who waited and for what. The first report wins; it raises the abort word, so that all leave.
+#pragma once
+
+#include <sched.h>
+#include <time.h>
+
+#include "cpu/types.hpp"
+#include "protocol/atomics.hpp"
+
+#if defined(__x86_64__) || defined(__i386__)
+#define ARK_PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define ARK_PAUSE() asm volatile("yield")
+#else
+#define ARK_PAUSE() ((void)0)
+#endif
+
+namespace ark::cpu {
+
+// Number of everything here that host and generated source must agree on.
+inline constexpr uint32_t kAbi = 1;
+
+struct alignas(64) EventCount {
+  uint64_t value;
+};
+
+enum class Failure : uint32_t {
+  none,
+  aborted,         // the host raised the abort word
+  deadline,        // a wait took too long: `task`, `event`, `worker`
+  index_too_large  // an index out of range: `stage`, `value`, `limit`
+};
+
+// Why a step ended early. `claimed` is taken by the first to fail, who then fills in the rest and releases `failure`.
+struct alignas(64) Report {
+  uint32_t abort;    // everybody leaves as soon as it is not 0
+  uint32_t claimed;  // by worker + 1
+  uint32_t failure;
+  int32_t worker, task, stage, event;
+  int64_t value, limit;
+};
+
+// When a task began (after its waits) and ended.
+struct Stamp {
+  uint64_t begin_ns, end_ns;
+};
+
+struct Launch {
+  uint32_t abi;
+  uint32_t workers;
+  const void* const* inputs;
+  void* const* outputs;
+  char* arena;
+  char* own;           // worker w's begins at own + w * own_stride
+  int64_t own_stride;
+  char* scratch;       // likewise
+  int64_t scratch_stride;
+  EventCount* events;
+  Report* report;
+  Stamp* stamps;       // by task; nullptr: not asked for
+  uint64_t step;       // from 1
+  uint64_t deadline_ns;  // of CLOCK_MONOTONIC; 0: none
+};
+
+// What a task's function may need beside its operands.
+struct Context {
+  const Launch* launch;
+  char* scratch;
+  int32_t worker, task, stage;
+};
+
+// Where an operand lies.
+struct Operand {
+  enum Base : uint32_t { input, output, arena, own };
+  uint32_t base;
+  uint32_t index;  // of inputs or outputs
+  int64_t offset;  // in bytes
+};
+
+struct WaitFor {
+  int32_t event;
+  uint32_t threshold;
+};
+
+struct TaskEntry {
+  void (*function)(const Context& context, char* const* p, int64_t begin, int64_t end);
+  int64_t begin, end;
+  int32_t task, stage;
+  int32_t operands, operand_count;  // first of them in the table, and how many
+  int32_t waits, wait_count;
+  int32_t signals, signal_count;
+};
+
+// What a worker that waits may fetch: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its queue.
+struct LoadEntry {
+  Operand operand;
+  int32_t position;
+  int32_t rows;
+  int64_t bytes, stride;
+};
+
+struct QueueEntry {
+  const TaskEntry* tasks;
+  int32_t task_count;
+  const LoadEntry* loads;
+  int32_t load_count;
+};
+
+// What the source says about itself.
+struct PlanInfo {
+  uint32_t abi;
+  uint32_t workers, events, tasks;
+  int64_t scratch_bytes;  // of each worker
+};
+
+struct Tables {
+  const QueueEntry* queues;
+  const Operand* operands;
+  const WaitFor* waits;
+  const int32_t* signals;
+  int64_t fetch_ahead;  // bytes
+};
+
+inline constexpr int kMostOperands = 64;
+
+inline uint64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000u + static_cast<uint64_t>(time.tv_nsec);
+}
+
+ARK_INLINE bool aborted(const Launch& launch) {
+  return protocol::load_relaxed(launch.report->abort) != 0;
+}
+
+// Tells the host why this step ends early, unless somebody else has, and makes all workers leave.
+inline void fail(const Launch& launch, Failure failure, int worker, int task, int stage, int event, int64_t value,
+                 int64_t limit) {
+  Report& report = *launch.report;
+  uint32_t nobody = 0;
+  if (protocol::compare_exchange(report.claimed, nobody, static_cast<uint32_t>(worker) + 1)) {
+    report.worker = worker;
+    report.task = task;
+    report.stage = stage;
+    report.event = event;
+    report.value = value;
+    report.limit = limit;
+    protocol::store_release(report.failure, static_cast<uint32_t>(failure));
+  }
+  protocol::store_release(report.abort, uint32_t{1});
+}
+
+// For gather and scatter: true when the index may be used.
+ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit) {
+  if (static_cast<uint64_t>(index) < static_cast<uint64_t>(limit)) return true;
+  fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, index, limit);
+  return false;
+}
+
+ARK_INLINE char* address_of(const Launch& launch, int worker, const Operand& operand) {
+  switch (operand.base) {
+    case Operand::input:
+      return static_cast<char*>(const_cast<void*>(launch.inputs[operand.index])) + operand.offset;
+    case Operand::output:
+      return static_cast<char*>(launch.outputs[operand.index]) + operand.offset;
+    case Operand::arena:
+      return launch.arena + operand.offset;
+    default:
+      return launch.own + worker * launch.own_stride + operand.offset;
+  }
+}
+
+// Walks a queue's loads ahead of its tasks, a few cache lines at a time, and only while there is nothing else to do.
+class Fetcher {
+ public:
+  Fetcher(const Launch& launch, const QueueEntry& queue, int worker, int64_t ahead)
+      : launch_(launch), queue_(queue), worker_(worker), ahead_(ahead) {}
+
+  // What tasks before `position` read is of no use any more. The budget begins anew with each task.
+  void reached(int position) {
+    fetched_ = 0;
+    while (next_ < queue_.load_count && queue_.loads[next_].position < position) {
+      ++next_;
+      row_ = 0;
+      byte_ = 0;
+    }
+  }
+
+  void fetch_some() {
+    for (int line = 0; line < 8 && next_ < queue_.load_count && fetched_ < ahead_; ++line) {
+      const LoadEntry& load = queue_.loads[next_];
+      __builtin_prefetch(address_of(launch_, worker_, load.operand) + row_ * load.stride + byte_, 0, 2);
+      fetched_ += 64;
+      byte_ += 64;
+      if (byte_ < load.bytes) continue;
+      byte_ = 0;
+      if (++row_ < load.rows) continue;
+      row_ = 0;
+      ++next_;
+    }
+  }
+
+ private:
+  const Launch& launch_;
+  const QueueEntry& queue_;
+  const int worker_;
+  const int64_t ahead_;
+  int next_ = 0;
+  int64_t row_ = 0, byte_ = 0, fetched_ = 0;
+};
+
+// False when the step ends early.
+inline bool await(const Launch& launch, const WaitFor& wait, int worker, const TaskEntry& task, Fetcher& fetcher) {
+  const uint64_t target = launch.step * wait.threshold;
+  const uint64_t& count = launch.events[wait.event].value;
+  // About 20 us of spinning: tasks are short. Then others may have the processor.
+  constexpr uint32_t kSpins = 1000;
+  for (uint32_t spin = 0; protocol::load_acquire(count) < target; ++spin) {
+    if (aborted(launch)) return false;
+    if (spin < kSpins) {
+      fetcher.fetch_some();
+      ARK_PAUSE();
+      continue;
+    }
+    sched_yield();
+    if (launch.deadline_ns != 0 && now_ns() > launch.deadline_ns) {
+      fail(launch, Failure::deadline, worker, task.task, task.stage, wait.event,
+           static_cast<int64_t>(protocol::load_relaxed(count)), static_cast<int64_t>(target));
+      return false;
+    }
+  }
+  return true;
+}
+
+inline void run_worker(const Launch& launch, const Tables& tables, int worker) {
+  const QueueEntry& queue = tables.queues[worker];
+  Fetcher fetcher(launch, queue, worker, tables.fetch_ahead);
+  Context context{&launch, launch.scratch + worker * launch.scratch_stride, worker, -1, -1};
+  char* p[kMostOperands];
+  for (int position = 0; position < queue.task_count; ++position) {
+    const TaskEntry& task = queue.tasks[position];
+    fetcher.reached(position);
+    for (int i = 0; i < task.wait_count; ++i)
+      if (!await(launch, tables.waits[task.waits + i], worker, task, fetcher)) return;
+    if (aborted(launch)) return;
+    for (int i = 0; i < task.operand_count; ++i)
+      p[i] = address_of(launch, worker, tables.operands[task.operands + i]);
+    context.task = task.task;
+    context.stage = task.stage;
+    const uint64_t begin = launch.stamps != nullptr ? now_ns() : 0;
+    task.function(context, p, task.begin, task.end);
+    if (launch.stamps != nullptr) launch.stamps[task.task] = {begin, now_ns()};
+    if (aborted(launch)) return;
+    for (int i = 0; i < task.signal_count; ++i)
+      protocol::add_ordered(launch.events[tables.signals[task.signals + i]].value, uint64_t{1});
+  }
+}
+
+}  // namespace ark::cpu

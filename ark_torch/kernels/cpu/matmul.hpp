@@ -1,0 +1,153 @@
+// Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32.
+//
+// Two kernels. Where b's depth is adjacent (weights [N, K] seen transposed) 16 lanes run along the depth, a tile of rows
+// times columns of accumulators is kept in registers, and lanes are added at the end. Elsewhere 16 lanes are 16 columns
+// and the depth is walked one by one. Either way an element's sum has one order, whatever tile it is computed in: bits
+// depend neither on the number of workers nor on how many rows there are.
+//
+// One row is bound by memory: b is read once, in as many streams as hardware prefetchers follow. With many rows a block
+// of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
+#pragma once
+
+#include "cpu/loop.hpp"
+#include "cpu/reduce.hpp"
+
+namespace ark::cpu {
+
+// Strides in elements.
+struct Product {
+  int64_t depth;
+  int64_t a_row, a_depth;
+  int64_t b_depth, b_column;
+  int64_t out_row, out_column;
+  int64_t bias_row, bias_column;
+};
+
+struct NoBias {};
+
+#if defined(__AVX512F__)
+inline constexpr int kTileRows = 6, kTileColumns = 4;  // 24 of 32 registers
+#elif defined(__AVX__)
+inline constexpr int kTileRows = 2, kTileColumns = 2;  // 8 of 16, two for each
+#else
+inline constexpr int kTileRows = 1, kTileColumns = 2;
+#endif
+inline constexpr int kStreams = 8;  // of b, with one row
+inline constexpr int64_t kRowBlock = 8 * kTileRows;
+
+// Bytes of scratch memory that a product needs: a block of rows as float32.
+constexpr int64_t product_scratch(int64_t rows, int64_t depth) {
+  return (rows < kRowBlock ? rows : kRowBlock) * ((depth + kLanes - 1) / kLanes * kLanes) * 4;
+}
+
+template <class Out, class Bias>
+ARK_INLINE void finish_one(const Product& s, Out* out, const Bias* bias, int64_t r, int64_t c, float sum) {
+  if constexpr (!std::is_same_v<Bias, NoBias>) sum += load_one(bias + r * s.bias_row + c * s.bias_column);
+  store_one(out + r * s.out_row + c * s.out_column, sum);
+}
+
+// Lanes along the depth.
+template <int Rows, int Columns, class B, class Out, class Bias>
+ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
+                         int64_t r0, int64_t c0) {
+  Floats total[Rows][Columns] = {};
+  const B* weights = b + c0 * s.b_column;
+  for_columns(0, s.depth, [&](int64_t d, auto lanes) ARK_BODY {
+    Floats x[Rows];
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load(a + r * a_row + d, lanes);
+    ARK_UNROLL for (int c = 0; c < Columns; ++c) {
+      const Floats w = load(weights + c * s.b_column + d, lanes);
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) total[r][c] += x[r] * w;
+    }
+  });
+  ARK_UNROLL for (int r = 0; r < Rows; ++r)
+    ARK_UNROLL for (int c = 0; c < Columns; ++c) finish_one(s, out, bias, r0 + r, c0 + c, sum_of(total[r][c]));
+}
+
+// Lanes along the columns, `Vectors` times 16 of them; the last vector may be a part.
+template <int Rows, int Vectors, class B, class Out, class Bias, class Last>
+ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
+                           int64_t r0, int64_t c0, Last last) {
+  Floats total[Rows][Vectors] = {};
+  const B* weights = b + c0 * s.b_column;
+  for (int64_t d = 0; d < s.depth; ++d) {
+    Floats w[Vectors];
+    ARK_UNROLL for (int v = 0; v < Vectors; ++v) {
+      const B* at = weights + d * s.b_depth + v * kLanes * s.b_column;
+      if (s.b_column == 1)
+        w[v] = v == Vectors - 1 ? load(at, last) : load(at, All{});
+      else
+        w[v] = v == Vectors - 1 ? load_strided(at, s.b_column, last) : load_strided(at, s.b_column, All{});
+    }
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+      const Floats x = splat(a[r * a_row + d]);
+      ARK_UNROLL for (int v = 0; v < Vectors; ++v) total[r][v] += x * w[v];
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vectors; ++v)
+      for (int lane = 0; lane < (v == Vectors - 1 ? count_of(last) : kLanes); ++lane)
+        finish_one(s, out, bias, r0 + r, c0 + v * kLanes + lane, total[r][v][lane]);
+}
+
+// All columns for the rows that a tile has, one after the other.
+template <int Rows, class B, class Out, class Bias>
+inline void row_group(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
+                      int64_t r0, int64_t c0, int64_t c1) {
+  constexpr int kColumns = Rows == 1 ? kStreams : kTileColumns;
+  int64_t c = c0;
+  if (s.b_depth == 1) {
+    for (; c + kColumns <= c1; c += kColumns) dot_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c);
+    for (; c < c1; ++c) dot_tile<Rows, 1>(s, a, a_row, b, out, bias, r0, c);
+  } else {
+    for (; c + kColumns * kLanes <= c1; c += kColumns * kLanes)
+      outer_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c, All{});
+    for (; c + kLanes <= c1; c += kLanes) outer_tile<Rows, 1>(s, a, a_row, b, out, bias, r0, c, All{});
+    if (c < c1) outer_tile<Rows, 1>(s, a, a_row, b, out, bias, r0, c, First{static_cast<int>(c1 - c)});
+  }
+}
+
+// Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0: code for more rows is not even made. `scratch` holds
+// product_scratch bytes.
+template <int64_t MostRows, class A, class B, class Out, class Bias>
+ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
+                        int64_t c0, int64_t c1, char* scratch) {
+  // Columns of b that a block of rows passes over together: they stay in the first-level cache.
+  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : kTileColumns;
+  const int64_t pass = s.b_depth == 1 ? kPass : kPass == kTileColumns ? kTileColumns * kLanes : kPass;
+  for (int64_t block = r0; block < r1; block += kRowBlock) {
+    const int64_t block_end = block + kRowBlock < r1 ? block + kRowBlock : r1;
+    const float* rows = nullptr;
+    int64_t step = 0;
+    if (std::is_same_v<A, float> && s.a_depth == 1) {
+      rows = reinterpret_cast<const float*>(a + block * s.a_row);
+      step = s.a_row;
+    } else {
+      float* packed = reinterpret_cast<float*>(scratch);
+      step = (s.depth + kLanes - 1) / kLanes * kLanes;
+      for (int64_t r = block; r < block_end; ++r)
+        for_columns(0, s.depth, [&](int64_t d, auto lanes) ARK_BODY {
+          const A* from = a + r * s.a_row + d * s.a_depth;
+          store(packed + (r - block) * step + d, s.a_depth == 1 ? load(from, lanes) : load_strided(from, s.a_depth, lanes),
+                lanes);
+        });
+      rows = packed;
+    }
+    for (int64_t c = c0; c < c1; c += pass) {
+      const int64_t c_end = c1 - c > pass ? c + pass : c1;
+      int64_t r = block;
+      if constexpr (MostRows >= kTileRows && kTileRows > 1)
+        for (; r + kTileRows <= block_end; r += kTileRows)
+          row_group<kTileRows>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      if constexpr (MostRows >= 4 && kTileRows > 4)
+        for (; r + 4 <= block_end; r += 4)
+          row_group<4>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      if constexpr (MostRows >= 2 && kTileRows > 2)
+        for (; r + 2 <= block_end; r += 2)
+          row_group<2>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      for (; r < block_end; ++r) row_group<1>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+    }
+  }
+}
+
+}  // namespace ark::cpu

@@ -1,0 +1,141 @@
+// Reductions of a row: 16 running results, one a lane, put together at the end in an order that never changes.
+//
+// Which lane a column falls into depends on its position alone, and a row is reduced by one task, so the bits do not
+// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold.
+#pragma once
+
+#include <type_traits>
+
+#include "cpu/ops.hpp"
+
+namespace ark::cpu {
+
+// Halves are combined until one lane is left: 8 with 8, 4 with 4, ...
+template <class Lanes, class Combine>
+ARK_INLINE auto fold(const Lanes& lanes, Combine&& combine) {
+  std::remove_cvref_t<decltype(lanes[0])> all[kLanes];
+  std::memcpy(all, &lanes, sizeof(lanes));
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) all[i] = combine(all[i], all[i + half]);
+  return all[0];
+}
+ARK_INLINE float sum_of(Floats x) {
+  return fold(x, [](float a, float b) { return a + b; });
+}
+
+template <class Lanes, class Count>
+ARK_INLINE Lanes only(Lanes x, Lanes otherwise, Count lanes) {
+  return select(active(lanes), x, otherwise);
+}
+template <class Lanes>
+ARK_INLINE Lanes only(Lanes x, Lanes, All) {
+  return x;
+}
+
+template <class Lanes>
+struct Sum {
+  Lanes total{};
+  template <class Count>
+  ARK_INLINE void add(Lanes x, Count lanes) {
+    total += only(x, Lanes{}, lanes);
+  }
+  ARK_INLINE Lanes result() const {
+    return splat(fold(total, [](auto a, auto b) { return a + b; }));
+  }
+};
+
+// The greatest; a NaN is greater than all.
+template <class Lanes>
+struct Greatest;
+template <>
+struct Greatest<Floats> {
+  Floats best = splat(-kInfinity);
+  template <class Count>
+  ARK_INLINE void add(Floats x, Count lanes) {
+    const Floats y = only(x, splat(-kInfinity), lanes);
+    best = (y > best) | (y != y) ? y : best;
+  }
+  ARK_INLINE Floats result() const {
+    return splat(fold(best, [](float a, float b) { return a > b || a != a ? a : b; }));
+  }
+};
+template <>
+struct Greatest<Ints> {
+  Ints best = splat(std::numeric_limits<int64_t>::min());
+  template <class Count>
+  ARK_INLINE void add(Ints x, Count lanes) {
+    best = maximum(best, only(x, splat(std::numeric_limits<int64_t>::min()), lanes));
+  }
+  ARK_INLINE Ints result() const {
+    return splat(fold(best, [](int64_t a, int64_t b) { return a > b ? a : b; }));
+  }
+};
+template <>
+struct Greatest<Mask> {  // of booleans: whether any is true
+  Mask some{};
+  template <class Count>
+  ARK_INLINE void add(Mask x, Count lanes) {
+    some |= only(x, Mask{}, lanes);
+  }
+  ARK_INLINE Mask result() const {
+    return splat(any_of(some));
+  }
+};
+
+// The least; a NaN is less than all.
+template <class Lanes>
+struct Least {
+  Greatest<Lanes> negated;
+  template <class Count>
+  ARK_INLINE void add(Lanes x, Count lanes) {
+    if constexpr (std::is_same_v<Lanes, Floats>)
+      negated.add(-x, lanes);
+    else
+      negated.add(~x, lanes);  // turns the order of integers around, and so does it for booleans
+  }
+  ARK_INLINE Lanes result() const {
+    if constexpr (std::is_same_v<Lanes, Floats>)
+      return -negated.result();
+    else
+      return ~negated.result();
+  }
+};
+
+// Where the greatest is; of equals the first. A NaN is greater than all.
+template <class Lanes>
+struct WhereGreatest {
+  Lanes best{};
+  Ints where = splat(int64_t{-1});  // none yet
+  template <class Count>
+  ARK_INLINE void add(Lanes x, Ints position, Count lanes) {
+    const Mask take = active(lanes) & ((gt(x, best) | narrow_mask(where < 0)) | (is_nan(x) & ~is_nan(best)));
+    best = select(take, x, best);
+    where = select(take, position, where);
+  }
+  ARK_INLINE Ints result() const {
+    auto value = best[0];
+    int64_t at = where[0];
+    for (int i = 1; i < kLanes; ++i) {
+      if (where[i] < 0) continue;
+      const auto other = best[i];
+      const bool nan = value != value, other_nan = other != other;
+      const bool same = nan || other_nan ? nan == other_nan : value == other;
+      const bool greater = nan || other_nan ? other_nan && !nan : other > value;
+      if (greater || (same && where[i] < at)) {
+        value = other;
+        at = where[i];
+      }
+    }
+    return splat(at);
+  }
+
+ private:
+  static ARK_INLINE Mask is_nan(Floats x) {
+    return x != x;
+  }
+  static ARK_INLINE Mask is_nan(Ints) {
+    return Mask{};
+  }
+};
+
+}  // namespace ark::cpu

@@ -1,0 +1,99 @@
+// Types of the CPU's device library: elements as they lie in memory, and vectors of 16 lanes as they are computed with.
+//
+// A 16-lane vector is GCC's and clang's vector extension, so one text serves every instruction set: a register where
+// there is AVX-512, two with AVX2, four with SSE or NEON. Floating types compute as Floats, integers as Ints (64 bits),
+// bool as Mask (32-bit lanes of all ones or all zeros, which is what a comparison of Floats gives).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+// Vectors are only passed between functions of this library that are inlined: no ABI is involved.
+#pragma GCC diagnostic ignored "-Wpsabi"
+
+#define ARK_INLINE inline __attribute__((always_inline))
+#define ARK_BODY __attribute__((always_inline))  // of lambdas that are called for whole vectors and for the tail
+
+namespace ark::cpu {
+
+inline constexpr int kLanes = 16;
+
+using Floats = float __attribute__((vector_size(kLanes * 4)));
+using Mask = int32_t __attribute__((vector_size(kLanes * 4)));
+using Words = uint32_t __attribute__((vector_size(kLanes * 4)));
+using Ints = int64_t __attribute__((vector_size(kLanes * 8)));
+using Halves = uint16_t __attribute__((vector_size(kLanes * 2)));
+using Shorts = int32_t __attribute__((vector_size(kLanes * 4)));
+using Bytes = uint8_t __attribute__((vector_size(kLanes)));
+
+// Elements in memory that C++ has no type for.
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// How many lanes of a vector count: all of them, known to the compiler, or the first `count`.
+struct All {};
+struct First {
+  int count;
+};
+
+template <class To, class From>
+ARK_INLINE To same_bits(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+ARK_INLINE Floats splat(float x) {
+  return x - Floats{};
+}
+ARK_INLINE Ints splat(int64_t x) {
+  return x - Ints{};
+}
+ARK_INLINE Mask splat(bool x) {
+  return Mask{} - static_cast<int32_t>(x);
+}
+ARK_INLINE Floats splat(Floats x) {
+  return x;
+}
+ARK_INLINE Ints splat(Ints x) {
+  return x;
+}
+ARK_INLINE Mask splat(Mask x) {
+  return x;
+}
+
+// Lane by lane; integers of both widths.
+ARK_INLINE Floats select(Mask mask, Floats a, Floats b) {
+  return mask ? a : b;
+}
+ARK_INLINE Mask select(Mask mask, Mask a, Mask b) {
+  return (mask & a) | (~mask & b);
+}
+ARK_INLINE Ints select(Mask mask, Ints a, Ints b) {
+  return __builtin_convertvector(mask, Ints) ? a : b;
+}
+
+inline constexpr Shorts kIota32 = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+inline constexpr Ints kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+ARK_INLINE Mask active(All) {
+  return ~Mask{};
+}
+ARK_INLINE Mask active(First lanes) {
+  return kIota32 < lanes.count;
+}
+
+}  // namespace ark::cpu

@@ -1,0 +1,249 @@
+// Loads and stores of 16-lane vectors from and to every element type, whole or only the first lanes, adjacent, strided
+// or broadcast.
+//
+// Rounding is to nearest, ties to even; a NaN stays one (quiet). Lanes that do not count are loaded as zero, never read,
+// and never written: a tail may end at the last byte of a page.
+#pragma once
+
+#include "cpu/types.hpp"
+
+namespace ark::cpu {
+
+// ---- Conversions between elements and lanes
+
+ARK_INLINE Floats widen(Halves bits, bf16) {
+  return same_bits<Floats>(__builtin_convertvector(bits, Words) << 16);
+}
+ARK_INLINE Halves narrow(Floats x, bf16) {
+  const Words bits = same_bits<Words>(x);
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Words nan = (bits >> 16) | 0x40u;
+  return __builtin_convertvector(same_bits<Words>(x != x) ? nan : rounded, Halves);
+}
+
+#if defined(__AVX512F__)
+ARK_INLINE Floats widen(Halves bits, f16) {
+  return same_bits<Floats>(_mm512_cvtph_ps(same_bits<__m256i>(bits)));
+}
+ARK_INLINE Halves narrow(Floats x, f16) {
+  return same_bits<Halves>(_mm512_cvtps_ph(same_bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+#elif defined(__F16C__)
+ARK_INLINE Floats widen(Halves bits, f16) {
+  __m128i halves[2];
+  std::memcpy(halves, &bits, sizeof(bits));
+  const __m256 parts[2] = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+  Floats x;
+  std::memcpy(&x, parts, sizeof(x));
+  return x;
+}
+ARK_INLINE Halves narrow(Floats x, f16) {
+  __m256 parts[2];
+  std::memcpy(parts, &x, sizeof(x));
+  const __m128i halves[2] = {_mm256_cvtps_ph(parts[0], _MM_FROUND_TO_NEAREST_INT),
+                             _mm256_cvtps_ph(parts[1], _MM_FROUND_TO_NEAREST_INT)};
+  Halves bits;
+  std::memcpy(&bits, halves, sizeof(bits));
+  return bits;
+}
+#else
+// A float's exponent has 127 for 1, a half's 15. Multiplying by 2^112 moves the one to the other, subnormals included.
+ARK_INLINE Floats widen(Halves bits, f16) {
+  const Words wide = __builtin_convertvector(bits, Words);
+  const Words magnitude = (wide & 0x7fffu) << 13;
+  const Floats scaled = same_bits<Floats>(magnitude) * 0x1p112f;
+  const Words special = magnitude | 0x7f800000u;  // infinities and NaN keep their significand
+  const Words value = same_bits<Words>((wide & 0x7c00u) == 0x7c00u) ? special : same_bits<Words>(scaled);
+  return same_bits<Floats>(value | ((wide & 0x8000u) << 16));
+}
+ARK_INLINE Halves narrow(Floats x, f16) {
+  const Words bits = same_bits<Words>(x);
+  const Words sign = (bits >> 16) & 0x8000u;
+  const Words magnitude = bits & 0x7fffffffu;
+  // Normal halves: 13 bits go, rounded to even, and the exponent is moved; what rounds up past 65504 becomes infinity.
+  const Words normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - 0x38000000u) >> 13;
+  // Subnormal halves: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits.
+  const Words small = same_bits<Words>(same_bits<Floats>(magnitude) + 0.5f) - 0x3f000000u;
+  Words half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x47800000u ? Words{} + 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? ((magnitude >> 13) & 0x3ffu) | 0x7e00u : half;
+  return __builtin_convertvector(half | sign, Halves);
+}
+#endif
+
+// ---- One element
+
+ARK_INLINE float load_one(const float* p) {
+  return *p;
+}
+ARK_INLINE float load_one(const bf16* p) {
+  return same_bits<float>(static_cast<uint32_t>(p->bits) << 16);
+}
+ARK_INLINE float load_one(const f16* p) {
+  return widen(Halves{p->bits}, f16{})[0];
+}
+ARK_INLINE int64_t load_one(const int64_t* p) {
+  return *p;
+}
+ARK_INLINE int64_t load_one(const int32_t* p) {
+  return *p;
+}
+// Any byte but 0 is true, as PyTorch reads it.
+ARK_INLINE bool load_one(const bool* p) {
+  return *reinterpret_cast<const uint8_t*>(p) != 0;
+}
+
+ARK_INLINE void store_one(float* p, float x) {
+  *p = x;
+}
+ARK_INLINE void store_one(bf16* p, float x) {
+  p->bits = narrow(splat(x), bf16{})[0];
+}
+ARK_INLINE void store_one(f16* p, float x) {
+  p->bits = narrow(splat(x), f16{})[0];
+}
+ARK_INLINE void store_one(int64_t* p, int64_t x) {
+  *p = x;
+}
+ARK_INLINE void store_one(int32_t* p, int64_t x) {
+  *p = static_cast<int32_t>(x);
+}
+ARK_INLINE void store_one(bool* p, bool x) {
+  *p = x;
+}
+
+// ---- Sixteen elements as they lie
+
+// What 16 adjacent elements of T are as a vector, and the lanes that they become.
+ARK_INLINE Floats to_lanes(Floats raw, float) {
+  return raw;
+}
+ARK_INLINE Floats to_lanes(Halves raw, bf16 type) {
+  return widen(raw, type);
+}
+ARK_INLINE Floats to_lanes(Halves raw, f16 type) {
+  return widen(raw, type);
+}
+ARK_INLINE Ints to_lanes(Ints raw, int64_t) {
+  return raw;
+}
+ARK_INLINE Ints to_lanes(Shorts raw, int32_t) {
+  return __builtin_convertvector(raw, Ints);
+}
+ARK_INLINE Mask to_lanes(Bytes raw, bool) {
+  return __builtin_convertvector(raw, Shorts) != 0;
+}
+ARK_INLINE Floats to_raw(Floats x, float) {
+  return x;
+}
+ARK_INLINE Halves to_raw(Floats x, bf16 type) {
+  return narrow(x, type);
+}
+ARK_INLINE Halves to_raw(Floats x, f16 type) {
+  return narrow(x, type);
+}
+ARK_INLINE Ints to_raw(Ints x, int64_t) {
+  return x;
+}
+ARK_INLINE Shorts to_raw(Ints x, int32_t) {
+  return __builtin_convertvector(x, Shorts);
+}
+ARK_INLINE Bytes to_raw(Mask x, bool) {
+  return __builtin_convertvector(x & 1, Bytes);
+}
+
+template <class T>
+struct RawOf;
+template <>
+struct RawOf<float> {
+  using type = Floats;
+};
+template <>
+struct RawOf<bf16> {
+  using type = Halves;
+};
+template <>
+struct RawOf<f16> {
+  using type = Halves;
+};
+template <>
+struct RawOf<int64_t> {
+  using type = Ints;
+};
+template <>
+struct RawOf<int32_t> {
+  using type = Shorts;
+};
+template <>
+struct RawOf<bool> {
+  using type = Bytes;
+};
+template <class T>
+using Raw = typename RawOf<T>::type;
+
+template <class T>
+ARK_INLINE auto load(const T* p, All) {
+  Raw<T> raw;
+  std::memcpy(&raw, p, sizeof(raw));
+  return to_lanes(raw, T{});
+}
+template <class T>
+ARK_INLINE auto load(const T* p, First lanes) {
+  Raw<T> raw{};
+  std::memcpy(&raw, p, static_cast<size_t>(lanes.count) * sizeof(T));
+  return to_lanes(raw, T{});
+}
+template <class T, class Lanes>
+ARK_INLINE void store(T* p, Lanes x, All) {
+  const Raw<T> raw = to_raw(x, T{});
+  std::memcpy(p, &raw, sizeof(raw));
+}
+template <class T, class Lanes>
+ARK_INLINE void store(T* p, Lanes x, First lanes) {
+  const Raw<T> raw = to_raw(x, T{});
+  std::memcpy(p, &raw, static_cast<size_t>(lanes.count) * sizeof(T));
+}
+
+#if defined(__AVX512F__)
+// Tails of float are frequent: heads of 40 or 80, vocabularies.
+ARK_INLINE Floats load(const float* p, First lanes) {
+  return same_bits<Floats>(_mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << lanes.count) - 1), p));
+}
+ARK_INLINE void store(float* p, Floats x, First lanes) {
+  _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << lanes.count) - 1), same_bits<__m512>(x));
+}
+#endif
+
+// ---- Elements `stride` apart
+
+ARK_INLINE constexpr int count_of(All) {
+  return kLanes;
+}
+ARK_INLINE constexpr int count_of(First lanes) {
+  return lanes.count;
+}
+
+template <class T, class Count>
+ARK_INLINE auto load_strided(const T* p, int64_t stride, Count lanes) {
+  T elements[kLanes] = {};
+  for (int i = 0; i < count_of(lanes); ++i) std::memcpy(&elements[i], &p[i * stride], sizeof(T));
+  return load(elements, All{});
+}
+template <class T, class Lanes, class Count>
+ARK_INLINE void store_strided(T* p, int64_t stride, Lanes x, Count lanes) {
+  T elements[kLanes];
+  store(elements, x, All{});
+  for (int i = 0; i < count_of(lanes); ++i) std::memcpy(&p[i * stride], &elements[i], sizeof(T));
+}
+
+// ---- Loops over columns
+
+// Calls body(column, lanes) for 16 columns at a time, and once for the rest.
+template <class Body>
+ARK_INLINE void for_columns(int64_t begin, int64_t end, Body&& body) {
+  int64_t column = begin;
+  for (; column + kLanes <= end; column += kLanes) body(column, All{});
+  if (column < end) body(column, First{static_cast<int>(end - column)});
+}
+
+}  // namespace ark::cpu

@@ -1,0 +1,120 @@
+// Writing of lines, pointers and literals behind emit_cpu_function.hpp.
+#include "plan/emit_cpu_function.hpp"
+
+#include <cmath>
+#include <cstdio>
+
+#include "error.hpp"
+
+namespace ark::plan {
+
+std::string FunctionWriter::pointer(int value, bool write) {
+  size_t i = 0;
+  while (i < operands_.size() && operands_[i] != value) ++i;
+  if (i == operands_.size()) {
+    operands_.push_back(value);
+    written_.push_back(false);
+  }
+  written_[i] = written_[i] || write;
+  return "p" + std::to_string(i);
+}
+
+void FunctionWriter::line(const std::string& text) {
+  text_.append(static_cast<size_t>(depth_) * 2, ' ').append(text).append("\n");
+}
+
+void FunctionWriter::open(const std::string& text) {
+  line(text + " {");
+  ++depth_;
+}
+
+void FunctionWriter::close(const std::string& text) {
+  --depth_;
+  line(text);
+}
+
+int64_t FunctionWriter::scratch(int64_t bytes) {
+  const int64_t at = scratch_;
+  scratch_ += (bytes + 63) / 64 * 64;
+  return at;
+}
+
+void FunctionWriter::refuse(const std::string& why) const {
+  ErrorContext context;
+  context.remedy = "Leave this operator to another backend.";
+  throw Error(ErrorKind::invalid_argument,
+              "the CPU target cannot run stage " + stage_.name + " (" + stage_.origin + "): " + why, context);
+}
+
+std::string FunctionWriter::scaled(const std::string& name, int64_t length) const {
+  if (length == stage_.extent) return name;
+  if (length % stage_.extent == 0) return name + " * " + std::to_string(length / stage_.extent);
+  if (stage_.extent % length == 0) return name + " / " + std::to_string(stage_.extent / length);
+  return name + " * " + std::to_string(length) + " / " + std::to_string(stage_.extent);
+}
+
+int FunctionWriter::axis_of(int value, bool write) const {
+  for (const Access& access : stage_.accesses)
+    if (access.value == value && access.write == write) return access.axis;
+  return -1;
+}
+
+std::string FunctionWriter::body() const {
+  std::string declarations;
+  for (size_t i = 0; i < operands_.size(); ++i) {
+    const std::string type = std::string(written_[i] ? "" : "const ") + cpp_type(value(operands_[i]).type);
+    const std::string number = std::to_string(i);
+    declarations += "  " + type + "* const p" + number + " = reinterpret_cast<" + type + "*>(p[" + number + "]);\n";
+  }
+  return declarations + text_;
+}
+
+const char* cpp_type(ScalarType type) {
+  switch (type) {
+    case ScalarType::f32:
+      return "float";
+    case ScalarType::bf16:
+      return "bf16";
+    case ScalarType::f16:
+      return "f16";
+    case ScalarType::i64:
+      return "int64_t";
+    case ScalarType::i32:
+      return "int32_t";
+    case ScalarType::boolean:
+      return "bool";
+  }
+  return "void";
+}
+
+std::string cpp_lanes(const Value& literal) {
+  char text[64];
+  if (literal.type == ScalarType::boolean) return literal.literal != 0 ? "splat(true)" : "splat(false)";
+  if (!is_floating(literal.type)) {
+    if (literal.literal <= -0x1p63) return "splat(std::numeric_limits<int64_t>::min())";
+    if (literal.literal >= 0x1p63) return "splat(std::numeric_limits<int64_t>::max())";
+    std::snprintf(text, sizeof(text), "splat(int64_t{%lld})", static_cast<long long>(literal.literal));
+    return text;
+  }
+  const float value = static_cast<float>(literal.literal);
+  if (std::isnan(value)) return "splat(kNan)";
+  if (std::isinf(value)) return value > 0 ? "splat(kInfinity)" : "splat(-kInfinity)";
+  // Exact, and readable where a short decimal is exact too.
+  std::snprintf(text, sizeof(text), "%.9g", static_cast<double>(value));
+  std::string decimal = text;
+  if (decimal.find_first_of(".e") == std::string::npos) decimal += ".0";
+  return "splat(" + decimal + "f)";
+}
+
+std::string cpp_offset(const std::vector<std::string>& indices, const std::vector<int64_t>& strides) {
+  std::string sum;
+  for (size_t i = 0; i < indices.size(); ++i) {
+    if (strides[i] == 0 || indices[i] == "0") continue;
+    const bool plain = indices[i].find(' ') == std::string::npos;
+    const std::string index = plain ? indices[i] : "(" + indices[i] + ")";
+    sum += (sum.empty() ? "" : " + ") + index + (strides[i] == 1 ? "" : " * " + std::to_string(strides[i]));
+  }
+  return sum.empty() ? "0" : sum;
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,72 @@
+// The function of one stage as C++ text, while it is being written; and the operands that its tasks are given.
+//
+// The text depends on shapes, strides, types and operators alone, never on where something lies or what it is called:
+// p0, p1, ... are the operands in the order in which the body first names them. Stages with equal text share one
+// function, which is how identical layers share code.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/graph.hpp"
+#include "plan/stage.hpp"
+
+namespace ark::plan {
+
+class FunctionWriter {
+ public:
+  FunctionWriter(const Graph& graph, const Stage& stage) : graph_(graph), stage_(stage) {}
+
+  const Graph& graph() const { return graph_; }
+  const Stage& stage() const { return stage_; }
+  const Value& value(int index) const { return graph_.values()[index]; }
+
+  // The name of the pointer to the value's first element.
+  std::string pointer(int value, bool write);
+
+  void line(const std::string& text);       // indented
+  void open(const std::string& text);       // "... {"
+  void close(const std::string& text = "}");
+  // Bytes of the worker's scratch memory, aligned; returns their offset.
+  int64_t scratch(int64_t bytes);
+
+  // Throws Error(invalid_argument) that names the stage and its origin.
+  [[noreturn]] void refuse(const std::string& why) const;
+
+  // The range of indices that a tile takes of a dimension of that length: "begin" where it is the extent.
+  std::string tile_begin(int64_t length) const { return scaled("begin", length); }
+  std::string tile_end(int64_t length) const { return scaled("end", length); }
+  // The dimension of the value that tiles cut by the stage's accesses; -1: none.
+  int axis_of(int value, bool write) const;
+
+  std::string body() const;  // with the declarations of the operands
+  const std::vector<int>& operands() const { return operands_; }
+  int64_t scratch_bytes() const { return scratch_; }
+
+ private:
+  std::string scaled(const std::string& name, int64_t length) const;
+
+  const Graph& graph_;
+  const Stage& stage_;
+  std::vector<int> operands_;  // values
+  std::vector<bool> written_;
+  std::string text_;
+  int depth_ = 1;
+  int64_t scratch_ = 0;
+};
+
+// "float", "bf16", ...: elements of the type in cpu/types.hpp.
+const char* cpp_type(ScalarType type);
+// A literal of the value's type as lanes: "splat(0x1p-1f)".
+std::string cpp_lanes(const Value& literal);
+// "i0 * 64 + i1 * 2", "0" where all strides are.
+std::string cpp_offset(const std::vector<std::string>& indices, const std::vector<int64_t>& strides);
+
+void emit_rows(FunctionWriter& to, const RowProgram& program);
+void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
+void emit_attention(FunctionWriter& to, const AttentionStage& attention);
+void emit_gather(FunctionWriter& to, const GatherStage& gather);
+void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
+
+}  // namespace ark::plan
