@@ -46,7 +46,8 @@ class CpuEmitter {
     ErrorContext context;
     context.remedy = "This is a defect of the planner: please report it.";
     if (plan_.chained)
-      throw Error(ErrorKind::invalid_argument, "the CPU target runs one step a launch, and this plan is chained", context);
+      throw Error(ErrorKind::invalid_argument, "the CPU target runs one step a launch, and this plan is chained",
+                  context);
     if (plan_.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
   }
 
@@ -60,6 +61,7 @@ class CpuEmitter {
           if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
           if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
           if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
+          if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
         },
         stage.body);
     scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
@@ -83,7 +85,7 @@ class CpuEmitter {
   }
 
   static const char* kinds(const Stage& stage) {
-    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter"};
+    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter", "collective"};
     return names[stage.body.index()];
   }
 
@@ -96,8 +98,7 @@ class CpuEmitter {
         return "{Operand::input, " + std::to_string(buffer.argument) + ", " + std::to_string(offset) + "}";
       case Buffer::Kind::output:
         return "{Operand::output, " + std::to_string(buffer.argument) + ", " + std::to_string(offset) + "}";
-      case Buffer::Kind::temporary:
-        break;
+      case Buffer::Kind::temporary: break;
     }
     const Placement& place = plan_.placements.at(static_cast<size_t>(value.buffer));
     return std::string("{Operand::") + (place.own ? "own" : "arena") + ", 0, " + std::to_string(place.offset + offset) +
@@ -170,11 +171,11 @@ class CpuEmitter {
   }
 
   const Plan& plan_;
-  std::map<std::string, size_t> known_;                   // body -> function
-  std::vector<std::string> functions_, names_;            // by function
-  std::map<size_t, std::vector<std::string>> used_by_;    // function -> stages
-  std::vector<size_t> function_of_;                       // by stage
-  std::vector<std::vector<int>> operands_;                // by stage: values
+  std::map<std::string, size_t> known_;                 // body -> function
+  std::vector<std::string> functions_, names_;          // by function
+  std::map<size_t, std::vector<std::string>> used_by_;  // function -> stages
+  std::vector<size_t> function_of_;                     // by stage
+  std::vector<std::vector<int>> operands_;              // by stage: values
   int64_t scratch_bytes_ = 0;
 };
 

@@ -71,18 +71,12 @@ std::string FunctionWriter::body() const {
 
 const char* cpp_type(ScalarType type) {
   switch (type) {
-    case ScalarType::f32:
-      return "float";
-    case ScalarType::bf16:
-      return "bf16";
-    case ScalarType::f16:
-      return "f16";
-    case ScalarType::i64:
-      return "int64_t";
-    case ScalarType::i32:
-      return "int32_t";
-    case ScalarType::boolean:
-      return "bool";
+    case ScalarType::f32: return "float";
+    case ScalarType::bf16: return "bf16";
+    case ScalarType::f16: return "f16";
+    case ScalarType::i64: return "int64_t";
+    case ScalarType::i32: return "int32_t";
+    case ScalarType::boolean: return "bool";
   }
   return "void";
 }

@@ -25,8 +25,8 @@ class FunctionWriter {
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
 
-  void line(const std::string& text);       // indented
-  void open(const std::string& text);       // "... {"
+  void line(const std::string& text);  // indented
+  void open(const std::string& text);  // "... {"
   void close(const std::string& text = "}");
   // Bytes of the worker's scratch memory, aligned; returns their offset.
   int64_t scratch(int64_t bytes);
@@ -68,5 +68,6 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 void emit_attention(FunctionWriter& to, const AttentionStage& attention);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
+void emit_collective(FunctionWriter& to, const CollectiveStage& collective);
 
 }  // namespace ark::plan

@@ -20,13 +20,13 @@ using Kind = Instruction::Kind;
 
 // What an operator takes and gives.
 enum class Rule : uint8_t {
-  same,        // operands as the result's lanes
-  compare,     // operands as lanes that hold either of them, result a mask
-  mask,        // masks
-  floats,      // floats, result a mask
-  choose,      // a mask, then the result's lanes
-  convert,     // cast
-  whole,       // as `same`; integers only with a literal as divisor
+  same,     // floats where the result or an operand is one, else as the result
+  compare,  // operands as lanes that hold either of them, result a mask
+  mask,     // masks
+  floats,   // floats, result a mask
+  choose,   // a mask, then the result's lanes
+  convert,  // cast
+  whole,    // as `same`; integers only with a literal as divisor
 };
 struct RowOp {
   const char* function;
@@ -36,10 +36,12 @@ const std::map<std::string, RowOp>& row_ops() {
   static const std::map<std::string, RowOp> ops = [] {
     std::map<std::string, RowOp> all;
     for (const char* name :
-         {"add", "sub", "mul", "div", "neg", "abs", "maximum", "minimum", "relu", "silu", "sigmoid", "sign", "square",
-          "reciprocal", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan",
-          "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh", "tanh", "erf", "erfc", "floor",
-          "ceil", "trunc", "round", "pow", "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"})
+         {"add",   "sub",   "mul",     "div",         "neg",        "abs",         "maximum",    "minimum",
+          "relu",  "silu",  "sigmoid", "sign",        "square",     "reciprocal",  "exp",        "exp2",
+          "expm1", "log",   "log2",    "log10",       "log1p",      "sqrt",        "rsqrt",      "sin",
+          "cos",   "tan",   "asin",    "acos",        "atan",       "atan2",       "sinh",       "cosh",
+          "asinh", "acosh", "atanh",   "tanh",        "erf",        "erfc",        "floor",      "ceil",
+          "trunc", "round", "pow",     "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"})
       all[name] = {name, Rule::same};
     for (const char* name : {"floor_divide", "remainder", "fmod"}) all[name] = {name, Rule::whole};
     for (const char* name : {"eq", "ne", "lt", "le", "gt", "ge"}) all[name] = {name, Rule::compare};
@@ -49,16 +51,16 @@ const std::map<std::string, RowOp>& row_ops() {
     all["logical_xor"] = {"bitwise_xor", Rule::mask};
     all["logical_not"] = {"bitwise_not", Rule::mask};
     all["where"] = {"select", Rule::choose};
-    all["cast"] = {"", Rule::convert};
+    all["cast"] = all["copy"] = {"", Rule::convert};
     return all;
   }();
   return ops;
 }
 const std::set<std::string>& expensive_ops() {
-  static const std::set<std::string> ops = {"exp",  "exp2", "expm1", "log",  "log2",  "log10", "log1p", "sin",  "cos",
-                                            "tan",  "asin", "acos",  "atan", "atan2", "sinh",  "cosh",  "tanh", "asinh",
-                                            "acosh", "atanh", "erf", "erfc", "pow", "sigmoid", "silu", "fmod",
-                                            "remainder", "floor_divide"};
+  static const std::set<std::string> ops = {"exp",  "exp2", "expm1",   "log",   "log2",  "log10",     "log1p",
+                                            "sin",  "cos",  "tan",     "asin",  "acos",  "atan",      "atan2",
+                                            "sinh", "cosh", "tanh",    "asinh", "acosh", "atanh",     "erf",
+                                            "erfc", "pow",  "sigmoid", "silu",  "fmod",  "remainder", "floor_divide"};
   return ops;
 }
 
@@ -262,6 +264,7 @@ class RowEmitter {
     const char* result = lanes_of(one.type);
     if (op.rule == Rule::convert) return rounded(one, lanes_arg(one.args.at(0), result));
     const char* operands = result;
+    if (op.rule == Rule::same || op.rule == Rule::whole) operands = computed_lanes(one);
     if (op.rule == Rule::mask) operands = "Mask";
     if (op.rule == Rule::floats) operands = "Floats";
     if (op.rule == Rule::compare) {
@@ -275,15 +278,19 @@ class RowEmitter {
     size_t args = one.args.size();
     if (one.name == "pow" && at(one.args.at(1)).kind == Kind::literal) {
       const double power = literal(at(one.args[1])).literal;
-      const std::string known = power == 2 ? "square" : power == 3 ? "cube" : power == 0.5 ? "sqrt"
-                                : power == -0.5 ? "rsqrt" : power == -1 ? "reciprocal" : "";
-      if (!known.empty() && (result[0] == 'F' || power > 1)) {
+      const std::string known = power == 2      ? "square"
+                                : power == 3    ? "cube"
+                                : power == 0.5  ? "sqrt"
+                                : power == -0.5 ? "rsqrt"
+                                : power == -1   ? "reciprocal"
+                                                : "";
+      if (!known.empty() && (operands[0] == 'F' || power > 1)) {
         function = known;
         args = 1;
       }
     }
-    if (result[0] != 'F' && function == "pow") to_.refuse("it raises integers to powers that are not 2 or 3");
-    if (op.rule == Rule::whole && result[0] != 'F') {
+    if (operands[0] != 'F' && function == "pow") to_.refuse("it raises integers to powers that are not 2 or 3");
+    if (op.rule == Rule::whole && operands[0] != 'F') {
       const Instruction& divisor = at(one.args.at(1));
       if (divisor.kind != Kind::literal || literal(divisor).literal == 0)
         to_.refuse("it divides integers by what is not a literal: a division by zero would end the process");
@@ -294,9 +301,20 @@ class RowEmitter {
       text += (i == 0 ? "" : ", ") + lanes_arg(one.args[i], lanes);
     }
     text += ")";
-    return op.rule == Rule::compare || op.rule == Rule::mask || op.rule == Rule::floats
-               ? (result[0] == 'M' ? text : std::string(conversion_to(result)) + "(" + text + ")")
-               : rounded(one, text);
+    const char* given = op.rule == Rule::choose                           ? result
+                        : op.rule == Rule::same || op.rule == Rule::whole ? operands
+                                                                          : "Mask";
+    if (std::string(given) != result) text = std::string(conversion_to(result)) + "(" + text + ")";
+    return rounded(one, text);
+  }
+
+  const char* computed_lanes(const Instruction& one) const {
+    for (const int arg : one.args)
+      if (is_floating(at(arg).type)) return "Floats";
+    if (one.type != ScalarType::boolean) return lanes_of(one.type);
+    static const std::set<std::string> on_masks = {"add",         "mul",        "maximum",     "minimum",
+                                                   "bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"};
+    return on_masks.count(one.name) != 0 ? "Mask" : "Ints";
   }
 
   void define(int i, const std::string& expression) {
@@ -472,12 +490,8 @@ class RowEmitter {
                         std::to_string(step) + ", lanes)");
         break;
       }
-      case Kind::index:
-        define(i, position(one));
-        break;
-      case Kind::op:
-        define(i, call(one));
-        break;
+      case Kind::index: define(i, position(one)); break;
+      case Kind::op: define(i, call(one)); break;
       case Kind::reduce: {
         const std::string arg = lanes_arg(one.args.at(0), reduced_lanes(one));
         const std::string where = one.name == "argmax" ? ", " + flat_column() + " + kIota" : "";
@@ -495,8 +509,7 @@ class RowEmitter {
                    std::to_string(step) + ", " + arg + ", lanes);");
         break;
       }
-      case Kind::literal:
-        break;
+      case Kind::literal: break;
     }
     if (keep.count(i) != 0)
       to_.line("store(k" + std::to_string(i) + " + " + kept_place() + ", " + reg(i) + ", lanes);");

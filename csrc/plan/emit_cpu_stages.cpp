@@ -75,10 +75,9 @@ Shape slice(const Shape& shape, size_t from, size_t to) {
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   for (const int one : {matmul.a, matmul.b, matmul.out})
-    if (!is_floating(to.value(one).type)) to.refuse("it multiplies matrices of " + std::string(name_of(to.value(one).type)));
+    if (!is_floating(to.value(one).type))
+      to.refuse("it multiplies matrices of " + std::string(name_of(to.value(one).type)));
   const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
-  int64_t batches = 1;
-  for (const int64_t size : batch) batches *= size;
   const auto a_batch = broadcast_strides(a, 2, batch), b_batch = broadcast_strides(b, 2, batch),
              out_batch = broadcast_strides(out, 2, batch);
 
@@ -87,21 +86,8 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.axis == Axis::rows) r0 = to.tile_begin(matmul.m), r1 = to.tile_end(matmul.m);
   if (matmul.axis == Axis::columns) c0 = to.tile_begin(matmul.n), c1 = to.tile_end(matmul.n);
 
-  // Batch indices from one flat one where tiles cut the batch; loops of their own otherwise.
-  std::vector<std::string> indices(batch.size(), "0");
-  const bool flat = batches > 1;
-  if (flat) {
-    const bool cut = matmul.axis == Axis::batch;
-    to.open("for (int64_t batch = " + (cut ? to.tile_begin(batches) : "0") + "; batch < " +
-            (cut ? to.tile_end(batches) : number(batches)) + "; ++batch)");
-    int64_t step = 1;
-    for (size_t d = batch.size(); d-- > 0; step *= batch[d]) {
-      if (batch[d] == 1) continue;
-      std::string index = step == 1 ? "batch" : "batch / " + number(step);
-      if (step * batch[d] != batches) index = (step == 1 ? index : "(" + index + ")") + " % " + number(batch[d]);
-      indices[d] = index;
-    }
-  }
+  Nest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b");
+  const std::vector<std::string>& indices = nest.names();
   const std::string a_at = at(to.pointer(matmul.a, false), indices, a_batch);
   const std::string b_at = at(to.pointer(matmul.b, false), indices, b_batch);
   const std::string out_at = at(to.pointer(matmul.out, true), indices, out_batch);
@@ -120,15 +106,16 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
   };
   const int64_t a_depth = stride(a, 1, 1), b_depth = stride(b, 2, 1), out_column = stride(out, 1, 1);
-  to.line("constexpr Product s{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) + ", .a_depth = " +
-          number(a_depth) + ", .b_depth = " + number(b_depth) + ", .b_column = " + number(stride(b, 1, 1)) + ",");
+  to.line("constexpr Product s{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
+          ", .a_depth = " + number(a_depth) + ", .b_depth = " + number(b_depth) +
+          ", .b_column = " + number(stride(b, 1, 1)) + ",");
   to.line("                    .out_row = " + number(stride(out, 2, 0)) + ", .out_column = " + number(out_column) +
           ", .bias_row = " + number(bias_row) + ", .bias_column = " + number(bias_column) + "};");
   // kRowBlock of matmul.hpp is at most 48 rows.
   const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
   to.line("product<" + number(matmul.m) + ">(s, " + a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 +
           ", " + r1 + ", " + c0 + ", " + c1 + ", context.scratch + " + number(scratch) + ");");
-  if (flat) to.close();
+  nest.close();
 }
 
 void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
@@ -145,11 +132,8 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   if (q.shape[3] > 512 || v.shape[3] != q.shape[3])
     to.refuse("attention with heads of " + number(q.shape[3]) + " and " + number(v.shape[3]) + " numbers");
 
-  to.open("for (int64_t group = " + to.tile_begin(batch * kv_heads) + "; group < " + to.tile_end(batch * kv_heads) +
-          "; ++group)");
-  const std::string b = batch == 1 ? "0" : kv_heads == 1 ? "group" : "group / " + number(kv_heads);
-  const std::string h = kv_heads == 1 ? "0" : batch == 1 ? "group" : "group % " + number(kv_heads);
-  const std::vector<std::string> indices{b, h};
+  Nest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
+  const std::vector<std::string>& indices = nest.names();
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
@@ -172,19 +156,24 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   scale.literal = attention.scale;
   std::string factor = cpp_lanes(scale);  // splat(...)
   factor = factor.substr(6, factor.size() - 7);
-  to.line("constexpr Attention s{.heads = " + number(heads) + ", .queries = " + number(q.shape[2]) + ", .keys = " +
-          number(k.shape[2]) + ", .q_head = " + number(head(q)) + ", .q_row = " + number(stride(q, 2)) +
+  to.line("constexpr Attention s{.heads = " + number(heads) + ", .queries = " + number(q.shape[2]) +
+          ", .keys = " + number(k.shape[2]) + ", .q_head = " + number(head(q)) + ", .q_row = " + number(stride(q, 2)) +
           ", .q_column = " + number(column(q)) + ",");
   to.line("                      .k_row = " + number(stride(k, 2)) + ", .k_column = " + number(column(k)) +
-          ", .v_row = " + number(stride(v, 2)) + ", .v_column = " + number(column(v)) + ", .out_head = " +
-          number(head(out)) + ", .out_row = " + number(stride(out, 2)) + ",");
+          ", .v_row = " + number(stride(v, 2)) + ", .v_column = " + number(column(v)) +
+          ", .out_head = " + number(head(out)) + ", .out_row = " + number(stride(out, 2)) + ",");
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") + "};");
   to.scratch(2 * 16 * ((q.shape[3] + 15) / 16 * 16) * 4);  // attention_scratch
   to.line("attend<" + number(q.shape[3]) + ">(context, s, " + q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " +
           out_at + ");");
-  to.close();
+  nest.close();
+}
+
+void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+  const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
+  to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }
 
 void emit_gather(FunctionWriter& to, const GatherStage& gather) {
@@ -195,8 +184,9 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   Nest nest(to, out.shape.empty() ? Shape{} : slice(out.shape, 0, dim + many), to.axis_of(gather.out, true), "i");
   const std::vector<std::string>& names = nest.names();
   to.line("const int64_t index = load_one(" +
-          at(to.pointer(gather.index, false), std::vector<std::string>(names.begin() + static_cast<int64_t>(dim), names.end()),
-             index.strides) + ");");
+          at(to.pointer(gather.index, false),
+             std::vector<std::string>(names.begin() + static_cast<int64_t>(dim), names.end()), index.strides) +
+          ");");
   to.line("if (!index_fits(context, index, " + number(table.shape[dim]) + ")) return;");
   // What lies behind the indexed dimension: loops, and a run.
   Shape rest = slice(out.shape, dim + many, out.shape.size());
@@ -212,11 +202,13 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
     indices->insert(indices->end(), inner.names().begin(), inner.names().end());
     if (run_cut) indices->push_back(to.tile_begin(run));
   }
-  auto run_stride = [&](const Value& value) { return value.shape.size() > 0 && out.shape.size() > dim + many ? value.strides.back() : 1; };
+  auto run_stride = [&](const Value& value) {
+    return value.shape.size() > 0 && out.shape.size() > dim + many ? value.strides.back() : 1;
+  };
   const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line("copy_run(" + at(to.pointer(gather.out, true), out_indices, out.strides) + ", " + number(run_stride(out)) + ", " +
-          at(to.pointer(gather.table, false), table_indices, table.strides) + ", " + number(run_stride(table)) + ", " +
-          count + ");");
+  to.line("copy_run(" + at(to.pointer(gather.out, true), out_indices, out.strides) + ", " + number(run_stride(out)) +
+          ", " + at(to.pointer(gather.table, false), table_indices, table.strides) + ", " + number(run_stride(table)) +
+          ", " + count + ");");
   inner.close();
   nest.close();
 }
@@ -230,8 +222,8 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   const int axis = to.axis_of(scatter.source, false);
   Nest nest(to, slice(source.shape, 0, dim + 1), axis, "i");
   const std::vector<std::string>& names = nest.names();
-  to.line("const int64_t index = load_one(" + at(to.pointer(scatter.index, false), {names[dim]}, {index.shape.empty() ? 0 : index.strides.back()}) +
-          ");");
+  to.line("const int64_t index = load_one(" +
+          at(to.pointer(scatter.index, false), {names[dim]}, {index.shape.empty() ? 0 : index.strides.back()}) + ");");
   to.line("if (!index_fits(context, index, " + number(base.shape[dim]) + ")) return;");
   Shape rest = slice(source.shape, dim + 1, source.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
@@ -248,9 +240,9 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   }
   auto run_stride = [&](const Value& value) { return source.shape.size() > dim + 1 ? value.strides.back() : 1; };
   const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line("copy_run(" + at(to.pointer(scatter.base, true), base_indices, base.strides) + ", " + number(run_stride(base)) +
-          ", " + at(to.pointer(scatter.source, false), source_indices, strides) + ", " + number(run_stride(source)) + ", " +
-          count + ");");
+  to.line("copy_run(" + at(to.pointer(scatter.base, true), base_indices, base.strides) + ", " +
+          number(run_stride(base)) + ", " + at(to.pointer(scatter.source, false), source_indices, strides) + ", " +
+          number(run_stride(source)) + ", " + count + ");");
   inner.close();
   nest.close();
 }

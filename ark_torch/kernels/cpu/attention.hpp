@@ -49,9 +49,9 @@ ARK_INLINE Floats sum_each(Floats (&parts)[kLanes]) {
 #define ARK_HIGH2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
 #define ARK_LOW1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define ARK_HIGH1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#define ARK_FOLD(n, size)                                                                   \
-  ARK_UNROLL for (int i = 0; i < n; ++i) {                                                  \
-    const Floats a = parts[2 * i], b = parts[2 * i + 1];                                    \
+#define ARK_FOLD(n, size)                                                                                    \
+  ARK_UNROLL for (int i = 0; i < n; ++i) {                                                                   \
+    const Floats a = parts[2 * i], b = parts[2 * i + 1];                                                     \
     parts[i] = __builtin_shufflevector(a, b, ARK_LOW##size) + __builtin_shufflevector(a, b, ARK_HIGH##size); \
   }
   ARK_FOLD(8, 8)
@@ -169,8 +169,8 @@ inline void attend(const Context& context, const Attention& s, const Q* q, const
         total[r] = total[r] * before + sum_of(weights);
         greatest[r] = now;
         Floats sum[kChunks];
-        ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk)
-          sum[chunk] = load(sums + r * kPadded + chunk * kLanes, All{}) * before;
+        ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) sum[chunk] =
+            load(sums + r * kPadded + chunk * kLanes, All{}) * before;
         for (int64_t j = 0; j < keys; ++j) {
           const Floats weight = splat(scores[r][j]);
           each_chunk([&](int chunk, auto lanes) ARK_BODY {
@@ -178,7 +178,7 @@ inline void attend(const Context& context, const Attention& s, const Q* q, const
           });
         }
         ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk)
-          store(sums + r * kPadded + chunk * kLanes, sum[chunk], All{});
+            store(sums + r * kPadded + chunk * kLanes, sum[chunk], All{});
       }
     }
     for (int r = 0; r < rows; ++r) {

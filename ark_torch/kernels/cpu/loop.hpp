@@ -7,12 +7,13 @@
 // Memory order. A task's stores come before the bump of its events (a release), and a wait ends with an acquire load of
 // the count, so whoever has waited sees what the tasks before stored. A bump is a read-modify-write: all bumps of an
 // event are one release sequence, so the count that several tasks reached together orders behind each of them. Events
-// only grow: step s waits for s * threshold, so nothing is reset between steps. Two steps are ordered by the host, which
-// starts none before all workers have left the one before; that covers buffers written again, and counts after a failed
-// step, which the host may then set to zero.
+// only grow: step s waits for s * threshold, so nothing is reset between steps. Two steps are ordered by the host,
+// which starts none before all workers have left the one before; that covers buffers written again, and counts after a
+// failed step, which the host may then set to zero.
 //
 // Every wait has a bound: it spins, then yields its processor, looks at the abort word each time, and ends at the
-// deadline with a report of who waited and for what. The first report wins; it raises the abort word, so that all leave.
+// deadline with a report of who waited and for what. The first report wins; it raises the abort word, so that all
+// leave.
 #pragma once
 
 #include <sched.h>
@@ -40,9 +41,10 @@ struct alignas(64) EventCount {
 
 enum class Failure : uint32_t {
   none,
-  aborted,         // the host raised the abort word
-  deadline,        // a wait took too long: `task`, `event`, `worker`
-  index_too_large  // an index out of range: `stage`, `value`, `limit`
+  aborted,          // the host raised the abort word
+  deadline,         // a wait took too long: `task`, `event`, `worker`
+  index_too_large,  // an index out of range: `stage`, `value`, `limit`
+  collective,       // the host's collective failed, and keeps the reason: `stage`
 };
 
 // Why a step ended early. `claimed` is taken by the first to fail, who then fills in the rest and releases `failure`.
@@ -65,15 +67,18 @@ struct Launch {
   const void* const* inputs;
   void* const* outputs;
   char* arena;
-  char* own;           // worker w's begins at own + w * own_stride
+  char* own;  // worker w's begins at own + w * own_stride
   int64_t own_stride;
-  char* scratch;       // likewise
+  char* scratch;  // likewise
   int64_t scratch_stride;
   EventCount* events;
   Report* report;
-  Stamp* stamps;       // by task; nullptr: not asked for
-  uint64_t step;       // from 1
+  Stamp* stamps;         // by task; nullptr: not asked for
+  uint64_t step;         // from 1
   uint64_t deadline_ns;  // of CLOCK_MONOTONIC; 0: none
+  // Runs the collective of a node of the graph on the thread that called; false: it failed.
+  bool (*collective)(void* host, int32_t node, const void* input, void* output);
+  void* host;
 };
 
 // What a task's function may need beside its operands.
@@ -105,7 +110,8 @@ struct TaskEntry {
   int32_t signals, signal_count;
 };
 
-// What a worker that waits may fetch: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its queue.
+// What a worker that waits may fetch: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its
+// queue.
 struct LoadEntry {
   Operand operand;
   int32_t position;
@@ -171,16 +177,18 @@ ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit)
   return false;
 }
 
+inline void collective(const Context& context, int32_t node, const void* input, void* output) {
+  const Launch& launch = *context.launch;
+  if (launch.collective == nullptr || !launch.collective(launch.host, node, input, output))
+    fail(launch, Failure::collective, context.worker, context.task, context.stage, -1, node, 0);
+}
+
 ARK_INLINE char* address_of(const Launch& launch, int worker, const Operand& operand) {
   switch (operand.base) {
-    case Operand::input:
-      return static_cast<char*>(const_cast<void*>(launch.inputs[operand.index])) + operand.offset;
-    case Operand::output:
-      return static_cast<char*>(launch.outputs[operand.index]) + operand.offset;
-    case Operand::arena:
-      return launch.arena + operand.offset;
-    default:
-      return launch.own + worker * launch.own_stride + operand.offset;
+    case Operand::input: return static_cast<char*>(const_cast<void*>(launch.inputs[operand.index])) + operand.offset;
+    case Operand::output: return static_cast<char*>(launch.outputs[operand.index]) + operand.offset;
+    case Operand::arena: return launch.arena + operand.offset;
+    default: return launch.own + worker * launch.own_stride + operand.offset;
   }
 }
 
@@ -257,8 +265,7 @@ inline void run_worker(const Launch& launch, const Tables& tables, int worker) {
     for (int i = 0; i < task.wait_count; ++i)
       if (!await(launch, tables.waits[task.waits + i], worker, task, fetcher)) return;
     if (aborted(launch)) return;
-    for (int i = 0; i < task.operand_count; ++i)
-      p[i] = address_of(launch, worker, tables.operands[task.operands + i]);
+    for (int i = 0; i < task.operand_count; ++i) p[i] = address_of(launch, worker, tables.operands[task.operands + i]);
     context.task = task.task;
     context.stage = task.stage;
     const uint64_t begin = launch.stamps != nullptr ? now_ns() : 0;

@@ -1,10 +1,10 @@
 // Elementary functions on 16 lanes of float32.
 //
-// Written out, since libm's take one number at a time, and without -ffast-math: infinities and NaN are values (masks are
-// made of -inf). Largest error found over all of the range, in units of the last place and checked against double by
-// tests/csrc/plan/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt 1.5; libm's own for
-// those that call it lane by lane. A number of a row goes through the same code as 16 lanes do, so that it does not
-// matter for the bits which of the two a value is.
+// Written out, since libm's take one number at a time, and without -ffast-math: infinities and NaN are values (masks
+// are made of -inf). Largest error found over all of the range, in units of the last place and checked against double
+// by tests/csrc/plan/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt 1.5; libm's
+// own for those that call it lane by lane. A number of a row goes through the same code as 16 lanes do, so that it does
+// not matter for the bits which of the two a value is.
 #pragma once
 
 #include <cmath>
@@ -108,8 +108,8 @@ ARK_INLINE Floats log(Floats x) {
   const Floats exponent = __builtin_convertvector(n, Floats);
   Floats y = p * m * z + exponent * -2.12194440e-4f - 0.5f * z;
   y = m + y + exponent * 0.693359375f;
-  y = x < kInfinity ? y : x;                  // infinity and NaN
-  y = x > 0.0f ? y : splat(-kInfinity);       // 0 and below
+  y = x < kInfinity ? y : x;             // infinity and NaN
+  y = x > 0.0f ? y : splat(-kInfinity);  // 0 and below
   return x < 0.0f ? splat(kNan) : x != x ? x : y;
 }
 
@@ -198,8 +198,10 @@ ARK_INLINE Floats cos(Floats x) {
 }
 
 // Seldom used: libm, lane by lane.
-#define ARK_LANEWISE(name) \
-  ARK_INLINE Floats name(Floats x) { return lanewise(x, [](float one) { return std::name(one); }); }
+#define ARK_LANEWISE(name)                                        \
+  ARK_INLINE Floats name(Floats x) {                              \
+    return lanewise(x, [](float one) { return std::name(one); }); \
+  }
 ARK_LANEWISE(exp2)
 ARK_LANEWISE(expm1)
 ARK_LANEWISE(log2)

@@ -1,9 +1,9 @@
 // Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32.
 //
-// Two kernels. Where b's depth is adjacent (weights [N, K] seen transposed) 16 lanes run along the depth, a tile of rows
-// times columns of accumulators is kept in registers, and lanes are added at the end. Elsewhere 16 lanes are 16 columns
-// and the depth is walked one by one. Either way an element's sum has one order, whatever tile it is computed in: bits
-// depend neither on the number of workers nor on how many rows there are.
+// Two kernels. Where b's depth is adjacent (weights [N, K] seen transposed) 16 lanes run along the depth, a tile of
+// rows times columns of accumulators is kept in registers, and lanes are added at the end. Elsewhere 16 lanes are 16
+// columns and the depth is walked one by one. Either way an element's sum has one order, whatever tile it is computed
+// in: bits depend neither on the number of workers nor on how many rows there are.
 //
 // One row is bound by memory: b is read once, in as many streams as hardware prefetchers follow. With many rows a block
 // of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
@@ -60,8 +60,8 @@ ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const 
       ARK_UNROLL for (int r = 0; r < Rows; ++r) total[r][c] += x[r] * w;
     }
   });
-  ARK_UNROLL for (int r = 0; r < Rows; ++r)
-    ARK_UNROLL for (int c = 0; c < Columns; ++c) finish_one(s, out, bias, r0 + r, c0 + c, sum_of(total[r][c]));
+  ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int c = 0; c < Columns; ++c)
+      finish_one(s, out, bias, r0 + r, c0 + c, sum_of(total[r][c]));
 }
 
 // Lanes along the columns, `Vectors` times 16 of them; the last vector may be a part.
@@ -128,8 +128,8 @@ ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, cons
       for (int64_t r = block; r < block_end; ++r)
         for_columns(0, s.depth, [&](int64_t d, auto lanes) ARK_BODY {
           const A* from = a + r * s.a_row + d * s.a_depth;
-          store(packed + (r - block) * step + d, s.a_depth == 1 ? load(from, lanes) : load_strided(from, s.a_depth, lanes),
-                lanes);
+          store(packed + (r - block) * step + d,
+                s.a_depth == 1 ? load(from, lanes) : load_strided(from, s.a_depth, lanes), lanes);
         });
       rows = packed;
     }
@@ -140,11 +140,9 @@ ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, cons
         for (; r + kTileRows <= block_end; r += kTileRows)
           row_group<kTileRows>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 4 && kTileRows > 4)
-        for (; r + 4 <= block_end; r += 4)
-          row_group<4>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+        for (; r + 4 <= block_end; r += 4) row_group<4>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 2 && kTileRows > 2)
-        for (; r + 2 <= block_end; r += 2)
-          row_group<2>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+        for (; r + 2 <= block_end; r += 2) row_group<2>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       for (; r < block_end; ++r) row_group<1>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
     }
   }

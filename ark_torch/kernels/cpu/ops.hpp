@@ -148,6 +148,19 @@ ARK_INLINE Ints minimum(Ints x, Ints y) {
 ARK_INLINE Ints relu(Ints x) {
   return x < 0 ? Ints{} : x;
 }
+// Rounding leaves whole numbers alone.
+ARK_INLINE Ints floor(Ints x) {
+  return x;
+}
+ARK_INLINE Ints ceil(Ints x) {
+  return x;
+}
+ARK_INLINE Ints trunc(Ints x) {
+  return x;
+}
+ARK_INLINE Ints round(Ints x) {
+  return x;
+}
 ARK_INLINE Ints sign(Ints x) {
   return (x < 0) - (x > 0);
 }
@@ -179,10 +192,16 @@ ARK_INLINE Mask mul(Mask x, Mask y) {
 
 // ---- Comparisons
 
-#define ARK_COMPARISON(name, sign)                                                   \
-  ARK_INLINE Mask name(Floats x, Floats y) { return x sign y; }                      \
-  ARK_INLINE Mask name(Ints x, Ints y) { return narrow_mask(x sign y); }             \
-  ARK_INLINE Mask name(Mask x, Mask y) { return (x & 1) sign(y & 1); }
+#define ARK_COMPARISON(name, sign)           \
+  ARK_INLINE Mask name(Floats x, Floats y) { \
+    return x sign y;                         \
+  }                                          \
+  ARK_INLINE Mask name(Ints x, Ints y) {     \
+    return narrow_mask(x sign y);            \
+  }                                          \
+  ARK_INLINE Mask name(Mask x, Mask y) {     \
+    return (x & 1) sign(y & 1);              \
+  }
 ARK_COMPARISON(eq, ==)
 ARK_COMPARISON(ne, !=)
 ARK_COMPARISON(lt, <)

@@ -77,9 +77,7 @@ struct Greatest<Mask> {  // of booleans: whether any is true
   ARK_INLINE void add(Mask x, Count lanes) {
     some |= only(x, Mask{}, lanes);
   }
-  ARK_INLINE Mask result() const {
-    return splat(any_of(some));
-  }
+  ARK_INLINE Mask result() const { return splat(any_of(some)); }
 };
 
 // The least; a NaN is less than all.
@@ -130,12 +128,8 @@ struct WhereGreatest {
   }
 
  private:
-  static ARK_INLINE Mask is_nan(Floats x) {
-    return x != x;
-  }
-  static ARK_INLINE Mask is_nan(Ints) {
-    return Mask{};
-  }
+  static ARK_INLINE Mask is_nan(Floats x) { return x != x; }
+  static ARK_INLINE Mask is_nan(Ints) { return Mask{}; }
 };
 
 }  // namespace ark::cpu

@@ -1,8 +1,8 @@
 // Loads and stores of 16-lane vectors from and to every element type, whole or only the first lanes, adjacent, strided
 // or broadcast.
 //
-// Rounding is to nearest, ties to even; a NaN stays one (quiet). Lanes that do not count are loaded as zero, never read,
-// and never written: a tail may end at the last byte of a page.
+// Rounding is to nearest, ties to even; a NaN stays one (quiet). Lanes that do not count are loaded as zero, never
+// read, and never written: a tail may end at the last byte of a page.
 #pragma once
 
 #include "cpu/types.hpp"
