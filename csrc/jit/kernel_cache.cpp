@@ -75,13 +75,13 @@ CachedKernel KernelCache::get(const std::string& key, const std::string& version
     return std::move(result);
   };
   if (!folder_fd_) return in_memory();
-  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin)) {
+  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin, source.language)) {
     result.origin = CachedKernel::Origin::cache;
     return result;
   }
   const UniqueFd held = lock(key);
   if (!held) return in_memory();
-  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin)) {  // another process was faster
+  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin, source.language)) {  // another process was faster
     result.origin = CachedKernel::Origin::cache;
     return result;
   }

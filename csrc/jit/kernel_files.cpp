@@ -19,11 +19,23 @@ namespace {
 
 constexpr size_t kLargestFile = size_t{256} << 20;
 
+const char* source_suffix(Language language) {
+  return language == Language::cuda ? ".cu" : ".cpp";
+}
+const char* binary_suffix(Language language) {
+  return language == Language::cuda ? ".cubin" : ".so";
+}
+// The member of the meta file that holds the binary's hash.
+const char* hash_member(Language language) {
+  return language == Language::cuda ? "cubin_sha256" : "so_sha256";
+}
+
 std::string meta_of(const std::string& key, const std::string& version, const std::string& compiler,
                     const Source& source, const Compiled& compiled) {
   JsonWriter json;
-  json.open('{').field("schema", "ark_kernel").field("key", key).field("cubin_sha256", sha256_hex(compiled.cubin));
-  json.field("cubin_bytes", static_cast<int64_t>(compiled.cubin.size()));
+  json.open('{').field("schema", "ark_kernel").field("key", key);
+  json.field(hash_member(source.language), sha256_hex(compiled.cubin));
+  json.field("bytes", static_cast<int64_t>(compiled.cubin.size()));
   json.field("ark_torch", version).field("compiler", compiler).field("arch", source.arch);
   json.key("options").open('[');
   for (const std::string& option : all_options(source)) json.text(option);
@@ -100,12 +112,13 @@ std::string string_member(const std::string& json, const std::string& name) {
   return end == std::string::npos ? std::string() : json.substr(begin, end - begin);
 }
 
-bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin) {
+bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin, Language language) {
   const auto meta = read_file(folder, key + ".meta.json", owner);
-  const auto bytes = read_file(folder, key + ".cubin", owner);
+  const auto bytes = read_file(folder, key + binary_suffix(language), owner);
   if (!meta || !bytes || bytes->empty()) return false;
   const std::span<const uint8_t> data(reinterpret_cast<const uint8_t*>(bytes->data()), bytes->size());
-  if (string_member(*meta, "key") != key || string_member(*meta, "cubin_sha256") != sha256_hex(data)) return false;
+  if (string_member(*meta, "key") != key || string_member(*meta, hash_member(language)) != sha256_hex(data))
+    return false;
   cubin.assign(data.begin(), data.end());
   return true;
 }
@@ -114,10 +127,11 @@ bool store_kernel(int folder, const std::string& key, const std::string& version
                   const Source& source, const Compiled& compiled) {
   const std::string meta = meta_of(key, version, compiler, source, compiled);
   // A half-replaced entry must never look whole: the old cubin goes first, the new one comes last.
-  return (::unlinkat(folder, (key + ".cubin").c_str(), 0) == 0 || errno == ENOENT) &&
-         write_file(folder, key + ".cu", source.stub.data(), source.stub.size()) &&
+  const std::string binary = key + binary_suffix(source.language);
+  return (::unlinkat(folder, binary.c_str(), 0) == 0 || errno == ENOENT) &&
+         write_file(folder, key + source_suffix(source.language), source.stub.data(), source.stub.size()) &&
          write_file(folder, key + ".meta.json", meta.data(), meta.size()) &&
-         write_file(folder, key + ".cubin", compiled.cubin.data(), compiled.cubin.size());
+         write_file(folder, binary, compiled.cubin.data(), compiled.cubin.size());
 }
 
 }  // namespace ark::jit

@@ -1,9 +1,9 @@
 // A compiled kernel as files: what the cache of a user and the kernels that a wheel brings are made of.
 //
 // For each key three files lie side by side, so that what ran can be read: <key>.cu (the stub), <key>.meta.json
-// (versions, options, registers, SHA-256 of the binary) and <key>.cubin. They are written under other names, created
-// anew (O_EXCL, O_NOFOLLOW), and renamed, the cubin last: a half-written kernel never looks whole. A cubin is used only
-// when its hash is the one in the meta file.
+// (versions, options, registers, SHA-256 of the binary) and <key>.cubin; <key>.cpp and <key>.so for a plan on the CPU.
+// They are written under other names, created anew (O_EXCL, O_NOFOLLOW), and renamed, the cubin last: a half-written
+// kernel never looks whole. A cubin is used only when its hash is the one in the meta file.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,8 @@ std::optional<std::string> read_file(int folder, const std::string& name, FileOw
 std::string string_member(const std::string& json, const std::string& name);
 
 // False when there is none, or anything about it is not as it was stored.
-bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin);
+bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin,
+                 Language language = Language::cuda);
 
 // Replaces what there is. False with errno. Only one at a time may call for a key.
 bool store_kernel(int folder, const std::string& key, const std::string& version, const std::string& compiler,

@@ -17,6 +17,8 @@ struct Settings {
   std::vector<std::string> toolkit_dirs;        // CUDA_HOME, CUDA_PATH
   std::vector<std::string> include_dirs;        // further -I; our kernels need none
   std::vector<std::string> options;             // further options of NVRTC
+  std::string cxx;                              // the host's C++ compiler (CXX), and no other; empty: search PATH
+  std::vector<std::string> cxx_options;         // further options of it
   std::function<void(const std::string&)> log;  // one line for people; may be empty
 };
 

@@ -19,11 +19,17 @@ struct Header {
 // Every .hpp, .h and .cuh under the folder, in the order of their names. Throws Error(system) when there is none.
 std::vector<Header> read_headers(const std::string& folder);
 
+enum class Language : uint8_t {
+  cuda,  // by NVRTC: <key>.cu and <key>.cubin
+  cpp,   // by the host's compiler: <key>.cpp and <key>.so
+};
+
 struct Source {
   std::string stub;
-  std::string arch;  // "sm_90a"
+  std::string arch;  // "sm_90a"; what `-march=native` stands for
   std::vector<std::string> options;
   bool line_info = true;  // which source line an instruction is of, for profilers; half of a cubin's bytes
+  Language language = Language::cuda;
 };
 
 // Every option of the compilation, those that ark always has first.
@@ -40,7 +46,7 @@ struct Resources {
 };
 
 struct Compiled {
-  std::vector<uint8_t> cubin;
+  std::vector<uint8_t> cubin;  // or shared library
   std::string log;
   std::vector<Resources> resources;  // empty when the log does not tell
 };

@@ -1,0 +1,244 @@
+// Finding, running and loading behind host_compiler.hpp.
+#include "jit/host_compiler.hpp"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <sstream>
+
+#include "error.hpp"
+#include "jit/kernel_files.hpp"
+#include "jit/run_process.hpp"
+#include "jit/sha256.hpp"
+
+namespace ark::jit {
+
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kRemedy[] = "Install g++ or clang++ (C++20), or name one in CXX; until then regions fall back.";
+
+[[noreturn]] void host_failure(const std::string& what, const char* remedy = kRemedy) {
+  ErrorContext context;
+  context.remedy = remedy;
+  throw Error(ErrorKind::system, what, context);
+}
+
+// The program behind a name with or without a folder, looked up as a shell would; empty: none.
+std::string find_program(const std::string& name) {
+  if (name.find('/') != std::string::npos) return ::access(name.c_str(), X_OK) == 0 ? name : std::string();
+  const char* path = std::getenv("PATH");
+  std::istringstream folders(path != nullptr ? path : "/usr/bin:/bin");
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const std::string candidate = (folder.empty() ? "." : folder) + "/" + name;
+    struct stat status {};
+    if (::stat(candidate.c_str(), &status) == 0 && S_ISREG(status.st_mode) && ::access(candidate.c_str(), X_OK) == 0)
+      return candidate;
+  }
+  return {};
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+// The compiler's first error, or the last thing that it said.
+std::string first_error(const std::string& output) {
+  std::istringstream lines(output);
+  std::string last;
+  for (std::string line; std::getline(lines, line);) {
+    if (line.find("error") != std::string::npos || line.find("Error") != std::string::npos) return line;
+    if (!line.empty()) last = line;
+  }
+  return last.empty() ? "it said nothing" : last;
+}
+
+// Removed with all that is in it.
+class TemporaryFolder {
+ public:
+  TemporaryFolder() {
+    std::error_code error;
+    std::string name = (fs::temp_directory_path(error) / "ark-compile-XXXXXX").string();
+    if (error || ::mkdtemp(name.data()) == nullptr)
+      throw system_error("cannot make a folder for the compiler in '" + name + "'", errno, "Set TMPDIR to one.");
+    path_ = name;
+  }
+  ~TemporaryFolder() {
+    std::error_code ignored;
+    fs::remove_all(path_, ignored);
+  }
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+void write_text(const fs::path& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  if (!file) throw system_error("cannot write " + path.string(), errno, "Free space there, or set TMPDIR.");
+}
+
+std::string describe(const ProcessResult& result, std::chrono::milliseconds limit) {
+  switch (result.end) {
+    case ProcessResult::End::exited: return "failed: " + first_error(result.output);
+    case ProcessResult::End::killed: return "was killed by signal " + std::to_string(result.code);
+    case ProcessResult::End::timed_out: return "took longer than " + std::to_string(limit.count()) + " ms";
+    case ProcessResult::End::not_started: return std::string("cannot be started: ") + std::strerror(result.code);
+  }
+  return {};
+}
+
+}  // namespace
+
+LoadedLibrary::LoadedLibrary(const std::vector<uint8_t>& bytes) : fd_(::memfd_create("ark-plan", MFD_CLOEXEC)) {
+  if (!fd_) throw system_error("cannot make a file in memory for a compiled plan", errno);
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t put = ::write(fd_.get(), bytes.data() + done, bytes.size() - done);
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) throw system_error("cannot write a compiled plan to memory", errno);
+    done += static_cast<size_t>(put);
+  }
+  // The descriptor stays open as long as the library is: dlopen knows libraries by name, so the number must not become
+  // another file's meanwhile.
+  const std::string name = "/proc/self/fd/" + std::to_string(fd_.get());
+  handle_ = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle_ == nullptr) {
+    const char* reason = ::dlerror();
+    host_failure(std::string("cannot load a compiled plan: ") + (reason != nullptr ? reason : "unknown reason"),
+                 "Mount /proc, and allow memory to be executed.");
+  }
+}
+
+LoadedLibrary::~LoadedLibrary() {
+  if (handle_ != nullptr) ::dlclose(handle_);
+}
+
+LoadedLibrary::LoadedLibrary(LoadedLibrary&& other) noexcept
+    : fd_(std::move(other.fd_)), handle_(std::exchange(other.handle_, nullptr)) {}
+
+void* LoadedLibrary::symbol(const char* name) const {
+  void* found = ::dlsym(handle_, name);
+  if (found == nullptr) host_failure(std::string("a compiled plan has no ") + name, "Remove the kernel cache.");
+  return found;
+}
+
+HostCompiler::HostCompiler(Settings settings, std::chrono::milliseconds limit)
+    : settings_(std::move(settings)),
+      limit_(limit),
+      cache_(settings_.cache_dir, settings_.log, limit + std::chrono::seconds(10)) {}
+
+std::vector<std::string> HostCompiler::default_options() {
+  // Contraction makes fused multiply-adds, which products live on; results are compared within tolerances anyway, and
+  // stay the same from run to run on a machine. errno and floating-point traps are nobody's business here, and in the
+  // way of vector instructions. Nothing of -ffast-math beside: infinities and NaN are values.
+  return {"-std=c++20",
+          "-O3",
+          "-march=native",
+          "-fPIC",
+          "-shared",
+          "-fvisibility=hidden",
+          "-fno-math-errno",
+          "-fno-trapping-math",
+          "-ffp-contract=fast",
+          "-Wno-psabi"};
+}
+
+const HostCompiler::Tool& HostCompiler::tool() {
+  const std::lock_guard lock(mutex_);
+  if (tool_) return *tool_;
+  const std::vector<std::string> names = settings_.cxx.empty() ? std::vector<std::string>{"c++", "g++", "clang++"}
+                                                               : std::vector<std::string>{settings_.cxx};
+  std::string path;
+  for (const std::string& name : names)
+    if (path = find_program(name); !path.empty()) break;
+  if (path.empty())
+    host_failure(settings_.cxx.empty() ? "there is no C++ compiler in PATH (c++, g++ or clang++)"
+                                       : "the C++ compiler '" + settings_.cxx + "' is not there or no program");
+  Tool tool{path, {}, {}};
+  const std::chrono::milliseconds limit = std::min<std::chrono::milliseconds>(limit_, std::chrono::seconds(30));
+  const ProcessResult version = run_process({path, "--version"}, "/", limit);
+  if (version.end != ProcessResult::End::exited || version.code != 0)
+    host_failure("the C++ compiler " + path + " " + describe(version, limit));
+  tool.version = first_line(version.output);
+  // What `native` is: the preprocessor's macros, which hold the instruction set.
+  const ProcessResult macros = run_process({path, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"}, "/", limit);
+  if (macros.end != ProcessResult::End::exited || macros.code != 0)
+    host_failure("the C++ compiler " + path + " " + describe(macros, limit));
+  tool.machine =
+      sha256_hex({reinterpret_cast<const uint8_t*>(macros.output.data()), macros.output.size()}).substr(0, 16);
+  tool_ = std::move(tool);
+  return *tool_;
+}
+
+std::string HostCompiler::compiler() {
+  return tool().path + ": " + tool().version;
+}
+
+const std::vector<Header>& HostCompiler::headers() {
+  const std::lock_guard lock(mutex_);
+  if (headers_) return *headers_;
+  std::vector<Header> mine;
+  for (Header& header : read_headers(settings_.kernels_dir))
+    if (header.name.rfind("cpu/", 0) == 0 || header.name.rfind("protocol/", 0) == 0) mine.push_back(std::move(header));
+  headers_ = std::move(mine);
+  return *headers_;
+}
+
+HostCompiler::Result HostCompiler::library(const std::string& text) {
+  const Tool& with = tool();
+  Source source;
+  source.stub = text;
+  source.arch = "native-" + with.machine;
+  source.options = default_options();
+  source.options.insert(source.options.end(), settings_.cxx_options.begin(), settings_.cxx_options.end());
+  source.language = Language::cpp;
+  Result result;
+  result.compiler = with.version;
+  result.key = cache_key(settings_.version, with.path + " " + with.version, source, headers());
+  CachedKernel kernel =
+      cache_.get(result.key, settings_.version, with.version, source, [&] { return compile(source, with); });
+  result.library = std::move(kernel.cubin);
+  result.origin = kernel.origin;
+  return result;
+}
+
+Compiled HostCompiler::compile(const Source& source, const Tool& with) {
+  const TemporaryFolder folder;
+  write_text(folder.path() / "plan.cpp", source.stub);
+  for (const Header& header : headers()) {
+    const fs::path path = folder.path() / "kernels" / header.name;
+    std::error_code ignored;
+    fs::create_directories(path.parent_path(), ignored);
+    write_text(path, header.text);
+  }
+  std::vector<std::string> arguments{with.path};
+  arguments.insert(arguments.end(), source.options.begin(), source.options.end());
+  for (const char* one : {"-Ikernels", "plan.cpp", "-o", "plan.so"}) arguments.emplace_back(one);
+  const ProcessResult result = run_process(arguments, folder.path().string(), limit_);
+  if (result.end != ProcessResult::End::exited || result.code != 0)
+    host_failure("the C++ compiler " + with.path + " " + describe(result, limit_),
+                 "Try another compiler (CXX); until then the region falls back.");
+  std::ifstream file(folder.path() / "plan.so", std::ios::binary);
+  Compiled compiled;
+  compiled.cubin.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  compiled.log = result.output;
+  if (compiled.cubin.empty()) host_failure("the C++ compiler " + with.path + " wrote no library");
+  return compiled;
+}
+
+}  // namespace ark::jit
