@@ -1,0 +1,208 @@
+// Memory, launches and errors behind cpu_loop.hpp.
+#include "plan/cpu_loop.hpp"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "error.hpp"
+#include "plan/emit_cpu.hpp"
+#include "plan/worker_pool.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Zeroed memory, aligned to a cache line, to a huge page where it is that large.
+class Block {
+ public:
+  explicit Block(int64_t bytes) {
+    if (bytes <= 0) return;
+    const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+    bytes_ = (bytes + alignment - 1) / alignment * alignment;
+    data_ = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(bytes_)));
+    if (data_ == nullptr)
+      throw Error(ErrorKind::system, "no memory for the " + std::to_string(bytes_) + " bytes of a compiled region");
+    if (alignment == kHugePage) ::madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+    std::memset(data_, 0, static_cast<size_t>(bytes_));
+  }
+  ~Block() { std::free(data_); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  char* data() const { return data_; }
+  void clear() {
+    if (data_ != nullptr) std::memset(data_, 0, static_cast<size_t>(bytes_));
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// Workers' parts do not share a cache line, nor a page's worth of prefetching.
+int64_t apart(int64_t bytes) {
+  return bytes == 0 ? 0 : (bytes + 255) / 256 * 256 + 128;
+}
+
+}  // namespace
+
+struct CpuLoop::Memory {
+  Memory(const Plan& plan, const cpu::PlanInfo& info)
+      : own_stride(apart(plan.own_bytes) / 64 * 64),
+        scratch_stride(apart(info.scratch_bytes) / 64 * 64),
+        arena(plan.arena_bytes),
+        own(own_stride * info.workers),
+        scratch(scratch_stride * info.workers),
+        events(static_cast<int64_t>(info.events + 1) * static_cast<int64_t>(sizeof(cpu::EventCount))) {}
+
+  // After a failed step: as if none had run.
+  void begin_anew() {
+    events.clear();
+    step = 0;
+  }
+
+  const int64_t own_stride, scratch_stride;
+  Block arena, own, scratch, events;
+  cpu::Report report{};
+  uint64_t step = 0;
+};
+
+CpuLoop::CpuLoop(Plan plan, jit::HostCompiler& compiler) : plan_(std::move(plan)), source_(emit_cpu(plan_)) {
+  jit::HostCompiler::Result compiled = compiler.library(source_);
+  key_ = compiled.key;
+  from_cache_ = compiled.origin == jit::CachedKernel::Origin::cache;
+  library_ = std::make_unique<jit::LoadedLibrary>(compiled.library);
+  run_ = reinterpret_cast<void (*)(const cpu::Launch*, int)>(library_->symbol(kRunSymbol));
+  info_ = *static_cast<const cpu::PlanInfo*>(library_->symbol(kInfoSymbol));
+  if (info_.abi != cpu::kAbi || info_.workers != plan_.queues.size() || info_.events != plan_.events.size() ||
+      info_.tasks != plan_.tasks.size())
+    throw Error(ErrorKind::system, "a compiled plan is not the one that was asked for (" + key_ + ")");
+}
+
+CpuLoop::~CpuLoop() = default;
+
+void CpuLoop::set_collective(Collective collective, void* host) {
+  collective_ = collective;
+  collective_host_ = host;
+}
+
+void CpuLoop::run(const void* const* inputs, void* const* outputs, cpu::Stamp* stamps) {
+  std::unique_ptr<Memory> memory;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!idle_.empty()) {
+      memory = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (memory == nullptr) memory = std::make_unique<Memory>(plan_, info_);
+  memory->report = {};
+  {
+    const std::lock_guard lock(mutex_);
+    running_.push_back(memory.get());
+  }
+  struct GiveBack {
+    CpuLoop& loop;
+    std::unique_ptr<Memory>& memory;
+    ~GiveBack() {
+      const std::lock_guard lock(loop.mutex_);
+      std::erase(loop.running_, memory.get());
+      loop.idle_.push_back(std::move(memory));
+    }
+  } give_back{*this, memory};
+
+  cpu::Launch launch{};
+  launch.abi = cpu::kAbi;
+  launch.workers = info_.workers;
+  launch.inputs = inputs;
+  launch.outputs = outputs;
+  launch.arena = memory->arena.data();
+  launch.own = memory->own.data();
+  launch.own_stride = memory->own_stride;
+  launch.scratch = memory->scratch.data();
+  launch.scratch_stride = memory->scratch_stride;
+  launch.events = reinterpret_cast<cpu::EventCount*>(memory->events.data());
+  launch.report = &memory->report;
+  launch.stamps = stamps;
+  launch.step = ++memory->step;
+  launch.deadline_ns =
+      timeout_.count() == 0 ? 0 : cpu::now_ns() + static_cast<uint64_t>(std::chrono::nanoseconds(timeout_).count());
+  launch.collective = collective_;
+  launch.host = collective_host_;
+  struct Job {
+    void (*run)(const cpu::Launch*, int);
+    const cpu::Launch* launch;
+  } job{run_, &launch};
+  try {
+    WorkerPool::run(
+        static_cast<int>(info_.workers),
+        [](void* argument, int worker) {
+          const Job& mine = *static_cast<const Job*>(argument);
+          mine.run(mine.launch, worker);
+        },
+        &job);
+  } catch (...) {
+    --memory->step;  // nobody has begun
+    throw;
+  }
+  if (protocol::load_acquire(memory->report.abort) != 0) {
+    memory->begin_anew();
+    raise(memory->report);
+  }
+}
+
+void CpuLoop::abort() {
+  const std::lock_guard lock(mutex_);
+  for (Memory* memory : running_) protocol::store_release(memory->report.abort, uint32_t{1});
+}
+
+std::string CpuLoop::describe(int task) const {
+  if (task < 0 || task >= static_cast<int>(plan_.tasks.size())) return "task " + std::to_string(task);
+  const Task& one = plan_.tasks[static_cast<size_t>(task)];
+  const Stage& stage = plan_.stages[static_cast<size_t>(one.stage)];
+  return "task " + std::to_string(task) + " (" + stage.name + ", " + stage.origin + ", worker " +
+         std::to_string(one.worker) + ")";
+}
+
+void CpuLoop::raise(const cpu::Report& report) const {
+  ErrorContext context;
+  context.operation = "compiled region";
+  switch (static_cast<cpu::Failure>(protocol::load_acquire(report.failure))) {
+    case cpu::Failure::index_too_large: {
+      const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
+      throw Error(ErrorKind::invalid_argument,
+                  "index " + std::to_string(report.value) + " is out of range for a dimension of size " +
+                      std::to_string(report.limit) + " in " + stage.name + " (" + stage.origin + ")",
+                  context);
+    }
+    case cpu::Failure::deadline: {
+      std::string whom;
+      for (size_t i = 0; i < plan_.tasks.size() && whom.size() < 300; ++i) {
+        const auto& signals = plan_.tasks[i].signals;
+        if (std::find(signals.begin(), signals.end(), report.event) != signals.end())
+          whom += (whom.empty() ? "" : ", ") + describe(static_cast<int>(i));
+      }
+      context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
+      throw Error(ErrorKind::timeout,
+                  "worker " + std::to_string(report.worker) + " waited longer than " +
+                      std::to_string(timeout_.count()) + " ms before " + describe(report.task) + " for " + whom +
+                      ": event " + std::to_string(report.event) + " is at " + std::to_string(report.value) +
+                      " and must reach " + std::to_string(report.limit),
+                  context);
+    }
+    case cpu::Failure::collective: {
+      const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
+      throw Error(ErrorKind::system, "a collective failed in " + stage.name + " (" + stage.origin + ")", context);
+    }
+    case cpu::Failure::aborted:
+    case cpu::Failure::none: break;
+  }
+  throw Error(ErrorKind::aborted, "a compiled region was aborted", context);
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,66 @@
+// A plan on the CPU: emitted, compiled, loaded, and run by worker threads, step after step.
+//
+// The thread that calls run() is worker 0. Memory of a step (arena, own arenas, scratch, events) is a set that is made
+// on first use and taken again by the next call; callers at the same time have a set each. A step that fails leaves
+// nothing behind: its set begins anew.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cpu/loop.hpp"
+#include "jit/host_compiler.hpp"
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+class CpuLoop {
+ public:
+  // Throws Error(invalid_argument) for what the CPU target cannot run, Error(system) for what the compiler says.
+  CpuLoop(Plan plan, jit::HostCompiler& compiler);
+  ~CpuLoop();
+
+  // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: invalid_argument (an
+  // index out of range), timeout (a wait that took longer than the limit), aborted. Any thread may call.
+  // `stamps`, where given, has a place for each task.
+  void run(const void* const* inputs, void* const* outputs, cpu::Stamp* stamps = nullptr);
+
+  // Makes the steps that run now end with Error(aborted).
+  void abort();
+
+  // For all waits of a step together; zero: none.
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  // What runs collectives, on the thread that calls run(). False: it failed, and the host knows why.
+  using Collective = bool (*)(void* host, int32_t node, const void* input, void* output);
+  void set_collective(Collective collective, void* host);
+
+  const Plan& plan() const { return plan_; }
+  const std::string& source() const { return source_; }
+  const std::string& key() const { return key_; }  // of the kernel cache
+  bool from_cache() const { return from_cache_; }
+
+ private:
+  struct Memory;
+  [[noreturn]] void raise(const cpu::Report& report) const;
+  std::string describe(int task) const;
+
+  const Plan plan_;
+  const std::string source_;
+  std::string key_;
+  bool from_cache_ = false;
+  std::unique_ptr<jit::LoadedLibrary> library_;
+  void (*run_)(const cpu::Launch*, int) = nullptr;
+  cpu::PlanInfo info_{};
+  std::chrono::milliseconds timeout_ = std::chrono::minutes(10);
+  Collective collective_ = nullptr;
+  void* collective_host_ = nullptr;
+  std::mutex mutex_;  // guards the two below
+  std::vector<std::unique_ptr<Memory>> idle_;
+  std::vector<Memory*> running_;
+};
+
+}  // namespace ark::plan
