@@ -105,6 +105,23 @@ class CpuEmitter {
            "}";
   }
 
+  // Pages are of no interest to a prefetch: neighbours become one entry.
+  static std::vector<Load> merged(const std::vector<Load>& loads) {
+    std::vector<Load> all;
+    for (const Load& load : loads) {
+      Load* last = all.empty() ? nullptr : &all.back();
+      const bool same = last != nullptr && last->task == load.task && last->value == load.value;
+      if (same && last->rows == 1 && load.rows == 1 && load.offset == last->offset + last->bytes)
+        last->bytes += load.bytes;
+      else if (same && load.rows > 1 && last->stride == load.stride && last->bytes == load.bytes &&
+               load.offset == last->offset + last->rows * last->stride)
+        last->rows += load.rows;
+      else
+        all.push_back(load);
+    }
+    return all;
+  }
+
   void tables(std::ostream& out) {
     out << "\nconstexpr Operand kOperands[] = {\n";
     std::vector<int> first;
@@ -149,7 +166,7 @@ class CpuEmitter {
             << task.waits.size() << ", " << first_signal[t] << ", " << task.signals.size() << "},\n";
       }
       out << "    {}};\nconstexpr LoadEntry kLoads" << q << "[] = {\n";
-      for (const Load& load : queue.loads) {
+      for (const Load& load : merged(queue.loads)) {
         // Its offset is of the value's buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
         out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", "
