@@ -7,6 +7,7 @@ PyTorch and the extension belong together, and register the backend; the extensi
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ark_torch import _autoload
@@ -14,10 +15,11 @@ from ark_torch._version import __version__
 
 if TYPE_CHECKING:
     from ark_torch._C import Options
+    from ark_torch.compile.report import Report
 
 _autoload.on_import()
 
-__all__ = ["Options", "__version__", "flight_record"]
+__all__ = ["Options", "__version__", "explain", "flight_record"]
 
 
 def flight_record() -> dict[str, Any]:
@@ -25,6 +27,17 @@ def flight_record() -> dict[str, Any]:
     from ark_torch.distributed import flight
 
     return flight.record()
+
+
+def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
+    """What torch.compile(model, backend="ark") makes of this call: regions, what falls back, and why.
+
+    print() it; `.regions`, `.fallbacks` and `.graphs` hold the same as data. `ark_options={...}` are those of
+    torch.compile(options=...). The model is called once.
+    """
+    from ark_torch.compile.explain import explain as implementation
+
+    return implementation(model, *args, **kwargs)
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +49,6 @@ def __getattr__(name: str) -> Any:
         from ark_torch._C import Options
 
         return Options
-    if name in ("distributed", "memory"):
+    if name in ("compile", "distributed", "memory"):
         return importlib.import_module(f"ark_torch.{name}")
     raise AttributeError(f"module 'ark_torch' has no attribute {name!r}")

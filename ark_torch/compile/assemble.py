@@ -137,6 +137,10 @@ def assemble(
 def _single(step: Step, taken: list[int], arguments: int) -> Boxed:
     run = step.run
     if taken == list(range(arguments)):
-        return run
+
+        def straight(args: list[Any]) -> Sequence[Any]:  # `run` may be an object that takes no attributes
+            return run(args)
+
+        return straight
     take = _taker(taken)
     return lambda args: run(take(args))

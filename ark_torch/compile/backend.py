@@ -246,30 +246,21 @@ class _Builder:
         if runs_on != "inductor":
             return region
         # The same call for both: Inductor's arguments picked from the region's, results in the region's order.
-        where = {node: i for i, node in enumerate(lowering.inputs)}
-        if any(node not in where for node in arguments):
-            for node in arguments:
-                if node not in where:
-                    where[node] = len(lowering.inputs)
-                    lowering.inputs.append(node)
-        order = [where[node] for node in arguments]
+        used = len(lowering.inputs)
+        lowering.inputs += [node for node in arguments if node not in lowering.inputs]
+        order = [lowering.inputs.index(node) for node in arguments]
         back = [results.index(node) for node in lowering.outputs]
-        count = len(region_inputs(lowering))
 
         def inductor(inputs: list[Any]) -> Sequence[Any]:
             given = run([inputs[i] for i in order])
             return [given[i] for i in back]
 
-        ark = region if count == len(lowering.inputs) else lambda inputs: region(inputs[:count])
         if known is not None:
             return inductor
         told.runs_on = "measure"
+        ark = region if used == len(lowering.inputs) else lambda inputs: region(inputs[:used])
         written = [i for i, node in enumerate(lowering.inputs) if node in self._mutated]
         return choice.Contest(name, ark, inductor, written, tell)
-
-
-def region_inputs(lowering: Lowering) -> list[int]:
-    return [i for i, buffer in enumerate(lowering.graph.buffers) if buffer.kind == "input"]
 
 
 def make_region(lowering: Lowering, name: str, threads: int) -> Any:

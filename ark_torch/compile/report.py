@@ -87,6 +87,7 @@ class Report:
     """All graphs of one model, as far as they have been compiled."""
 
     graphs: list[GraphReport] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)  # torch._dynamo's reasons
 
     @property
     def regions(self) -> list[PieceReport]:
@@ -99,7 +100,9 @@ class Report:
     def __str__(self) -> str:
         if not self.graphs:
             return "no graph was compiled (was the model compiled before, or is there nothing to compile?)"
-        return "\n".join(f"graph {i}: {graph}" for i, graph in enumerate(self.graphs))
+        lines = [f"graph {i}: {graph}" for i, graph in enumerate(self.graphs)]
+        lines += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks if reason]
+        return "\n".join(lines)
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:

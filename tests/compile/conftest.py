@@ -1,0 +1,65 @@
+"""Every test of the compiler runs on a fresh cache folder and a fresh Dynamo.
+
+`plan` is the C++ side: the double in reference.py, and the extension's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+
+from ark_torch import _C
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
+
+SIDES = ["reference", "cpp"] if hasattr(_C, "plan") else ["reference"]
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache"))
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend._say_once.cache_clear()
+    reference.Region.made.clear()
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(params=SIDES)
+def plan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "reference":
+        monkeypatch.setattr(_C, "plan", reference, raising=False)
+    return str(request.param)
+
+
+@pytest.fixture
+def double(monkeypatch: pytest.MonkeyPatch) -> type[reference.Region]:
+    """The reference alone, for tests that look at what was lowered."""
+    monkeypatch.setattr(_C, "plan", reference, raising=False)
+    return reference.Region
+
+
+Compile = Callable[..., tuple[Any, Report]]
+
+
+@pytest.fixture
+def compiled() -> Compile:
+    """compiled(model, dynamic=None, **options) -> (the compiled model, its report)."""
+
+    def make(model: Any, dynamic: bool | None = None, **chosen: Any) -> tuple[Any, Report]:
+        report = Report()
+        parsed = options.parse(None, {"choose": "ark", **chosen})
+
+        def run(graph_module: Any, example_inputs: Any) -> Any:
+            return backend.compile_graph(graph_module, example_inputs, parsed, report)
+
+        return torch.compile(model, backend=run, dynamic=dynamic), report
+
+    return make
