@@ -53,6 +53,10 @@ def compile_graph(
                 f'options={{"fallback": False}}, and the graph cannot run on ark: {reason}.'
             ) from None
         log.info("the whole graph runs on Inductor: %s", reason)
+    except BaseException:  # Dynamo will try again, or the user hears of it: no graph was compiled
+        if report is not None:
+            report.graphs.remove(graph_report)
+        raise
     return rest.whole(graph_module, example_inputs)
 
 
@@ -65,6 +69,7 @@ def _capture(
     graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.exc import RestartAnalysis
     from torch._inductor.decomposition import select_decomp_table
 
     def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -75,12 +80,19 @@ def _capture(
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    captured: Callable[..., Any] = aot_autograd(
-        fw_compiler=trains,
-        inference_compiler=infers,
-        decompositions=select_decomp_table(),
-        keep_inference_input_mutations=True,
-    )(graph_module, example_inputs)
+    try:
+        captured: Callable[..., Any] = aot_autograd(
+            fw_compiler=trains,
+            inference_compiler=infers,
+            decompositions=select_decomp_table(),
+            keep_inference_input_mutations=True,
+        )(graph_module, example_inputs)
+    except (_WholeGraph, UnsupportedGraph, RestartAnalysis):  # the last: Dynamo's own way of trying again
+        raise
+    except Exception as error:
+        # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
+        log.debug("capture failed", exc_info=True)
+        raise _WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
     return captured
 
 

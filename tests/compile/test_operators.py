@@ -33,9 +33,7 @@ POINTWISE: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
         for name in ("neg", "abs", "exp", "expm1", "sin", "cos", "tanh", "erf", "sigmoid", "relu", "reciprocal")
     },
     **{name: (getattr(torch, name), lambda: (positive(3, 5),)) for name in ("log", "log1p", "sqrt", "rsqrt")},
-    **{
-        name: (getattr(torch, name), lambda: (x(3, 5) * 4,)) for name in ("floor", "ceil", "round", "trunc", "sign")
-    },
+    **{name: (getattr(torch, name), lambda: (x(3, 5) * 4,)) for name in ("floor", "ceil", "round", "trunc", "sign")},
     **{f"{name}_int": (getattr(torch, name), lambda: (x(3, 5, dtype=i64),)) for name in ("floor", "sign", "abs")},
     "exp_int": (torch.exp, lambda: (x(3, 5, dtype=i32),)),
     "bitwise_not": (torch.bitwise_not, lambda: (x(3, 5, dtype=i32),)),
@@ -63,10 +61,7 @@ POINTWISE: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "floor_divide_int": (lambda a: a // 3, lambda: (x(40, dtype=i64),)),
     "remainder": (torch.remainder, lambda: (x(4, 5) * 9, positive(5))),
     "remainder_int": (lambda a: a % 4, lambda: (x(40, dtype=i64),)),
-    **{
-        f"pow_{e}": ((lambda e: lambda a: torch.pow(a, e))(e), lambda: (positive(4, 5),))
-        for e in (2, 3, 1, 0.5, -0.5, -1, 2.7)
-    },
+    **{f"pow_{e}": (lambda a, e=e: torch.pow(a, e), lambda: (positive(4, 5),)) for e in (2, 3, 1, 0.5, -0.5, -1, 2.7)},
     "pow_bf16": (lambda a: a.pow(3), lambda: (x(4, 5, dtype=bf16),)),
     "pow_int": (lambda a: a**2, lambda: (x(9, dtype=i64),)),
     "pow_tensor": (torch.pow, lambda: (positive(4, 5), x(5))),
@@ -213,7 +208,7 @@ INDEXING: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     "index_first": (lambda a, i: a[i], lambda: (x(5, 4), torch.tensor([3, 0, 3]))),
     "index_negative": (lambda a, i: a[i], lambda: (x(5, 4), torch.tensor([-1, 0, -5]))),
     "index_middle": (lambda a, i: a[:, i], lambda: (x(3, 5, 4), torch.tensor([[3, 0], [1, 1]]))),
-    "index_number": (lambda a, i: a[i], lambda: (x(5, 4), torch.tensor(2))),
+    "index_number": (lambda a, i: torch.ops.aten.index(a, [i]), lambda: (x(5, 4), torch.tensor(2))),
     "index_select": (lambda a, i: a.index_select(-1, i), lambda: (x(3, 5), torch.tensor([4, 0], dtype=i32))),
     "index_put": (lambda a, i, v: a.index_put((i,), v), lambda: (x(5, 4), torch.tensor([3, 0]), x(2, 4))),
     "index_put_negative": (lambda a, i, v: a.index_put((i,), v), lambda: (x(5, 4), torch.tensor([-1, 0]), x(2, 4))),

@@ -20,7 +20,7 @@ def _part(whole: Strided, dim: int, begin: int, length: int) -> Strided:
     return whole._replace(shape=shape, offset=whole.offset + begin * whole.strides[dim])
 
 
-@lowers(aten.clone.default)
+@lowers(aten.clone.default, aten.lift_fresh_copy.default)
 def clone(low: Lowering, node: Node) -> Operand:
     """No copy where nobody can tell: the same layout, and nothing writes what it would have been copied from."""
     source = low.operand(node.args[0])
@@ -29,6 +29,25 @@ def clone(low: Lowering, node: Node) -> Operand:
     if same_layout and isinstance(node.args[0], Node) and analysis.root_of(node.args[0]) not in low.mutated:
         return source
     return low.copy(source, out)
+
+
+@lowers(aten.repeat.default)
+def repeat(low: Lowering, node: Node) -> Operand:
+    """One copy: every dimension of the result is (repeats, length), and the source is expanded over the repeats."""
+    source, out = low.operand(node.args[0]), low.result(node)
+    repeats = [int(n) for n in node.args[1]]  # type: ignore[union-attr, arg-type]
+    lengths = [1] * (len(repeats) - len(source.shape)) + list(source.shape)
+    if isinstance(source, Literal):
+        return low.copy(source, out)
+    given = (0,) * (len(repeats) - len(source.shape)) + source.strides
+    shape = [n for pair in zip(repeats, lengths, strict=True) for n in pair]
+    strides = [s for step in given for s in (0, step)]
+    target = [s for n, step in zip(lengths, out.strides, strict=True) for s in (n * step, step)]
+    low.copy(
+        source._replace(shape=tuple(shape), strides=tuple(strides)),
+        out._replace(shape=tuple(shape), strides=tuple(target)),
+    )
+    return out
 
 
 @lowers(aten.cat.default)

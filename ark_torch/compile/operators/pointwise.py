@@ -265,7 +265,10 @@ def masked_fill(low: Lowering, node: Node) -> Operand:
     )
 
 
-@lowers(aten.clamp.default, aten.clamp.Tensor, aten.clamp_min.default, aten.clamp_max.default)
+@lowers(
+    *(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default),
+    *(aten.clamp.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor),
+)
 def clamp(low: Lowering, node: Node) -> Operand:
     least, most = keyword(node, "min", None), keyword(node, "max", None)
     given = [a for a in (node.args[0], least, most) if a is not None]

@@ -1,0 +1,132 @@
+"""What ark does not run, and what it says about that."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import models
+import pytest
+import torch
+from torch import Tensor
+
+from ark_torch import _C
+from ark_torch.errors import CompilerNotAvailable
+
+pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+
+
+def test_fallback_false_names_operator_module_and_line(double: Any, compiled: Any) -> None:
+    call, _ = compiled(models.ResidualBlock().eval(), fallback=False)
+    with pytest.raises(Exception) as error:
+        call(torch.randn(1, 8, 5, 5))
+    text = str(error.value)
+    assert "aten.convolution.default: no lowering" in text and "c1" in text and "models.py:" in text, text
+
+
+UNSUPPORTED = {
+    "float64": (lambda a: a.double() * 2 + 1, lambda: (torch.randn(4),), "float64"),
+    "complex": (lambda a: torch.view_as_real(a * 2) + 1, lambda: (torch.randn(4, dtype=torch.complex64),), "complex64"),
+    "uint8": (lambda a: a + 1 - 2, lambda: (torch.ones(4, dtype=torch.uint8),), "uint8"),
+    "empty": (lambda a: a * 2 + 1, lambda: (torch.ones(0, 4),), "without elements"),
+    "two_indices": (lambda a, i: a[i, i] * 2 + 1, lambda: (torch.randn(4, 4), torch.tensor([1, 2])), "several"),
+    "mask_index": (
+        lambda a, m: torch.ops.aten.index_put(a, [m], torch.tensor(0.0)) * 2 + 1,
+        lambda: (torch.randn(4), torch.tensor([True, False, True, False])),
+        "",
+    ),
+    "accumulate": (
+        lambda a, i: a.index_put((i,), torch.ones(2), accumulate=True) * 2 + 1,
+        lambda: (torch.randn(4), torch.tensor([1, 1])),
+        "accumulates",
+    ),
+    "dtype_view": (lambda a: a.view(torch.int32) + 1 - 2, lambda: (torch.randn(4),), "element type"),
+    "sort": (lambda a: a.sort()[0] * 2 + 1, lambda: (torch.randn(9),), "no lowering"),
+    "topk": (lambda a: (a * 2 + 1).topk(3)[1] + 1, lambda: (torch.randn(9),), "no lowering"),
+    "cumsum": (lambda a: (a * 2 + 1).cumsum(0) * 2 + 1, lambda: (torch.randn(9),), "no lowering"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_right_all_the_same(name: str, plan: str, compiled: Any) -> None:
+    function, make, reason = UNSUPPORTED[name]
+    arguments = make()
+    call, report = compiled(function)
+    torch.testing.assert_close(call(*arguments), function(*arguments))
+    shown = str(report)
+    assert reason in shown, shown
+
+
+def test_random_numbers_are_inductors(plan: str, compiled: Any) -> None:
+    def function(a: Tensor) -> Tensor:
+        return torch.rand(100) + a * 2 - 1
+
+    call, report = compiled(function)
+    got = call(torch.ones(100))
+    assert got.min() >= 1 and got.max() < 2 and got.unique().numel() > 50
+    assert any("rand" in f.operator for f in report.fallbacks)
+
+
+def test_two_layers_around_an_operator(plan: str, compiled: Any) -> None:
+    """ark, Inductor, ark, with what both sides share, views across the cut and a mutated input on both sides."""
+
+    def function(a: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        b = a * 2 + 1
+        state[0] = b[0, :4] + 1
+        c = b.t().cumsum(0)
+        d = c[1:] * b.t()[1:] + state[0, 0]
+        state[1] = d[0, :4] - 1
+        return d, b.t(), state[0] * 2 + 1
+
+    a, state = torch.randn(5, 5), torch.zeros(3, 4)
+    other = state.clone()
+    wanted = function(a, other)
+    call, report = compiled(function)
+    pointer = state.data_ptr()
+    got = call(a, state)
+    for one, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, right)
+        assert one.stride() == right.stride()
+    torch.testing.assert_close(state, other)
+    assert state.data_ptr() == pointer
+    assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark", "inductor", "ark"], report
+
+
+def test_too_small_is_not_worth_a_call(plan: str, compiled: Any) -> None:
+    call, report = compiled(lambda a: a + 1)
+    torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 2.0))
+    assert "too few" in report.graphs[0].whole
+
+
+def test_nothing_to_compute(plan: str, compiled: Any) -> None:
+    call, _ = compiled(lambda a: a.t()[1:])
+    torch.testing.assert_close(call(torch.arange(6.0).view(2, 3)), torch.tensor([[1.0, 4.0], [2.0, 5.0]]))
+
+
+class _NoCompiler:
+    class Graph:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: 0
+
+    @staticmethod
+    def Region(*_: Any) -> Any:
+        raise CompilerNotAvailable("no C++ compiler is found: install g++ or set CXX")
+
+
+def test_without_a_compiler(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One sentence, then Inductor."""
+    monkeypatch.setattr(_C, "plan", _NoCompiler, raising=False)
+    call, report = compiled(lambda a: a * 2 + 1)
+    with caplog.at_level(logging.WARNING, "ark_torch.compile"):
+        torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 3.0))
+    said = [r.getMessage() for r in caplog.records if r.name == "ark_torch.compile"]
+    assert said == [
+        "A region falls back to Inductor: CompilerNotAvailable: no C++ compiler is found: install g++ or set CXX"
+    ]
+    assert report.graphs[0].pieces[0].runs_on == "inductor"
+
+
+def test_inductor_by_choice(compiled: Any) -> None:
+    call, report = compiled(lambda a: a * 2 + 1, choose="inductor")
+    torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 3.0))
+    assert "choose" in report.graphs[0].whole

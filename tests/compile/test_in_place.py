@@ -1,0 +1,162 @@
+"""Mutated inputs: written where they lie when nobody can tell, and right in any case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+
+
+def put(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.index_copy_(1, i, v * 2)
+    return cache.sum(1) + 1
+
+
+def put_twice(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.index_copy_(1, i, v * 2)
+    middle = cache.sum(1)
+    cache.index_copy_(1, i + 1, v * 3)
+    return middle + cache.sum(1)
+
+
+def read_old_after(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    old = cache * 1
+    cache.index_copy_(1, i, v * 2)
+    return old.sum(1) + cache.sum(1)
+
+
+def read_old_view(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    old = cache.clone()
+    cache.index_copy_(1, i, v + 1)
+    return old.t() @ cache
+
+
+def slot(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache[:, 2] = v[:, 0] * 2
+    return cache * 2
+
+
+def part(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache[:, 1:3] += v * 2
+    return cache.relu()
+
+
+def shift(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache[:, 1:] = cache[:, :-1].clone()
+    return cache + 1
+
+
+def add(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.add_(1).mul_(2)
+    return cache - 1
+
+
+def transpose_itself(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache[:, :3].copy_(cache[:, :3].t() * 2)
+    return cache * 1 + 1
+
+
+def returned(cache: Tensor, i: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    cache.index_copy_(1, i, v * 2)
+    return cache, cache[1:]
+
+
+def through_view(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.t()[i] = v.t() * 2
+    return cache.t().reshape(-1) + 1
+
+
+def twice_the_same_index(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:
+    cache.index_copy_(1, i, v + 1)
+    cache.index_copy_(1, i, v + 2)
+    return cache + 1
+
+
+CASES: dict[str, tuple[Callable[..., Any], int]] = {
+    function.__name__: (function, updates)
+    for function, updates in (
+        (put, 1),
+        (put_twice, 1),
+        (read_old_after, 1),
+        (read_old_view, 0),
+        (slot, 1),
+        (part, 0),
+        (shift, 0),
+        (add, 0),
+        (transpose_itself, 0),
+        (returned, 1),
+        (through_view, 0),
+        (twice_the_same_index, 1),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strided", [False, True])
+def test_update(name: str, strided: bool, plan: str, compiled: Any) -> None:
+    function, in_place = CASES[name]
+    cache = torch.randn(6, 10)[::2, ::2] if strided else torch.randn(3, 5)
+    i, v = torch.tensor([0, 3]), torch.randn(3, 2)
+    other = cache.clone() if not strided else torch.zeros(6, 10)[::2, ::2].copy_(cache)
+    call, report = compiled(function)
+    pointer = cache.data_ptr()
+    for step in range(3):
+        wanted = function(other, i, v)
+        got = call(cache, i, v)
+        for one, right in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, wanted)), strict=True):
+            torch.testing.assert_close(one, right, msg=lambda m, s=step: f"step {s}: {m}")
+        torch.testing.assert_close(cache, other)
+        v = v + 1
+    assert cache.data_ptr() == pointer
+    assert len(report.graphs) == 1 and report.regions
+    if in_place:
+        assert report.graphs[0].in_place == 1, report
+
+
+def test_two_views_of_one_tensor(plan: str, compiled: Any) -> None:
+    """AOTAutograd merges inputs that overlap; what is written through one is seen through the other."""
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return b * 2 + a[0]
+
+    base, other = torch.arange(8.0), torch.arange(8.0)
+    call, _ = compiled(function)
+    got, wanted = call(base[:6], base[:6].view(6)), function(other[:6], other[:6].view(6))
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(base, other)
+
+
+def test_same_tensor_twice(plan: str, compiled: Any) -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        a[0] = 5
+        return a + b * 2
+
+    call, _ = compiled(function)
+    a, b = torch.ones(3), torch.ones(3)
+    torch.testing.assert_close(call(a, a), function(b, b))
+    torch.testing.assert_close(a, b)
+
+
+def test_counter(plan: str, compiled: Any) -> None:
+    """An int64 number that each step raises, as Hugging Face's cache has one."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("length", torch.tensor(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.length.add_(1)
+            return x * self.length + 1
+
+    model = Model()
+    call, _ = compiled(model)
+    for step in range(1, 4):
+        torch.testing.assert_close(call(torch.ones(2)), torch.full((2,), step + 1.0))
+        assert model.length == step
