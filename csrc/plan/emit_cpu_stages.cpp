@@ -128,9 +128,10 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   const int64_t batch = q.shape[0], kv_heads = k.shape[1], heads = q.shape[1] / kv_heads;
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
   auto column = [](const Value& value) { return value.shape[3] == 1 ? 1 : value.strides[3]; };
-  // Blocks of positions hold one vector a query row and column chunk in registers.
-  if (q.shape[3] > 512 || v.shape[3] != q.shape[3])
-    to.refuse("attention with heads of " + number(q.shape[3]) + " and " + number(v.shape[3]) + " numbers");
+  const int64_t columns = q.shape[3], value_columns = v.shape[3];
+  // A row's running result stays in registers, and code is made for each size.
+  if (columns > 512 || value_columns > 512)
+    to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
   Nest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
   const std::vector<std::string>& indices = nest.names();
@@ -165,9 +166,9 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") + "};");
-  to.scratch(2 * 16 * ((q.shape[3] + 15) / 16 * 16) * 4);  // attention_scratch
-  to.line("attend<" + number(q.shape[3]) + ">(context, s, " + q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " +
-          out_at + ");");
+  to.scratch(16 * ((columns + 15) / 16 + (value_columns + 15) / 16) * 16 * 4);  // attention_scratch
+  to.line("attend<" + number(columns) + ", " + number(value_columns) + ">(context, s, " + q_at + ", " + k_at + ", " +
+          v_at + ", " + mask_at + ", " + out_at + ");");
   nest.close();
 }
 

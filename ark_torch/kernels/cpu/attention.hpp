@@ -30,8 +30,19 @@ struct NoMask {};
 inline constexpr int kQueryRows = 16;  // handled together, so that a block of keys serves all from the cache
 inline constexpr int kKeys = 64;       // positions in a block
 
-constexpr int64_t attention_scratch(int64_t columns) {
-  return 2 * kQueryRows * ((columns + kLanes - 1) / kLanes * kLanes) * 4;
+constexpr int padded(int columns) {
+  return (columns + kLanes - 1) / kLanes * kLanes;
+}
+// Bytes of scratch memory that attend() needs.
+constexpr int64_t attention_scratch(int columns, int value_columns) {
+  return kQueryRows * (padded(columns) + padded(value_columns)) * 4;
+}
+
+// Calls body(first column, lanes) for 16 columns at a time; their number is known to the compiler.
+template <int Columns, class Body>
+ARK_INLINE void each_chunk(Body&& body) {
+  ARK_UNROLL for (int c = 0; c + kLanes <= Columns; c += kLanes) body(c, All{});
+  if constexpr (Columns % kLanes != 0) body(Columns / kLanes * kLanes, First{Columns % kLanes});
 }
 
 template <class T, class Count>
@@ -83,38 +94,90 @@ ARK_INLINE Floats mask_of(const Attention& s, const M* mask, int64_t key, int64_
   return seen ? bias : splat(-kInfinity);
 }
 
-template <int Columns, class Q, class K, class V, class M, class Out>
+// Scores of 16 positions from `key` on for one query row; those of positions at or past `end` are of no use.
+template <int Columns, class K>
+ARK_INLINE Floats scores_of(const Attention& s, const float* query, const K* k, int64_t key, int64_t end) {
+  Floats parts[kLanes] = {};
+  each_chunk<Columns>([&](int c, auto lanes) ARK_BODY {
+    const Floats x = load(query + c, All{});
+    ARK_UNROLL for (int i = 0; i < kLanes; ++i) {
+      const int64_t at = key + i < end ? key + i : end - 1;  // nothing is read past the end
+      parts[i] += x * load_any(k + at * s.k_row + c * s.k_column, s.k_column, lanes);
+    }
+  });
+  return sum_each(parts);
+}
+
+// One query row, while blocks of positions go by.
+struct QueryRow {
+  float greatest = -kInfinity;
+  float total = 0;
+};
+
+// Takes a block's positions [key, end) into the row: `scores` holds what the mask adds. `sums` are its weighted values.
+template <int Columns, int ValueColumns, class K, class V>
+ARK_INLINE void take_block(const Attention& s, QueryRow& row, const float* query, float* scores, float* sums,
+                           const K* k, const V* v, int64_t key, int64_t end) {
+  constexpr int kVectors = kKeys / kLanes, kChunks = padded(ValueColumns) / kLanes;
+  Floats vectors[kVectors];
+  Floats top = splat(row.greatest);
+  for (int j = 0; j < kVectors; ++j) {
+    const Floats bias = load(scores + j * kLanes, All{});
+    vectors[j] = bias;
+    if (any_of(bias != -kInfinity)) {
+      const Floats score = scores_of<Columns>(s, query, k, key + j * kLanes, end) + bias;
+      vectors[j] = bias != -kInfinity ? score : bias;  // what the mask hides may be anything, NaN as well
+    }
+    top = maximum(top, vectors[j]);
+  }
+  const float now = fold(top, [](float a, float b) { return a > b || a != a ? a : b; });
+  if (now == -kInfinity) return;
+  Floats weights{};
+  for (int j = 0; j < kVectors; ++j) {
+    const Floats weight = exp(vectors[j] - now);
+    store(scores + j * kLanes, weight, All{});
+    weights += weight;
+  }
+  const float before = one(exp(splat(row.greatest - now)));
+  row.total = row.total * before + sum_of(weights);
+  row.greatest = now;
+  Floats sum[kChunks];
+  ARK_UNROLL for (int i = 0; i < kChunks; ++i) sum[i] = load(sums + i * kLanes, All{}) * before;
+  for (int64_t j = 0; j < end - key; ++j) {
+    if (scores[j] == 0.0f) continue;
+    const V* value = v + (key + j) * s.v_row;
+    each_chunk<ValueColumns>([&](int c, auto lanes) ARK_BODY {
+      sum[c / kLanes] += scores[j] * load_any(value + c * s.v_column, s.v_column, lanes);
+    });
+  }
+  ARK_UNROLL for (int i = 0; i < kChunks; ++i) store(sums + i * kLanes, sum[i], All{});
+}
+
+// Columns: of queries and keys; ValueColumns: of values and of the result.
+template <int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
 inline void attend(const Context& context, const Attention& s, const Q* q, const K* k, const V* v, const M* mask,
                    Out* out) {
-  constexpr int kChunks = (Columns + kLanes - 1) / kLanes, kPadded = kChunks * kLanes;
-  constexpr int kVectors = kKeys / kLanes;
-  auto each_chunk = [](auto&& body) ARK_BODY {
-    for (int chunk = 0; chunk < Columns / kLanes; ++chunk) body(chunk, All{});
-    if constexpr (Columns % kLanes != 0) body(Columns / kLanes, First{Columns % kLanes});
-  };
   float* const queries = reinterpret_cast<float*>(context.scratch);
-  float* const sums = queries + kQueryRows * kPadded;
+  float* const sums = queries + kQueryRows * padded(Columns);
   alignas(64) float scores[kQueryRows][kKeys];
-  float greatest[kQueryRows], total[kQueryRows];
 
   // Row t * heads + g: rows that are handled together look at the same positions.
   const int64_t all_rows = s.queries * s.heads;
   for (int64_t first = 0; first < all_rows; first += kQueryRows) {
     const int rows = static_cast<int>(all_rows - first < kQueryRows ? all_rows - first : kQueryRows);
+    QueryRow states[kQueryRows];
     for (int r = 0; r < rows; ++r) {
       const Q* from = q + (first + r) % s.heads * s.q_head + (first + r) / s.heads * s.q_row;
-      each_chunk([&](int chunk, auto lanes) ARK_BODY {
-        const Floats x = load_any(from + chunk * kLanes * s.q_column, s.q_column, lanes);
-        store(queries + r * kPadded + chunk * kLanes, x * s.scale, All{});
-        store(sums + r * kPadded + chunk * kLanes, Floats{}, All{});
+      each_chunk<Columns>([&](int c, auto lanes) ARK_BODY {
+        store(queries + r * padded(Columns) + c, load_any(from + c * s.q_column, s.q_column, lanes) * s.scale, All{});
       });
-      greatest[r] = -kInfinity;
-      total[r] = 0;
+      for (int c = 0; c < padded(ValueColumns); c += kLanes)
+        store(sums + r * padded(ValueColumns) + c, Floats{}, All{});
     }
     const int64_t last_row = (first + rows - 1) / s.heads;
-    const int64_t end = s.causal && last_row + 1 < s.keys ? last_row + 1 : s.keys;
-    for (int64_t key = 0; key < end; key += kKeys) {
-      const int64_t keys = s.keys - key < kKeys ? s.keys - key : kKeys;
+    const int64_t limit = s.causal && last_row + 1 < s.keys ? last_row + 1 : s.keys;
+    for (int64_t key = 0; key < limit; key += kKeys) {
+      const int64_t end = s.keys - key < kKeys ? s.keys : key + kKeys;
       bool any = false;
       for (int r = 0; r < rows; ++r) {
         const int64_t g = (first + r) % s.heads, t = (first + r) / s.heads;
@@ -123,73 +186,30 @@ inline void attend(const Context& context, const Attention& s, const Q* q, const
           continue;
         }
         const M* row = mask + (std::is_same_v<M, NoMask> ? 0 : g * s.mask_head + t * s.mask_row);
-        for (int64_t j = 0; j < kKeys; j += kLanes) {
+        for (int64_t j = key; j < key + kKeys; j += kLanes) {
           Floats bias = splat(-kInfinity);
-          if (j + kLanes <= keys)
-            bias = mask_of(s, row, key + j, t, All{});
-          else if (j < keys)
-            bias = mask_of(s, row, key + j, t, First{static_cast<int>(keys - j)});
+          if (j + kLanes <= end)
+            bias = mask_of(s, row, j, t, All{});
+          else if (j < end)
+            bias = mask_of(s, row, j, t, First{static_cast<int>(end - j)});
           any = any || any_of(bias != -kInfinity);
-          store(scores[r] + j, bias, All{});
+          store(scores[r] + (j - key), bias, All{});
         }
       }
       if (!any) continue;
-
-      for (int r = 0; r < rows; ++r) {
-        Floats vectors[kVectors];
-        Floats top = splat(greatest[r]);
-        for (int j = 0; j < kVectors; ++j) {
-          vectors[j] = load(scores[r] + j * kLanes, All{});
-          if (any_of(vectors[j] != -kInfinity)) {
-            Floats parts[kLanes] = {};
-            each_chunk([&](int chunk, auto lanes) ARK_BODY {
-              const Floats x = load(queries + r * kPadded + chunk * kLanes, All{});
-              ARK_UNROLL for (int i = 0; i < kLanes; ++i) {
-                // Past the end the last position is read once more; its score is -inf.
-                const int64_t at = j * kLanes + i < keys ? key + j * kLanes + i : s.keys - 1;
-                parts[i] += x * load_any(k + at * s.k_row + chunk * kLanes * s.k_column, s.k_column, lanes);
-              }
-            });
-            vectors[j] += sum_each(parts);
-          }
-          top = maximum(top, vectors[j]);
-        }
-        const float now = fold(top, [](float a, float b) { return a > b || a != a ? a : b; });
-        if (now == -kInfinity) {
-          for (int j = 0; j < kKeys; j += kLanes) store(scores[r] + j, Floats{}, All{});
-          continue;
-        }
-        Floats weights{};
-        for (int j = 0; j < kVectors; ++j) {
-          const Floats weight = exp(vectors[j] - now);
-          store(scores[r] + j * kLanes, weight, All{});
-          weights += weight;
-        }
-        const float before = one(exp(splat(greatest[r] - now)));
-        total[r] = total[r] * before + sum_of(weights);
-        greatest[r] = now;
-        Floats sum[kChunks];
-        ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) sum[chunk] =
-            load(sums + r * kPadded + chunk * kLanes, All{}) * before;
-        for (int64_t j = 0; j < keys; ++j) {
-          const Floats weight = splat(scores[r][j]);
-          each_chunk([&](int chunk, auto lanes) ARK_BODY {
-            sum[chunk] += weight * load_any(v + (key + j) * s.v_row + chunk * kLanes * s.v_column, s.v_column, lanes);
-          });
-        }
-        ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk)
-            store(sums + r * kPadded + chunk * kLanes, sum[chunk], All{});
-      }
+      for (int r = 0; r < rows; ++r)
+        take_block<Columns, ValueColumns>(s, states[r], queries + r * padded(Columns), scores[r],
+                                          sums + r * padded(ValueColumns), k, v, key, end);
     }
     for (int r = 0; r < rows; ++r) {
       Out* to = out + (first + r) % s.heads * s.out_head + (first + r) / s.heads * s.out_row;
-      const float scale = total[r] == 0.0f ? 0.0f : 1.0f / total[r];
-      each_chunk([&](int chunk, auto lanes) ARK_BODY {
-        const Floats x = load(sums + r * kPadded + chunk * kLanes, All{}) * scale;
+      const float scale = states[r].total == 0.0f ? 0.0f : 1.0f / states[r].total;
+      each_chunk<ValueColumns>([&](int c, auto lanes) ARK_BODY {
+        const Floats x = load(sums + r * padded(ValueColumns) + c, All{}) * scale;
         if (s.out_column == 1)
-          store(to + chunk * kLanes, x, lanes);
+          store(to + c, x, lanes);
         else
-          store_strided(to + chunk * kLanes * s.out_column, s.out_column, x, lanes);
+          store_strided(to + c * s.out_column, s.out_column, x, lanes);
       });
     }
   }
