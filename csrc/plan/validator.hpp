@@ -8,9 +8,10 @@ namespace ark::plan {
 
 // validator.cpp: that all indices lie within their lists; everything after may rely on it.
 void check_structure(const Plan& plan);
-// validator_tiles.cpp: that tiles cover each stage once, replicas, placements, the loaders' lists.
+// validator_tiles.cpp: that tiles cover each stage once, replicas, placements.
 void check_tiles(const Plan& plan);
 void check_placements(const Plan& plan);
+// validator_loads.cpp: the loaders' lists.
 void check_loads(const Plan& plan);
 // validator_order.cpp: that what touches the same bytes is ordered, within a step and, where chained, across steps.
 void check_order(const Plan& plan);

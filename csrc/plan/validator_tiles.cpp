@@ -1,4 +1,4 @@
-// Tiles, replicas, memory and loads of a plan whose structure is sound. See validator.hpp.
+// Tiles, replicas and memory of a plan whose structure is sound. See validator.hpp.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -106,64 +106,6 @@ void check_placements(const Plan& plan) {
       if (access.write && task.replica != placement.own) {
         tiles_error(name + (task.replica ? ", which all workers share, as one of several replicas"
                                          : ", of which each worker has a copy of its own"));
-      }
-    }
-  }
-}
-
-void check_loads(const Plan& plan) {
-  const Target& target = plan.target;
-  for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
-    const Queue& queue = plan.queues[worker];
-    size_t place = 0;  // in the queue: loads come in its order
-    int values_of_task = 0;
-    std::vector<Region> regions;  // that the task reads through the value: of the last load
-    for (size_t index = 0; index < queue.loads.size(); ++index) {
-      const Load& load = queue.loads[index];
-      const auto name = [&] { return "load " + to_string(index) + " of worker " + to_string(worker); };
-      if (load.task < 0 || load.task >= static_cast<int>(plan.tasks.size()) ||
-          plan.tasks[load.task].worker != static_cast<int>(worker)) {
-        tiles_error(name() + " is for task " + to_string(load.task) + ", which is not one of that worker's");
-      }
-      const auto whole_name = [&] { return name() + " for " + describe(plan, load.task); };
-      const size_t before = place;
-      while (place < queue.tasks.size() && queue.tasks[place] != load.task) ++place;
-      if (place == queue.tasks.size()) tiles_error(whole_name() + " is not in the queue's order");
-      if (place != before || index == 0) values_of_task = 0;
-      if (load.value < 0 || load.value >= static_cast<int>(plan.graph.values().size()) ||
-          plan.graph.values()[load.value].is_literal()) {
-        tiles_error(whole_name() + " is of value " + to_string(load.value) + ", which is in no buffer");
-      }
-      const Value& value = plan.graph.values()[load.value];
-      const Buffer& buffer = plan.graph.buffers()[value.buffer];
-      if (!buffer.parameter || buffer.mutated || buffer.kind != Buffer::Kind::input) {
-        tiles_error(whole_name() + " is of value " + to_string(load.value) +
-                    ", which is no parameter: only what never changes may be loaded ahead");
-      }
-      if (load.rows < 1 || load.bytes < 1 || load.rows * load.bytes > target.page_bytes) {
-        tiles_error(whole_name() + " has " + to_string(load.rows) + " x " + to_string(load.bytes) +
-                    " bytes: a page of the ring holds " + to_string(target.page_bytes));
-      }
-      if (index == 0 || queue.loads[index - 1].task != load.task || queue.loads[index - 1].value != load.value) {
-        if (++values_of_task > target.pages) {
-          tiles_error(whole_name() + " makes the task read more parameters side by side than the ring has pages (" +
-                      to_string(target.pages) + ")");
-        }
-        const Task& task = plan.tasks[load.task];
-        const Stage& stage = plan.stages[task.stage];
-        regions.clear();
-        for (const Access& access : stage.accesses) {
-          if (access.write || access.value != load.value) continue;
-          regions.push_back(region_of(plan.graph, stage, access, task.begin, task.end));
-        }
-      }
-      Region piece{load.offset, load.bytes, 0, true, {}};
-      if (load.rows > 1) {
-        piece.depth = 1;
-        piece.dimensions[0] = {load.stride, load.rows};
-      }
-      if (std::none_of(regions.begin(), regions.end(), [&](const Region& region) { return covers(region, piece); })) {
-        tiles_error(whole_name() + " is of bytes that the task does not read");
       }
     }
   }

@@ -87,7 +87,7 @@ class RandomStages {
       const Matrix from = any();
       Access access;
       access.value = from.value;
-      if (!chance(3)) {  // cut along a dimension that divides the extent, or the extent it
+      if (!chance(2)) {  // cut along a dimension that divides the extent, or the extent it
         for (const int axis : {pick(0, 1), 0, 1}) {
           const int64_t length = axis == 0 ? from.rows : from.columns;
           if (length % extent != 0 && extent % length != 0) continue;
@@ -138,8 +138,8 @@ class RandomStages {
       write.write = true;
       part.accesses.push_back(write);
       part.replicable = out.temporary && !in_place && chance(2);
-      part.bytes = static_cast<double>(pick(1, 40)) * 1e3;
-      part.flops = static_cast<double>(pick(0, 40)) * 1e3;
+      part.bytes = static_cast<double>(pick(1, part.replicable ? 8 : 40)) * 1e3;
+      part.flops = part.replicable ? 0 : static_cast<double>(pick(0, 40)) * 1e3;
       made_.stages.push_back(std::move(part));
     }
     if (!in_place) matrices_.push_back(out);
