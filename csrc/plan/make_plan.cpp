@@ -1,4 +1,4 @@
-// A plan from stages: tiles on workers, events, memory, the loaders' lists; then the validator has its say.
+// A plan from a graph: stages, tiles on workers, events, memory, the loaders' lists; then the validator has its say.
 #include <string>
 #include <utility>
 
@@ -34,6 +34,11 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
   }
   validate(plan);
   return plan;
+}
+
+Plan make_plan(Graph graph, const Target& target, bool chained) {
+  std::vector<Stage> stages = make_stages(graph);
+  return plan_stages(std::move(graph), std::move(stages), target, chained);
 }
 
 }  // namespace ark::plan
