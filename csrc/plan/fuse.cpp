@@ -2,7 +2,12 @@
 // them together and no cycle of groups comes about; every other node is a group of its own. Then groups are put in an
 // order in which each comes after all that it depends on, as near to program order as that allows.
 #include <algorithm>
+#include <functional>
+#include <map>
 #include <queue>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "plan/fuse_dependencies.hpp"
 #include "plan/fuse_matrix.hpp"
@@ -13,6 +18,8 @@
 namespace ark::plan {
 
 namespace {
+
+constexpr size_t kMostNodes = 128;  // of a stage: what is longer is no layer, and drafts are tried over and over
 
 class Grouper {
  public:
@@ -42,50 +49,64 @@ class Grouper {
       if (edge.value && is_row_node(graph_.nodes()[edge.node])) makers.push_back(edge.node);
     }
     std::sort(makers.rbegin(), makers.rend());
+    // Those that made parts of one operand only together; others one by one.
+    std::map<int, std::set<int>> by_buffer;
     for (int maker : makers) {
-      const int group = group_of_[maker];
-      if (group != group_of_[node]) try_merge(group, group_of_[node]);
+      const int buffer = graph_.values()[graph_.nodes()[maker].outputs[0]].buffer;
+      by_buffer[buffer].insert(group_of_[maker]);
     }
+    for (auto& [buffer, groups] : by_buffer) {
+      groups.insert(own);
+      if (groups.size() > 2) try_merge(groups);
+    }
+    for (int maker : makers) try_merge({group_of_[maker], group_of_[node]});
   }
 
-  // Whether `to` comes after `from` by way of a third group.
-  bool reaches_around(int from, int to) const {
+  // Whether one of the groups comes after another one by way of a group that is none of them.
+  bool reaches_around(const std::set<int>& merged) const {
     std::vector<bool> seen(groups_.size(), false);
     std::vector<int> stack;
     const auto visit = [&](int group) {
       if (!seen[group]) stack.push_back(group);
       seen[group] = true;
     };
-    for (int group : before_[to]) {
-      if (group != from && group != to) visit(group);
+    for (int group : merged) {
+      for (int earlier : before_[group]) {
+        if (merged.count(earlier) == 0) visit(earlier);
+      }
     }
     while (!stack.empty()) {
       const int group = stack.back();
       stack.pop_back();
-      if (group == from) return true;
+      if (merged.count(group) > 0) return true;
       for (int earlier : before_[group]) visit(earlier);
     }
     return false;
   }
 
-  void try_merge(int a, int b) {
-    if (reaches_around(a, b) || reaches_around(b, a)) return;
-    std::vector<int> nodes = groups_[a];
-    nodes.insert(nodes.end(), groups_[b].begin(), groups_[b].end());
+  void try_merge(const std::set<int>& merged) {
+    std::vector<int> nodes;
+    for (int group : merged) nodes.insert(nodes.end(), groups_[group].begin(), groups_[group].end());
+    if (merged.size() < 2 || nodes.size() > kMostNodes || reaches_around(merged)) return;
     std::sort(nodes.begin(), nodes.end());
     if (!draft_rows(graph_, dependencies_, nodes)) return;
-    for (int node : groups_[b]) group_of_[node] = a;
-    groups_[a] = std::move(nodes);
-    groups_[b].clear();
-    std::vector<int> before = before_[a];
-    before.insert(before.end(), before_[b].begin(), before_[b].end());
-    before_[b].clear();
-    for (auto& list : before_) std::replace(list.begin(), list.end(), b, a);
-    std::replace(before.begin(), before.end(), b, a);
-    std::sort(before.begin(), before.end());
-    before.erase(std::unique(before.begin(), before.end()), before.end());
-    before.erase(std::remove(before.begin(), before.end(), a), before.end());
-    before_[a] = std::move(before);
+    const int into = *merged.begin();
+    for (int node : nodes) group_of_[node] = into;
+    std::set<int> before;
+    for (int group : merged) {
+      for (int earlier : before_[group]) {
+        if (merged.count(earlier) == 0) before.insert(earlier);
+      }
+      groups_[group].clear();
+      before_[group].clear();
+    }
+    groups_[into] = std::move(nodes);
+    before_[into].assign(before.begin(), before.end());
+    for (auto& list : before_) {
+      for (int& group : list) {
+        if (merged.count(group) > 0) group = into;
+      }
+    }
   }
 
   std::vector<std::vector<int>> ordered() {

@@ -246,8 +246,7 @@ Stage scatter_stage(Graph& graph, const Node& node) {
   // Positions are not cut: of several sources for one position the last wins, in order.
   const int axis = longest_dimension(source, dim, dim + 1, stage.grain);
   if (axis >= 0) stage.extent = source.shape[axis];
-  const bool broadcast = axis >= 0 && source.strides[axis] == 0;
-  stage.accesses.push_back({body.source, broadcast ? -1 : axis, false});
+  stage.accesses.push_back({body.source, axis, false});
   stage.accesses.push_back({body.index, -1, false});
   stage.accesses.push_back({body.base, axis, true, true});
   stage.bytes = bytes_of(graph, {body.source, body.source, body.index});

@@ -147,6 +147,30 @@ class RowDrafter {
     return op("cast", {sum}, written.type, node);
   }
 
+  // An element of a concatenation: of the part that the index says.
+  int joined(const IndexFunction& function, const RowNode& member, size_t operand) {
+    const auto parts = std::find_if(member.parts.begin(), member.parts.end(),
+                                    [&](const auto& candidate) { return candidate.operand == operand; });
+    const int dim = member.map[parts->dim];
+    int result = -1;
+    for (size_t p = parts->writers.size(); p-- > 0;) {
+      const int writer = parts->writers[p];
+      IndexFunction part = function;
+      part.strides[dim] = 0;
+      part.offset += static_cast<int64_t>(p) * function.strides[dim];
+      if (part != functions_[writer]) return -1;
+      if (result < 0) {
+        result = registers_[writer];
+        continue;
+      }
+      const int number = literal(static_cast<double>(p), ScalarType::i64);
+      const int here = op("eq", {index(static_cast<size_t>(dim)), number}, ScalarType::boolean, member.node);
+      const ScalarType type = is_floating(function.type) ? ScalarType::f32 : function.type;
+      result = op("where", {here, registers_[writer], result}, type, member.node);
+    }
+    return result;
+  }
+
   int scaled(int arg, int64_t factor, int node) {
     if (factor == 1) return arg;
     return op("mul", {arg, literal(static_cast<double>(factor), ScalarType::i64)}, ScalarType::i64, node);
@@ -178,6 +202,9 @@ class RowDrafter {
       IndexFunction function = function_of(node.inputs[k], member, member.strides[k]);
       if (member.writer[k] == RowNode::kInlined) {
         args.push_back(inlined(function, member.node));
+        if (args.back() < 0) return false;
+      } else if (member.writer[k] == RowNode::kParts) {
+        args.push_back(joined(function, member, k));
         if (args.back() < 0) return false;
       } else if (member.writer[k] >= 0) {
         if (function != functions_[member.writer[k]]) return false;
@@ -298,24 +325,24 @@ class RowDrafter {
     return true;
   }
 
-  // Values that broadcast over rows are computed for every row: only what costs less than a load.
+  // What a node computes for fewer indices than the stage has is computed for all: only what costs less than a load.
   bool worth_it() const {
     int again = 0;
-    for (const auto& item : draft_.items) {
-      if (item.kind != Kind::op) continue;
-      bool rows = true;
-      bool any = false;
-      for (size_t d = 0; d < item.varies.size(); ++d) {
-        rows = rows && (item.varies[d] || columns_[d]);
-        any = any || item.varies[d];
+    for (size_t i = 0; i < space_.members.size(); ++i) {
+      Mask covers = none();
+      for (int dim : space_.members[i].map) {
+        if (dim >= 0) covers[dim] = true;
       }
-      bool all = true;
-      for (bool varies : item.varies) all = all && varies;
-      if (all || !any || (rows && !column_order_.empty())) continue;
-      if (is_costly(item.name)) return false;
+      bool rows = !column_order_.empty(), all = true;
+      for (size_t d = 0; d < covers.size(); ++d) {
+        rows = rows && (covers[d] || columns_[d]);
+        all = all && covers[d];
+      }
+      if (all || rows) continue;
+      if (is_costly(node_of(space_.members[i]).op)) return false;
       ++again;
     }
-    return again <= 6 || draft_.nodes.size() == 1;
+    return again <= 6;
   }
 
   static bool is_costly(const std::string& name) {

@@ -29,6 +29,7 @@ RowNode loop_nest(const Graph& graph, const Dependencies& dependencies, int inde
   result.shape = reduces ? graph.values()[node.inputs[0]].shape : out.shape;
   result.reduced.assign(result.shape.size(), false);
   result.map.assign(result.shape.size(), -1);
+  for (size_t d = 0; d < result.shape.size(); ++d) result.source.push_back(static_cast<int>(d));
   for (int input : node.inputs) {
     const Value& value = graph.values()[input];
     result.strides.push_back(value.is_literal() ? Shape{} : broadcast_strides(value, result.shape));
@@ -77,7 +78,13 @@ class SpaceFinder {
   }
 
  private:
-  // Which operand is which earlier member's result: the last one written before that it overlaps.
+  const Value& out_of(size_t member) const {
+    return graph_.values()[graph_.nodes()[space_.members[member].node].outputs[0]];
+  }
+
+  // Which operand is which earlier member's result: the last one written before that it overlaps. Where several wrote
+  // parts of it, the dimension along which they lie is cut into parts in every loop nest of that length (what is not
+  // needed as two dimensions becomes one again when the stage is finished).
   void link() {
     auto& members = space_.members;
     std::vector<Footprint> written;
@@ -87,16 +94,82 @@ class SpaceFinder {
         const Value& value = graph_.values()[node.inputs[k]];
         if (members[i].writer[k] != RowNode::kLoad) continue;
         const Footprint bytes = footprint(value);
+        std::vector<int> writers;
         for (size_t w = i; w-- > 0;) {
-          const Value& out = graph_.values()[graph_.nodes()[members[w].node].outputs[0]];
-          if (out.buffer != value.buffer || !may_overlap(bytes, written[w])) continue;
-          members[i].writer[k] = static_cast<int>(w);
-          links_.push_back({static_cast<int>(w), static_cast<int>(i), k});
-          break;
+          if (out_of(w).buffer != value.buffer || !may_overlap(bytes, written[w])) continue;
+          writers.insert(writers.begin(), static_cast<int>(w));
+        }
+        if (writers.empty()) continue;
+        if (writers.size() > 1 && find_parts(value, k, writers, members[i])) continue;
+        members[i].writer[k] = writers.back();
+        links_.push_back({writers.back(), static_cast<int>(i), k, -1});
+      }
+      written.push_back(footprint(out_of(i)));
+    }
+    for (size_t i = 0; i < members.size(); ++i) {
+      for (const auto& parts : members[i].parts) {
+        for (int writer : parts.writers) {
+          links_.push_back({writer, static_cast<int>(i), parts.operand, static_cast<int>(parts.dim)});
         }
       }
-      written.push_back(footprint(graph_.values()[node.outputs[0]]));
     }
+  }
+
+  // Whether the writers' results are equal parts of `value`, along one dimension, each written once.
+  bool find_parts(const Value& value, size_t operand, std::vector<int> writers, RowNode& reader) {
+    const auto count = static_cast<int64_t>(writers.size());
+    std::sort(writers.begin(), writers.end(), [&](int a, int b) { return out_of(a).offset < out_of(b).offset; });
+    for (size_t d = 0; d < value.shape.size(); ++d) {
+      if (value.shape[d] % count != 0) continue;
+      const int64_t length = value.shape[d] / count;
+      Value part = value;
+      part.shape[d] = length;
+      bool all = true;
+      for (int writer : writers) {
+        const Value& out = out_of(writer);
+        const RowNode& nest = space_.members[writer];
+        all = all && out.offset == part.offset && out.type == part.type && out.shape == part.shape &&
+              out.strides == part.strides && !is_reduction(graph_.nodes()[nest.node].op);
+        part.offset += length * value.strides[d];
+      }
+      if (!all) continue;
+      const size_t rank = static_cast<size_t>(reader.source.back()) + 1;
+      const auto own = static_cast<int>(rank - value.shape.size() + d);
+      if (std::count(reader.source.begin(), reader.source.end(), own) == 1) cut_all(value.shape[d], count);
+      const auto dim =
+          static_cast<size_t>(std::find(reader.source.begin(), reader.source.end(), own) - reader.source.begin());
+      if (reader.shape[dim] != count || dim + 1 >= reader.source.size() || reader.source[dim + 1] != own) return false;
+      reader.parts.push_back({operand, writers, dim});
+      reader.writer[operand] = RowNode::kParts;
+      return true;
+    }
+    return false;
+  }
+
+  void cut_all(int64_t length, int64_t count) {
+    for (RowNode& member : space_.members) {
+      for (size_t d = member.shape.size(); d-- > 0;) {
+        if (member.shape[d] != length) continue;
+        cut(member, d, count);
+        for (auto& parts : member.parts) parts.dim += parts.dim > d ? 1 : 0;
+      }
+    }
+  }
+
+  static void cut(RowNode& member, size_t d, int64_t count) {
+    const auto at = static_cast<std::ptrdiff_t>(d);
+    const int64_t length = member.shape[d] / count;
+    const auto cut_strides = [&](Shape& strides) {
+      if (strides.empty()) return;  // a literal's
+      strides.insert(strides.begin() + at, strides[d] * length);
+    };
+    for (Shape& strides : member.strides) cut_strides(strides);
+    cut_strides(member.out);
+    member.shape[d] = length;
+    member.shape.insert(member.shape.begin() + at, count);
+    member.reduced.insert(member.reduced.begin() + at, static_cast<bool>(member.reduced[d]));
+    member.map.insert(member.map.begin() + at, -1);
+    member.source.insert(member.source.begin() + at, static_cast<int>(member.source[d]));
   }
 
   int next_linked() const {
@@ -124,7 +197,8 @@ class SpaceFinder {
   bool map(int index) {
     RowNode& member = space_.members[index];
     for (const Link& link : links_) {
-      const Shape& read = space_.members[link.to].strides[link.operand];
+      Shape read = space_.members[link.to].strides[link.operand];
+      if (link.part >= 0) read[link.part] = 0;
       const Shape& out = space_.members[link.from].out;
       if (link.to == index && mapped_[link.from] && !constrain(member, read, space_.members[link.from], out)) {
         return false;
@@ -198,6 +272,7 @@ class SpaceFinder {
   struct Link {
     int from, to;
     size_t operand;
+    int part;  // the reader's dimension that counts parts, or -1
   };
   const Graph& graph_;
   RowSpace& space_;

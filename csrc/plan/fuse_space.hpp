@@ -16,8 +16,17 @@ struct RowNode {
   Shape out;                   // of its result; 0 where reduced
   std::vector<bool> reduced;   // by dimension
   std::vector<int> writer;     // by operand: the member whose result it is, or
-  static constexpr int kLoad = -1, kLiteral = -2, kInlined = -3;
-  std::vector<int> map;  // dimension -> dimension of the space, or -1 (length 1)
+  static constexpr int kLoad = -1, kLiteral = -2, kInlined = -3, kParts = -4;
+  std::vector<int> source;  // dimension -> the node's own (two for one that was cut into parts)
+  std::vector<int> map;     // dimension -> dimension of the space, or -1 (length 1)
+
+  // An operand (kParts) that several members wrote, each an equal part: a concatenation. Dimension `dim` counts parts.
+  struct Parts {
+    size_t operand = 0;
+    std::vector<int> writers;
+    size_t dim = 0;
+  };
+  std::vector<Parts> parts;
 };
 
 struct RowSpace {

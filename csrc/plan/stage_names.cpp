@@ -34,6 +34,7 @@ std::string name_of_rows(const RowProgram& program) {
   if (pointwise && sigmoid && has("mul") && loads >= 2) return "swiglu";
   if (pointwise && sigmoid) return "silu";
   if (pointwise && ops.size() == 1 && has("add") && loads >= 2) return "residual";
+  if (pointwise && has("where") && indexed && has("neg") && has("mul") && has("add")) return "rotary";
   if (pointwise && has("where") && indexed) return "mask";
   if (pointwise && has("sin") && has("cos")) return "rotary_table";
   if (order.empty()) return indexed ? "iota" : loads > 0 ? "copy" : "fill";

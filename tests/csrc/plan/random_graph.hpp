@@ -198,6 +198,7 @@ class RandomGraph {
     builder_.into(second, is_float(value) ? "neg" : "copy", {value});
     add(whole);
     if (chance(30)) add(first);
+    if (chance(60)) add(builder_.pointwise("mul", {whole, partner(whole)}));
   }
 
   void in_place() {

@@ -184,6 +184,26 @@ TEST(Stages, MaskIsComputedFromPositionsInPlace) {
   EXPECT_EQ(stages[0].name, "mask");
 }
 
+TEST(Stages, RotaryIsOneThroughItsConcatenation) {
+  for (int64_t positions : {1, 3}) {
+    GraphBuilder builder;
+    const auto bf16 = ScalarType::bf16;
+    const int projected = builder.input({1, positions, 4 * 16}, bf16);
+    const int x = builder.permute(builder.reshape(projected, {1, positions, 4, 16}), {0, 2, 1, 3});
+    const int cosine = builder.input({1, positions, 16}, bf16), sine = builder.input({1, positions, 16}, bf16);
+    const int straight = builder.pointwise("mul", {x, builder.unsqueeze(cosine, 1)}, bf16);
+    const int rotated = builder.temporary({1, 4, positions, 16}, bf16);
+    builder.into(builder.slice(rotated, 3, 0, 8), "neg", {builder.slice(x, 3, 8, 16)});
+    builder.into(builder.slice(rotated, 3, 8, 16), "copy", {builder.slice(x, 3, 0, 8)});
+    const int crossed = builder.pointwise("mul", {rotated, builder.unsqueeze(sine, 1)}, bf16);
+    builder.copy_out(builder.pointwise("add", {straight, crossed}, bf16));
+    const auto stages = stages_of(builder);
+    ASSERT_EQ(stages.size(), 1u);
+    EXPECT_EQ(stages[0].name, "rotary");
+    EXPECT_EQ(stages[0].extent, 4);
+  }
+}
+
 TEST(Stages, WriteIntoCacheComesBeforeAttention) {
   GraphBuilder builder;
   const int cache = builder.input({1, 2, 8, 4}, ScalarType::f32, true), index = builder.input({1}, ScalarType::i64);
