@@ -84,6 +84,7 @@ class Lowering:
         self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
         self._origin = ""
         self._members: frozenset[Node] = frozenset()
+        self.notes: dict[str, dict[Any, Any]] = {}  # what lowerings remember within a region
 
     # The walk.
 

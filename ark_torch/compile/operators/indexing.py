@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from ark_torch.compile.analysis import aten
-from ark_torch.compile.ir import Operand, Strided, Unsupported
+from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
@@ -18,6 +18,20 @@ def _index(low: Lowering, argument: Any) -> Strided:
     if index.dtype not in (torch.int64, torch.int32):
         raise Unsupported("indexing by a mask")
     return index
+
+
+def _from_the_end(low: Lowering, index: Strided, length: int) -> Strided:
+    """x[-1] is the last: indices that may be negative, as gather and scatter want them. Once for each index and length,
+    since all layers of a decoder use the same."""
+    known = low.notes.setdefault("indices", {})
+    key = (low.graph.read(index), length)  # another number after a write
+    if key not in known:
+        zero, size = Literal(0, torch.int64, ()), Literal(length, torch.int64, ())
+        negative = low.pointwise("lt", index, zero, dtype=torch.bool)
+        moved = low.pointwise("add", index, size, dtype=torch.int64)
+        known[key] = low.pointwise("where", negative, moved, index, dtype=torch.int64)
+    result: Strided = known[key]
+    return result
 
 
 def _one_index(indices: Any) -> tuple[int, Any]:
@@ -44,7 +58,8 @@ def embedding(low: Lowering, node: Node) -> Operand:
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(low: Lowering, node: Node) -> Operand:
     dim, by = _one_index(node.args[1])
-    return _gather(low, node, low.operand(node.args[0]), _index(low, by), dim)
+    table = low.stored(low.operand(node.args[0]))
+    return _gather(low, node, table, _from_the_end(low, _index(low, by), table.shape[dim]), dim)
 
 
 @lowers(aten.index_select.default)
@@ -63,7 +78,9 @@ def index_put(low: Lowering, node: Node) -> Operand:
     if keyword(node, "accumulate", False):
         raise Unsupported("index_put that accumulates")
     dim, by = _one_index(node.args[1])
-    return scatter(low, node, dim, _index(low, by), low.operand(node.args[2]), node.target is aten.index_put_.default)
+    base = low.operand(node.args[0])
+    index = _from_the_end(low, _index(low, by), base.shape[dim])
+    return scatter(low, node, dim, index, low.operand(node.args[2]), node.target is aten.index_put_.default)
 
 
 @lowers(aten.index_copy_.default, aten.index_copy.default)
