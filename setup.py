@@ -80,14 +80,14 @@ def make_build_command() -> type:
                 folders = [*rest.get("include_dirs", ()), *self.compiler.include_dirs]
                 flags = [*self.compiler.compiler_so[1:], *(f"-I{folder}" for folder in folders), *extra_postargs]
                 headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", flags)
-                group = [source for source in sources if source.startswith("csrc/process_group/")]
-                core = [source for source in sources if source not in group and source != BINDINGS]
+                group = [source for source in sources if source.startswith(KNOW_TORCH)]
+                core = [source for source in sources if source not in group and source not in BINDINGS]
                 with ThreadPoolExecutor() as beside:
                     core_objects = beside.submit(compile_part, core, "core")
                     on_headers = headers.wait()
                     # No collective passes through the bindings, and -O1 takes two thirds of the time. Linked last: of
                     # the inline functions that several units compile, the others' copy is taken.
-                    bindings = beside.submit(compile_part, [BINDINGS], "bindings", "-O1", *on_headers)
+                    bindings = beside.submit(compile_part, BINDINGS, "bindings", "-O1", *on_headers)
                     objects = compile_part(group, "process_group", *on_headers)
                     return core_objects.result() + objects + bindings.result()
 
@@ -105,7 +105,8 @@ def make_build_command() -> type:
     return Build
 
 
-BINDINGS = "csrc/bindings.cpp"
+BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
+KNOW_TORCH = ("csrc/process_group/", "csrc/compile/")
 
 # What many files use is compiled again in each translation unit: PyTorch's templates, 2 s, and the C++ library's.
 LINES_A_UNIT = 800

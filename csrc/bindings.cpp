@@ -1,4 +1,4 @@
-// The only file that knows Python: ark_torch._C.
+// ark_torch._C; with bindings_plan.cpp the only files that know Python.
 //
 // Binds the process group and its options, the flight record, and what tools and tests ask of the library.
 #include <torch/csrc/utils/pybind.h>
@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <map>
 
+#include "bindings_plan.hpp"
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/every_stub.hpp"
 #include "collectives/cuda/stubs.hpp"
@@ -298,4 +299,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
   bind_jit(m);
+  ark::bind_plan(m);
 }

@@ -1,0 +1,139 @@
+// ark_torch._C.plan: what the front end of torch.compile asks of the planner (ark_torch/compile).
+#include "bindings_plan.hpp"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "compile/region.hpp"
+#include "process_group/translate.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace ark::plan;
+
+// The graph with what it takes and gives: the first value on an input's buffer is the argument itself.
+struct GraphBuilder {
+  Graph graph;
+  std::vector<int> arguments, results;
+};
+
+template <class T>
+T take(const py::dict& options, const char* key, T otherwise) {
+  return options.contains(key) && !options[key].is_none() ? options[key].cast<T>() : otherwise;
+}
+
+Attribute attribute_of(const std::string& name, const py::handle& value) {
+  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
+  if (py::isinstance<py::int_>(value)) return value.cast<int64_t>();
+  if (py::isinstance<py::float_>(value)) return value.cast<double>();
+  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
+  if (py::isinstance<py::list>(value) || py::isinstance<py::tuple>(value)) return value.cast<std::vector<int64_t>>();
+  throw py::type_error("attribute " + name + " is of no type that a node can hold");
+}
+
+int add_buffer(GraphBuilder& self, const std::string& kind, int argument, int64_t bytes, bool mutated, bool parameter) {
+  Buffer buffer;
+  if (kind == "input") {
+    buffer.kind = Buffer::Kind::input;
+  } else if (kind == "output") {
+    buffer.kind = Buffer::Kind::output;
+  } else if (kind != "temporary") {
+    throw py::value_error("kind is '" + kind + "', not input, output or temporary");
+  }
+  buffer.argument = argument;
+  buffer.bytes = bytes;
+  buffer.mutated = mutated;
+  buffer.parameter = parameter;
+  return ark::with_torch_errors([&] { return self.graph.add_buffer(buffer); });
+}
+
+int add_value(GraphBuilder& self, int buffer, const std::string& dtype, Shape shape, Shape strides, int64_t offset) {
+  return ark::with_torch_errors([&] {
+    Value value;
+    value.buffer = buffer;
+    value.type = scalar_type(dtype);
+    value.shape = std::move(shape);
+    value.strides = std::move(strides);
+    value.offset = offset;
+    const int index = self.graph.add_value(value);
+    const Buffer& on = self.graph.buffers()[buffer];
+    if (on.kind == Buffer::Kind::input) {
+      self.arguments.resize(std::max<size_t>(self.arguments.size(), on.argument + 1), -1);
+      int& argument = self.arguments[on.argument];
+      if (argument < 0) argument = index;
+    }
+    return index;
+  });
+}
+
+int add_literal(GraphBuilder& self, double value, const std::string& dtype) {
+  return ark::with_torch_errors([&] {
+    Value literal;
+    literal.type = scalar_type(dtype);
+    literal.literal = value;
+    return self.graph.add_value(literal);
+  });
+}
+
+int add_node(GraphBuilder& self, const std::string& op, std::vector<int> inputs, std::vector<int> outputs,
+             const py::dict& attributes, const std::string& origin) {
+  Node node{op, std::move(inputs), std::move(outputs), {}, origin};
+  for (const auto& [name, value] : attributes) {
+    const auto key = name.cast<std::string>();
+    node.attributes[key] = attribute_of(key, value);
+  }
+  return ark::with_torch_errors([&] { return self.graph.add_node(node); });
+}
+
+std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, const std::string& name,
+                                                  const py::dict& options) {
+  ark::compile::RegionOptions settings;
+  settings.name = name;
+  settings.workers = take(options, "threads", 0);
+  py::gil_scoped_release no_gil;
+  return ark::with_torch_errors([&] {
+    return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
+  });
+}
+
+}  // namespace
+
+namespace ark {
+
+void bind_plan(py::module_& m) {
+  py::module_ plan = m.def_submodule("plan", "The planner and its CPU target.");
+  py::class_<GraphBuilder>(plan, "Graph")
+      .def(py::init<>())
+      .def("buffer", &add_buffer, py::arg("kind"), py::arg("argument"), py::arg("bytes"), py::arg("mutated") = false,
+           py::arg("parameter") = false)
+      .def("value", &add_value, py::arg("buffer"), py::arg("dtype"), py::arg("shape"), py::arg("strides"),
+           py::arg("offset") = 0)
+      .def("literal", &add_literal, py::arg("value"), py::arg("dtype"))
+      .def("node", &add_node, py::arg("op"), py::arg("inputs"), py::arg("outputs"), py::arg("attributes"),
+           py::arg("origin"))
+      .def(
+          "output", [](GraphBuilder& self, int value) { self.results.push_back(value); }, py::arg("value"),
+          "The value is the next result; it spans an output buffer.");
+
+  using ark::compile::Region;
+  py::class_<Region>(plan, "Region")
+      .def(py::init(&make_region), py::arg("graph"), py::arg("name"), py::arg("options"))
+      .def(
+          "__call__",
+          [](Region& self, const std::vector<at::Tensor>& inputs) {
+            py::gil_scoped_release no_gil;
+            return ark::with_torch_errors([&] { return self.run(inputs); });
+          },
+          py::arg("inputs"))
+      .def("json", [](const Region& self) { return to_json(self.plan()); })
+      .def("source", [](const Region& self) { return self.kernel().source(); })
+      .def_property_readonly("name", &Region::name)
+      .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; });
+}
+
+}  // namespace ark

@@ -1,0 +1,120 @@
+// Calls of region.hpp.
+#include "compile/region.hpp"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/record_function.h>
+
+#include "error.hpp"
+
+namespace ark::compile {
+
+namespace {
+
+at::ScalarType to_torch(plan::ScalarType type) {
+  switch (type) {
+    case plan::ScalarType::f32: return at::kFloat;
+    case plan::ScalarType::bf16: return at::kBFloat16;
+    case plan::ScalarType::f16: return at::kHalf;
+    case plan::ScalarType::i64: return at::kLong;
+    case plan::ScalarType::i32: return at::kInt;
+    case plan::ScalarType::boolean: return at::kBool;
+  }
+  return at::kFloat;
+}
+
+plan::Target cpu_target(int workers) {
+  plan::Target target;
+  target.workers = workers > 0 ? workers : at::get_num_threads();
+  return target;
+}
+
+template <class List>
+std::string text_of(const List& list) {
+  std::string text = "[";
+  for (size_t i = 0; i < list.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(list[i]);
+  return text + "]";
+}
+
+}  // namespace
+
+Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
+    : options_(options) {
+  graph.check();
+  plan_ = plan::make_plan(std::move(graph), cpu_target(options.workers));
+  plan::validate(plan_);
+  for (const int value : arguments) inputs_.push_back(spec_of(value));
+  for (const int value : results) outputs_.push_back(spec_of(value));
+  for (const Spec& spec : inputs_) mutates_ = mutates_ || spec.mutated;
+  kernel_ = std::make_unique<plan::CpuLoop>(plan_);
+}
+
+Region::Spec Region::spec_of(int index) const {
+  const plan::Value& value = plan_.graph.values()[index];
+  const plan::Buffer& buffer = plan_.graph.buffer_of(index);
+  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, buffer.bytes};
+}
+
+void Region::check(const std::vector<at::Tensor>& inputs) const {
+  const auto fail = [&](size_t i, const std::string& what) {
+    throw Error(ErrorKind::invalid_argument, options_.name + ": input " + std::to_string(i) + " " + what,
+                ErrorContext{-1, -1, "", 0, "Compile again for this input (torch._dynamo.reset())."});
+  };
+  if (inputs.size() != inputs_.size())
+    throw Error(ErrorKind::invalid_argument, options_.name + " takes " + std::to_string(inputs_.size()) +
+                                                 " inputs, not " + std::to_string(inputs.size()));
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& input = inputs[i];
+    const Spec& spec = inputs_[i];
+    if (!input.device().is_cpu() || input.layout() != at::kStrided) fail(i, "is not a strided CPU tensor");
+    if (input.scalar_type() != spec.type)
+      fail(i, std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
+    if (input.sizes() != at::IntArrayRef(spec.sizes))
+      fail(i, "has the shape " + text_of(input.sizes()) + ", not " + text_of(spec.sizes));
+    // The stride of a dimension of one element (or of none) means nothing.
+    for (size_t d = 0; d < spec.sizes.size() && input.numel() > 0; ++d) {
+      if (spec.sizes[d] > 1 && input.stride(d) != spec.strides[d])
+        fail(i, "has the strides " + text_of(input.strides()) + ", not " + text_of(spec.strides));
+    }
+  }
+}
+
+// What is written in place must lie apart from every other argument: the plan orders accesses by argument.
+void Region::check_overlaps(const std::vector<void*>& pointers) const {
+  for (size_t i = 0; i < pointers.size(); ++i) {
+    if (!inputs_[i].mutated) continue;
+    const auto* begin = static_cast<const char*>(pointers[i]);
+    for (size_t k = 0; k < pointers.size(); ++k) {
+      const auto* other = static_cast<const char*>(pointers[k]);
+      if (k == i || begin + inputs_[i].bytes <= other || other + inputs_[k].bytes <= begin) continue;
+      throw Error(ErrorKind::invalid_argument,
+                  options_.name + ": inputs " + std::to_string(i) + " and " + std::to_string(k) +
+                      " share memory, and the compiled region writes one of them",
+                  ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or compile with backend=\"inductor\"."});
+    }
+  }
+}
+
+std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
+  RECORD_FUNCTION(options_.name, {});
+  check(inputs);
+  std::vector<void*> pointers;
+  pointers.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) pointers.push_back(input.data_ptr());
+  if (mutates_) check_overlaps(pointers);
+  std::vector<at::Tensor> outputs;
+  outputs.reserve(outputs_.size());
+  std::vector<void*> results;
+  results.reserve(outputs_.size());
+  for (const Spec& spec : outputs_) {
+    outputs.push_back(at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.type)));
+    results.push_back(outputs.back().data_ptr());
+  }
+  kernel_->run(pointers.data(), results.data());
+  // As any operator that writes in place: autograd must see that what it saved has changed.
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs_[i].mutated && !inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+  return outputs;
+}
+
+}  // namespace ark::compile

@@ -1,0 +1,56 @@
+// A planned region as torch.compile calls it: tensors in, tensors out, the loop kernel between.
+//
+// The one file of the compiler that knows torch. A region is compiled for shapes, strides and types; every call is held
+// against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor). Pointers
+// are taken anew with each call, so that a parameter whose data was swapped is read where it lies now.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "plan/cpu_loop.hpp"
+#include "plan/plan.hpp"
+
+namespace ark::compile {
+
+struct RegionOptions {
+  std::string name;  // in profiles, traces and errors
+  int workers = 0;   // threads; 0: as many as PyTorch uses
+};
+
+class Region {
+ public:
+  // arguments[i] is the Value that input i is; results[k] the Value that spans output buffer k. Plans, validates,
+  // compiles and loads. Throws Error.
+  Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options);
+
+  // One fresh tensor for every output. Throws Error(invalid_argument) for an argument that is not what was compiled
+  // for, naming it, and what the kernel found (an index out of range).
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
+
+  const plan::Plan& plan() const { return plan_; }
+  const plan::CpuLoop& kernel() const { return *kernel_; }
+  const std::string& name() const { return options_.name; }
+
+ private:
+  struct Spec {
+    at::ScalarType type;
+    std::vector<int64_t> sizes, strides;
+    bool mutated = false;
+    int64_t bytes = 0;
+  };
+  void check(const std::vector<at::Tensor>& inputs) const;
+  void check_overlaps(const std::vector<void*>& pointers) const;
+  Spec spec_of(int value) const;
+
+  const RegionOptions options_;
+  plan::Plan plan_;
+  std::unique_ptr<plan::CpuLoop> kernel_;
+  std::vector<Spec> inputs_, outputs_;
+  bool mutates_ = false;
+};
+
+}  // namespace ark::compile
