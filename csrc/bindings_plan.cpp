@@ -95,6 +95,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   ark::compile::RegionOptions settings;
   settings.name = name;
   settings.workers = take(options, "threads", 0);
+  settings.groups = take(options, "groups", settings.groups);
   py::gil_scoped_release no_gil;
   return ark::with_torch_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);

@@ -3,7 +3,10 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
+
+#include <cstring>
 
 #include "error.hpp"
 
@@ -29,6 +32,17 @@ plan::Target cpu_target(int workers) {
   return target;
 }
 
+c10d::ReduceOp reduce_op(const std::string& name) {
+  static const std::map<std::string, c10d::ReduceOp::RedOpType> known = {
+      {"sum", c10d::ReduceOp::SUM}, {"avg", c10d::ReduceOp::AVG},   {"product", c10d::ReduceOp::PRODUCT},
+      {"min", c10d::ReduceOp::MIN}, {"max", c10d::ReduceOp::MAX},   {"band", c10d::ReduceOp::BAND},
+      {"bor", c10d::ReduceOp::BOR}, {"bxor", c10d::ReduceOp::BXOR},
+  };
+  const auto found = known.find(name);
+  if (found == known.end()) throw Error(ErrorKind::invalid_argument, "there is no reduce_op '" + name + "'");
+  return found->second;
+}
+
 template <class List>
 std::string text_of(const List& list) {
   std::string text = "[";
@@ -46,7 +60,60 @@ Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> r
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
   for (const Spec& spec : inputs_) mutates_ = mutates_ || spec.mutated;
+  for (size_t stage = 0; stage < plan_.stages.size(); ++stage)
+    if (std::holds_alternative<plan::CollectiveStage>(plan_.stages[stage].body))
+      add_collective(static_cast<int>(stage));
   kernel_ = std::make_unique<plan::CpuLoop>(plan_);
+  kernel_->on_collective([this](int stage, const void* input, void* output) { collectives_.at(stage)(input, output); });
+}
+
+// The group's own call, made synchronously on the caller's thread: over shared memory it runs there and then, after
+// whatever else was issued to the group, on the channels that eager collectives use.
+void Region::add_collective(int stage) {
+  const auto& ends = std::get<plan::CollectiveStage>(plan_.stages[stage].body);
+  const plan::Node& node = plan_.graph.nodes()[plan_.stages[stage].node];
+  const auto group = options_.groups.at(node.integer("group"));
+  const Spec in = spec_of(ends.input), out = spec_of(ends.output);
+  const auto wrap = [](const void* data, const Spec& spec) {
+    return at::from_blob(const_cast<void*>(data), spec.sizes, spec.strides, at::TensorOptions(spec.type));
+  };
+  const auto finish = [](const c10::intrusive_ptr<c10d::Work>& work) {
+    if (work) work->wait();
+  };
+  if (node.op == "all_to_all") {
+    collectives_[stage] = [=, send = node.integers("input_splits"), receive = node.integers("output_splits")](
+                              const void* input, void* output) mutable {
+      at::Tensor to = wrap(output, out), from = wrap(input, in);
+      finish(group->alltoall_base(to, from, receive, send, {.asyncOp = false}));
+    };
+  } else if (node.op == "all_gather") {
+    collectives_[stage] = [=](const void* input, void* output) {
+      at::Tensor to = wrap(output, out), from = wrap(input, in);
+      c10d::AllgatherOptions options;
+      options.asyncOp = false;
+      finish(group->_allgather_base(to, from, options));
+    };
+  } else if (node.op == "reduce_scatter") {
+    collectives_[stage] = [=, op = reduce_op(node.text("reduce_op"))](const void* input, void* output) {
+      at::Tensor to = wrap(output, out), from = wrap(input, in);
+      c10d::ReduceScatterOptions options;
+      options.reduceOp = op;
+      options.asyncOp = false;
+      finish(group->_reduce_scatter_base(to, from, options));
+    };
+  } else {
+    collectives_[stage] = [=, op = reduce_op(node.text("reduce_op")),
+                           bytes = plan_.graph.values()[ends.output].elements() *
+                                   plan::size_of(plan_.graph.values()[ends.output].type)](const void* input,
+                                                                                          void* output) {
+      if (input != output) std::memcpy(output, input, bytes);
+      std::vector<at::Tensor> tensors{wrap(output, out)};
+      c10d::AllreduceOptions options;
+      options.reduceOp = op;
+      options.asyncOp = false;
+      finish(group->allreduce(tensors, options));
+    };
+  }
 }
 
 Region::Spec Region::spec_of(int index) const {

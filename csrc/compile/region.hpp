@@ -5,8 +5,9 @@
 // are taken anew with each call, so that a parameter whose data was swapped is read where it lies now.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,8 +18,9 @@
 namespace ark::compile {
 
 struct RegionOptions {
-  std::string name;  // in profiles, traces and errors
-  int workers = 0;   // threads; 0: as many as PyTorch uses
+  std::string name;                                       // in profiles, traces and errors
+  int workers = 0;                                        // threads; 0: as many as PyTorch uses
+  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;  // what the graph's collectives number
 };
 
 class Region {
@@ -28,7 +30,7 @@ class Region {
   Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options);
 
   // One fresh tensor for every output. Throws Error(invalid_argument) for an argument that is not what was compiled
-  // for, naming it, and what the kernel found (an index out of range).
+  // for, naming it, and what the kernel found (an index out of range); what a group's collective throws.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
 
   const plan::Plan& plan() const { return plan_; }
@@ -45,12 +47,14 @@ class Region {
   void check(const std::vector<at::Tensor>& inputs) const;
   void check_overlaps(const std::vector<void*>& pointers) const;
   Spec spec_of(int value) const;
+  void add_collective(int stage);
 
   const RegionOptions options_;
   plan::Plan plan_;
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
   bool mutates_ = false;
+  std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by stage
 };
 
 }  // namespace ark::compile

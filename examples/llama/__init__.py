@@ -1,0 +1,1 @@
+"""A small Llama, written by hand, and greedy decoding with it."""
