@@ -1,11 +1,12 @@
 """Decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
 
-    python benchmarks/decode.py [--threads 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
+    python benchmarks/decode.py [--ranks 1,2] [--dtype float32] [--positions 32,256,500] [--quick] [--output FOLDER]
 
-All contenders decode the same tokens at the same positions with models of the same weights, in the same process,
-taking turns step by step, so that the machine's noise hits all of them alike; outputs are compared with float64 before
-anything is timed. Inductor runs in its default mode, with freezing, and with max-autotune besides; the ratio is to the
-best of them. The attention of Inductor's graphs reads the whole cache at every position.
+One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
+all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
+the same processes, taking turns step by step, so that the machine's noise hits all of them alike; their logits are
+compared with float64 before anything is timed. Inductor runs in its default mode, with freezing, and with max-autotune
+besides; the ratio is to the best of them. Inductor's attention reads the whole cache at every position.
 """
 
 from __future__ import annotations
@@ -13,75 +14,82 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ark_torch.tools.bench import report
+from ark_torch.tools.bench import cli, report
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
 
-from llama.model import Llama, LlamaConfig  # noqa: E402  (lies beside, in examples/)
+from llama.model import Llama, LlamaConfig, shard  # noqa: E402  (lies beside, in examples/)
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Contenders = dict[str, tuple[Llama, Step]]
+INDUCTOR: dict[str, dict[str, bool]] = {
+    "inductor": {},
+    "inductor, freezing": {"freezing": True},
+    "inductor, max-autotune": {"freezing": True, "max_autotune": True},
+}
+THREADS = 2  # of one process
 
 
-def contenders(model: Llama) -> dict[str, tuple[Llama, Step]]:
-    """Name -> its own copy of the model, and the step."""
-    made: dict[str, tuple[Llama, Step]] = {}
-    inductor: dict[str, dict[str, bool]] = {
-        "inductor": {},
-        "inductor, freezing": {"freezing": True},
-        "inductor, max-autotune": {"freezing": True, "max_autotune": True},
-    }
-    for name in ("eager", *inductor, "ark"):
-        own = copy.deepcopy(model)
-        step: Step = own
-        if name in inductor:
-            step = torch.compile(own, options=dict(inductor[name]))
-        elif name == "ark":
-            step = torch.compile(own, backend="ark", options={"choose": "ark"})
-        made[name] = own, step
+def contenders(model: Llama, quick: bool) -> Contenders:
+    """Name -> its own model (or this rank's share of it), and the step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    groups = {name: dist.new_group(backend=name) for name in ("gloo", "ark")} if ranks > 1 else {"": None}
+    made: Contenders = {}
+    for name, options in {"eager": None, **dict(list(INDUCTOR.items())[: 1 if quick else 3])}.items():
+        for carrier, group in groups.items():
+            own = copy.deepcopy(model) if group is None else shard(model, group)
+            made[f"{name} over {carrier}" if carrier else name] = (
+                own,
+                own if options is None else torch.compile(own, options=dict(options)),
+            )
+    own = copy.deepcopy(model) if ranks == 1 else shard(model, groups["ark"])
+    made["ark"] = own, torch.compile(own, backend="ark", options={"choose": "ark"})
     return made
 
 
-def fill(models: list[Llama], length: int) -> None:
-    """Random keys and values, the same in all, at the positions before `length`."""
-    torch.manual_seed(length)
-    for caches in zip(*(model.caches() for model in models), strict=True):
-        values = torch.randn_like(caches[0][:, :, :length])
-        for cache in caches:
-            cache.zero_()
-            cache[:, :, :length] = values
+def fill(model: Llama, length: int) -> None:
+    """Random keys and values at the positions before `length`, the same whoever asks; a share has those of rank 0."""
+    generator = torch.Generator().manual_seed(length)
+    for cache in model.caches():
+        values = torch.randn(cache.shape[:1] + (2, length, cache.shape[3]), generator=generator)
+        cache.zero_()
+        cache[:, :, :length] = values[:, : cache.shape[1]]
 
 
-def errors(model: Llama, made: dict[str, tuple[Llama, Step]], position: int, ids: torch.Tensor) -> dict[str, float]:
-    """Largest error of the logits against float64, relative to the largest logit."""
-    exact = copy.deepcopy(model)
-    fill([model, *(own for own, _ in made.values())], position)
-    for there, here in zip(exact.caches(), model.caches(), strict=True):
-        there.copy_(here)
-    exact = exact.double()
+def errors(model: Llama, made: Contenders, position: int, ids: torch.Tensor) -> dict[str, float]:
+    """Largest error of the logits against eager float64, relative to the largest logit."""
     where = torch.tensor([position])
-    want = exact(ids, where)
-    return {
-        name: float((step(ids, where).double() - want).abs().max() / want.abs().max())
-        for name, (_, step) in made.items()
-    }
+    found = {}
+    for name, (own, step) in made.items():
+        exact = copy.deepcopy(own).double()
+        fill(own, position)
+        for there, here in zip(exact.caches(), own.caches(), strict=True):
+            there.copy_(here)
+        want = exact(ids, where)
+        found[name] = float((step(ids, where).double() - want).abs().max() / want.abs().max())
+    return found
 
 
-def measure(made: dict[str, tuple[Llama, Step]], position: int, ids: torch.Tensor, rounds: int) -> dict[str, float]:
+def measure(made: Contenders, position: int, ids: torch.Tensor, rounds: int) -> dict[str, float]:
     """Median microseconds of a step."""
     where = torch.tensor([position])
     times: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(rounds):
         for name, (_, step) in made.items():
-            step(ids, where)  # what ran before had the caches of the processor
+            step(ids, where)  # what ran before had the processor's caches
             start = time.perf_counter()
             step(ids, where)
             times[name].append((time.perf_counter() - start) * 1e6)
@@ -89,42 +97,66 @@ def measure(made: dict[str, tuple[Llama, Step]], position: int, ids: torch.Tenso
 
 
 @torch.no_grad()
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--positions", type=int, nargs="+", default=[32, 256, 500])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and no max-autotune")
-    parser.add_argument("--output", type=Path, default=None, help="folder for decode.json")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    surroundings = report.surroundings(report.shown_command("benchmarks/decode.py"))
+def run_rank(arguments: argparse.Namespace, rows: Path) -> None:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    torch.set_num_threads(THREADS if ranks == 1 else 1)
+    if ranks > 1:
+        dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Llama(LlamaConfig()).eval().requires_grad_(False).to(getattr(torch, arguments.dtype))
-    made = contenders(model)
-    if arguments.quick:
-        made.pop("inductor, max-autotune")
+    made = contenders(model, arguments.quick)
     ids = torch.randint(0, model.config.vocabulary, (1, 1))
-    compile_seconds = {}
+    first_call = {}
     for name, (_, step) in made.items():
         start = time.perf_counter()
         step(ids, torch.tensor([0]))
-        compile_seconds[name] = time.perf_counter() - start
-    rows: list[dict[str, Any]] = []
-    print(f"{'position':>8} " + " ".join(f"{name:>22}" for name in made) + f" {'ratio':>6}   microseconds a step")
+        first_call[name] = time.perf_counter() - start
     for position in arguments.positions:
-        wrong = errors(model, made, position, ids)
-        times = measure(made, position, ids, 20 if arguments.quick else 300)
-        best = min(time for name, time in times.items() if name.startswith("inductor"))
-        rows.append({"position": position, "microseconds": times, "ratio": best / times["ark"], "error": wrong})
-        print(f"{position:>8} " + " ".join(f"{times[name]:>22.0f}" for name in made) + f" {best / times['ark']:>6.2f}")
-    print("error against float64: " + ", ".join(f"{name} {rows[-1]['error'][name]:.2e}" for name in made))
-    print("first call, s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in compile_seconds.items()))
-    if arguments.output is not None:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        content = {**surroundings, "threads": arguments.threads, "dtype": arguments.dtype, "rows": rows}
-        content["compile_seconds"] = compile_seconds
-        (arguments.output / "decode.json").write_text(json.dumps(content, indent=1) + "\n")
+        row: dict[str, Any] = {"ranks": ranks, "threads": torch.get_num_threads(), "position": position}
+        row |= {"dtype": arguments.dtype, "error": errors(model, made, position, ids)}
+        row["microseconds"] = times = measure(made, position, ids, 20 if arguments.quick else 200)
+        row["ratio"] = min(taken for name, taken in times.items() if name.startswith("inductor")) / times["ark"]
+        if ranks == 1 or dist.get_rank() == 0:
+            show({**row, "first_call_seconds": first_call})
+            with rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({**row, "first_call_seconds": first_call}) + "\n")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['ranks']} rank(s) of {row['threads']} thread(s), position {row['position']}: {row['ratio']:.2f}x")
+    for name, taken in row["microseconds"].items():
+        seconds, error = row["first_call_seconds"][name], row["error"][name]
+        print(f"  {name:<32} {taken:>9.0f} us   error {error:.1e}   first call {seconds:>5.1f} s", flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=cli.rank_list, default=(1, 2))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--positions", type=cli.size_list, default=(32, 256, 500))
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, and Inductor in its default mode only")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rows is not None:
+        run_rank(arguments, arguments.rows)
+        return 0
+    about = report.surroundings(report.shown_command("benchmarks/decode.py"))
+    with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
+        rows = Path(folder) / "rows.jsonl"
+        same = ["--dtype", arguments.dtype, "--positions", ",".join(map(str, arguments.positions))]
+        for ranks in arguments.ranks:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+            command = [sys.executable, *launcher, __file__, "--rows", str(rows), *same]
+            done = subprocess.run([*command, *(["--quick"] if arguments.quick else [])])
+            if done.returncode != 0:
+                return 1
+        measured = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
+    name = "decode-quick.json" if arguments.quick else "decode.json"
+    report.write_json(arguments.output / name, about, measured)
+    print(f"# written to {arguments.output}: {name}")
     return 0
 
 

@@ -2,15 +2,20 @@
 
 Decoding reads its position from a tensor, so one compiled graph serves every position up to max_len. The cache is made
 for a batch; a step writes the keys and values of its positions and attends to what lies before them.
+
+Tensor parallel: each rank of `group` holds its share of the heads and of the hidden units of the MLP (shard()), and the
+partial results are summed by all_reduce.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,7 @@ class LlamaConfig:
     batch: int = 1
     eps: float = 1e-5
     theta: float = 500000.0
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
+    head_dim: int = 64
 
 
 def rotary_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
@@ -56,9 +58,14 @@ class RMSNorm(nn.Module):
         return self.weight * h.to(x.dtype)
 
 
+def summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return x if group is None else all_reduce(x, "sum", group)
+
+
 class Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None) -> None:
         super().__init__()
+        self.group = group
         self.head_dim = config.head_dim
         self.wq = nn.Linear(config.hidden, config.heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.hidden, config.kv_heads * config.head_dim, bias=False)
@@ -76,27 +83,28 @@ class Attention(nn.Module):
         self.k_cache.index_copy_(2, positions, k)
         self.v_cache.index_copy_(2, positions, v)
         out = F.scaled_dot_product_attention(q, self.k_cache, self.v_cache, attn_mask=mask, enable_gqa=True)
-        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+        return summed(self.wo(out.transpose(1, 2).reshape(batch, length, -1)), self.group)
 
 
 class MLP(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None) -> None:
         super().__init__()
+        self.group = group
         self.gate = nn.Linear(config.hidden, config.ffn, bias=False)
         self.up = nn.Linear(config.hidden, config.ffn, bias=False)
         self.down = nn.Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return summed(self.down(F.silu(self.gate(x)) * self.up(x)), self.group)
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden, config.eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, group)
         self.mlp_norm = RMSNorm(config.hidden, config.eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, group)
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), *rest)
@@ -106,11 +114,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """ids [batch, length] and positions [length], int64, to the logits of the last position, [batch, vocabulary]."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, group) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         cos, sin = rotary_tables(config)
@@ -127,3 +135,19 @@ class Llama(nn.Module):
 
     def caches(self) -> list[Tensor]:
         return [buffer for name, buffer in self.named_buffers() if name.endswith("_cache")]
+
+
+@torch.no_grad()
+def shard(model: Llama, group: dist.ProcessGroup) -> Llama:
+    """This rank's share of a model, with weights of its own."""
+    rank, size, config = dist.get_rank(group), dist.get_world_size(group), model.config
+    own = replace(config, heads=config.heads // size, kv_heads=config.kv_heads // size, ffn=config.ffn // size)
+    part = Llama(own, group).to(next(model.parameters()).dtype).requires_grad_(False).eval()
+    weights = model.state_dict()
+    for name, weight in part.state_dict().items():
+        whole = weights[name]
+        for dim, length in enumerate(weight.shape):
+            if length != whole.shape[dim]:
+                whole = whole.narrow(dim, rank * length, length)
+        weight.copy_(whole)
+    return part
