@@ -1,6 +1,6 @@
 """Decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
 
-    python benchmarks/decode.py [--ranks 1,2] [--dtype float32] [--positions 32,256,500] [--quick] [--output FOLDER]
+    python benchmarks/decode.py [--ranks 1 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
 
 One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
 all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ark_torch.tools.bench import cli, report
+from ark_torch.tools.bench import report
 
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
@@ -64,7 +64,7 @@ def fill(model: Llama, length: int) -> None:
     """Random keys and values at the positions before `length`, the same whoever asks; a share has those of rank 0."""
     generator = torch.Generator().manual_seed(length)
     for cache in model.caches():
-        values = torch.randn(cache.shape[:1] + (2, length, cache.shape[3]), generator=generator)
+        values = torch.randn((*cache.shape[:1], 2, length, cache.shape[3]), generator=generator)
         cache.zero_()
         cache[:, :, :length] = values[:, : cache.shape[1]]
 
@@ -133,9 +133,9 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=cli.rank_list, default=(1, 2))
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--positions", type=cli.size_list, default=(32, 256, 500))
+    parser.add_argument("--positions", type=int, nargs="+", default=[32, 256, 500])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and Inductor in its default mode only")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
@@ -146,7 +146,7 @@ def main() -> int:
     about = report.surroundings(report.shown_command("benchmarks/decode.py"))
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
         rows = Path(folder) / "rows.jsonl"
-        same = ["--dtype", arguments.dtype, "--positions", ",".join(map(str, arguments.positions))]
+        same = ["--dtype", arguments.dtype, "--positions", *map(str, arguments.positions)]
         for ranks in arguments.ranks:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
             command = [sys.executable, *launcher, __file__, "--rows", str(rows), *same]
