@@ -60,23 +60,26 @@ def contenders(model: Llama, quick: bool) -> Contenders:
     return made
 
 
-def fill(model: Llama, length: int) -> None:
-    """Random keys and values at the positions before `length`, the same whoever asks; a share has those of rank 0."""
+def fill(model: Llama, whole: LlamaConfig, length: int) -> None:
+    """Keys and values at the positions before `length`: random, and the same for all models; a share has its heads."""
     generator = torch.Generator().manual_seed(length)
     for cache in model.caches():
-        values = torch.randn((*cache.shape[:1], 2, length, cache.shape[3]), generator=generator)
+        heads = cache.shape[1]
+        first = dist.get_rank() * heads if heads < whole.kv_heads else 0
+        values = torch.randn(whole.batch, whole.kv_heads, length, whole.head_dim, generator=generator)
         cache.zero_()
-        cache[:, :, :length] = values[:, : cache.shape[1]]
+        cache[:, :, :length] = values[:, first : first + heads]
 
 
 def errors(model: Llama, made: Contenders, position: int, ids: torch.Tensor) -> dict[str, float]:
     """Largest error of the logits against eager float64, relative to the largest logit."""
     where = torch.tensor([position])
+    exact = copy.deepcopy(model).double()
     found = {}
     for name, (own, step) in made.items():
-        exact = copy.deepcopy(own).double()
-        fill(own, position)
-        for there, here in zip(exact.caches(), own.caches(), strict=True):
+        fill(own, model.config, position)
+        fill(model, model.config, position)
+        for there, here in zip(exact.caches(), model.caches(), strict=True):
             there.copy_(here)
         want = exact(ids, where)
         found[name] = float((step(ids, where).double() - want).abs().max() / want.abs().max())
