@@ -7,8 +7,11 @@
 #include <ATen/record_function.h>
 
 #include <cstring>
+#include <exception>
+#include <utility>
 
 #include "error.hpp"
+#include "jit/host_compiler.hpp"
 
 namespace ark::compile {
 
@@ -30,6 +33,15 @@ plan::Target cpu_target(int workers) {
   plan::Target target;
   target.workers = workers > 0 ? workers : at::get_num_threads();
   return target;
+}
+
+// What a collective of the step that runs on this thread threw.
+thread_local std::exception_ptr collective_failure;
+
+// The process's, with what is configured when the first region is compiled.
+jit::HostCompiler& compiler() {
+  static jit::HostCompiler instance(jit::settings());
+  return instance;
 }
 
 c10d::ReduceOp reduce_op(const std::string& name) {
@@ -60,18 +72,27 @@ Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> r
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
   for (const Spec& spec : inputs_) mutates_ = mutates_ || spec.mutated;
-  for (size_t stage = 0; stage < plan_.stages.size(); ++stage)
-    if (std::holds_alternative<plan::CollectiveStage>(plan_.stages[stage].body))
-      add_collective(static_cast<int>(stage));
-  kernel_ = std::make_unique<plan::CpuLoop>(plan_);
-  kernel_->on_collective([this](int stage, const void* input, void* output) { collectives_.at(stage)(input, output); });
+  for (const plan::Stage& stage : plan_.stages)
+    if (const auto* ends = std::get_if<plan::CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
+  kernel_ = std::make_unique<plan::CpuLoop>(plan_, compiler());
+  kernel_->set_collective(&Region::run_collective, this);
+}
+
+// On the thread that called run(), which takes the exception from here.
+bool Region::run_collective(void* region, int32_t node, const void* input, void* output) {
+  try {
+    static_cast<Region*>(region)->collectives_.at(node)(input, output);
+    return true;
+  } catch (...) {
+    collective_failure = std::current_exception();
+    return false;
+  }
 }
 
 // The group's own call, made synchronously on the caller's thread: over shared memory it runs there and then, after
 // whatever else was issued to the group, on the channels that eager collectives use.
-void Region::add_collective(int stage) {
-  const auto& ends = std::get<plan::CollectiveStage>(plan_.stages[stage].body);
-  const plan::Node& node = plan_.graph.nodes()[plan_.stages[stage].node];
+void Region::add_collective(int index, const plan::CollectiveStage& ends) {
+  const plan::Node& node = plan_.graph.nodes()[index];
   const auto group = options_.groups.at(node.integer("group"));
   const Spec in = spec_of(ends.input), out = spec_of(ends.output);
   const auto wrap = [](const void* data, const Spec& spec) {
@@ -81,20 +102,20 @@ void Region::add_collective(int stage) {
     if (work) work->wait();
   };
   if (node.op == "all_to_all") {
-    collectives_[stage] = [=, send = node.integers("input_splits"), receive = node.integers("output_splits")](
+    collectives_[index] = [=, send = node.integers("input_splits"), receive = node.integers("output_splits")](
                               const void* input, void* output) mutable {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
       finish(group->alltoall_base(to, from, receive, send, {.asyncOp = false}));
     };
   } else if (node.op == "all_gather") {
-    collectives_[stage] = [=](const void* input, void* output) {
+    collectives_[index] = [=](const void* input, void* output) {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
       c10d::AllgatherOptions options;
       options.asyncOp = false;
       finish(group->_allgather_base(to, from, options));
     };
   } else if (node.op == "reduce_scatter") {
-    collectives_[stage] = [=, op = reduce_op(node.text("reduce_op"))](const void* input, void* output) {
+    collectives_[index] = [=, op = reduce_op(node.text("reduce_op"))](const void* input, void* output) {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
       c10d::ReduceScatterOptions options;
       options.reduceOp = op;
@@ -102,7 +123,7 @@ void Region::add_collective(int stage) {
       finish(group->_reduce_scatter_base(to, from, options));
     };
   } else {
-    collectives_[stage] = [=, op = reduce_op(node.text("reduce_op")),
+    collectives_[index] = [=, op = reduce_op(node.text("reduce_op")),
                            bytes = plan_.graph.values()[ends.output].elements() *
                                    plan::size_of(plan_.graph.values()[ends.output].type)](const void* input,
                                                                                           void* output) {
@@ -177,7 +198,12 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
     outputs.push_back(at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.type)));
     results.push_back(outputs.back().data_ptr());
   }
-  kernel_->run(pointers.data(), results.data());
+  try {
+    kernel_->run(pointers.data(), results.data());
+  } catch (const Error&) {
+    if (collective_failure) std::rethrow_exception(std::exchange(collective_failure, nullptr));
+    throw;
+  }
   // As any operator that writes in place: autograd must see that what it saved has changed.
   for (size_t i = 0; i < inputs.size(); ++i)
     if (inputs_[i].mutated && !inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();

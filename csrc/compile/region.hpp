@@ -1,12 +1,13 @@
 // A planned region as torch.compile calls it: tensors in, tensors out, the loop kernel between.
 //
-// The one file of the compiler that knows torch. A region is compiled for shapes, strides and types; every call is held
-// against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor). Pointers
-// are taken anew with each call, so that a parameter whose data was swapped is read where it lies now.
+// This folder is what of the compiler knows torch. A region is compiled for shapes, strides and types; every call is
+// held against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor).
+// Pointers are taken anew with each call, so that a parameter whose data was swapped is read where it lies now.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -47,14 +48,15 @@ class Region {
   void check(const std::vector<at::Tensor>& inputs) const;
   void check_overlaps(const std::vector<void*>& pointers) const;
   Spec spec_of(int value) const;
-  void add_collective(int stage);
+  void add_collective(int node, const plan::CollectiveStage& ends);
+  static bool run_collective(void* region, int32_t node, const void* input, void* output);
 
   const RegionOptions options_;
   plan::Plan plan_;
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
   bool mutates_ = false;
-  std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by stage
+  std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by node
 };
 
 }  // namespace ark::compile
