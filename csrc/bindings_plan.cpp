@@ -5,8 +5,6 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
-
 #include "compile/region.hpp"
 #include "process_group/translate.hpp"
 
@@ -16,7 +14,7 @@ namespace {
 
 using namespace ark::plan;
 
-// The graph with what it takes and gives: the first value on an input's buffer is the argument itself.
+// The graph with what it takes and gives.
 struct GraphBuilder {
   Graph graph;
   std::vector<int> arguments, results;
@@ -60,14 +58,7 @@ int add_value(GraphBuilder& self, int buffer, const std::string& dtype, Shape sh
     value.shape = std::move(shape);
     value.strides = std::move(strides);
     value.offset = offset;
-    const int index = self.graph.add_value(value);
-    const Buffer& on = self.graph.buffers()[buffer];
-    if (on.kind == Buffer::Kind::input) {
-      self.arguments.resize(std::max<size_t>(self.arguments.size(), on.argument + 1), -1);
-      int& argument = self.arguments[on.argument];
-      if (argument < 0) argument = index;
-    }
-    return index;
+    return self.graph.add_value(value);
   });
 }
 
@@ -117,6 +108,9 @@ void bind_plan(py::module_& m) {
       .def("literal", &add_literal, py::arg("value"), py::arg("dtype"))
       .def("node", &add_node, py::arg("op"), py::arg("inputs"), py::arg("outputs"), py::arg("attributes"),
            py::arg("origin"))
+      .def(
+          "argument", [](GraphBuilder& self, int value) { self.arguments.push_back(value); }, py::arg("value"),
+          "The value is the next input, all of it.")
       .def(
           "output", [](GraphBuilder& self, int value) { self.results.push_back(value); }, py::arg("value"),
           "The value is the next result; it spans an output buffer.");

@@ -277,11 +277,12 @@ class _Builder:
 
 def make_region(lowering: Lowering, name: str, threads: int) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads."""
-    from ark_torch import _C
+    from ark_torch import _C, _jit
 
     plan = getattr(_C, "plan", None)
     if plan is None:
         raise CompilerNotAvailable("the extension of this ark_torch was built without the plan compiler")
+    _jit.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
     return plan.Region(graph, name, {"threads": threads})

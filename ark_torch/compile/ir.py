@@ -95,6 +95,7 @@ class LoweredGraph:
     buffers: list[Buffer] = field(default_factory=list)
     values: list[Operand] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)  # values that are the region's inputs, in their order
     results: list[int] = field(default_factory=list)  # values, in order of the region's outputs
     _known: dict[tuple[Operand, int], int] = field(default_factory=dict)
     _writes: dict[int, int] = field(default_factory=dict)  # of each buffer
@@ -147,7 +148,7 @@ class LoweredGraph:
 
     def _used(self) -> tuple[dict[int, int], dict[int, int]]:
         """New numbers of the buffers and values that are in use, inputs and outputs always among them."""
-        values: set[int] = set(self.results)
+        values: set[int] = {*self.arguments, *self.results}
         for node in self.nodes:
             values.update(node.inputs, node.outputs)
         buffers = {self.buffer_of(value) for value in values}
@@ -170,6 +171,8 @@ class LoweredGraph:
         for node in self.nodes:
             inputs, outputs = ([values[value] for value in list_] for list_ in (node.inputs, node.outputs))
             graph.node(node.op, inputs, outputs, node.attributes, node.origin)
+        for value in self.arguments:
+            graph.argument(values[value])
         for value in self.results:
             graph.output(values[value])
 

@@ -162,6 +162,7 @@ class Lowering:
         self.inputs.append(node)
         operand = Strided(buffer, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
         self.graph.buffers[buffer].bytes = operand.end * SCALAR_TYPES[tensor.dtype][1]
+        self.graph.arguments.append(self.graph.read(operand))
         return operand
 
     def _view(self, node: Node) -> Any:

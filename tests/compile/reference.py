@@ -46,6 +46,7 @@ class Graph:
         self.buffers: list[dict[str, Any]] = []
         self.values: list[dict[str, Any]] = []
         self.nodes: list[dict[str, Any]] = []
+        self.arguments: list[int] = []
         self.results: list[int] = []
 
     def buffer(self, kind: str, argument: int, bytes: int, mutated: bool = False, parameter: bool = False) -> int:
@@ -77,6 +78,11 @@ class Graph:
             assert len(inputs) == OPERANDS[op], (op, inputs)
         self.nodes.append(dict(op=op, inputs=inputs, outputs=outputs, attributes=attributes, origin=origin))
         return len(self.nodes) - 1
+
+    def argument(self, value: int) -> None:
+        buffer = self.buffers[self.values[value]["buffer"]]
+        assert buffer["kind"] == "input" and buffer["argument"] == len(self.arguments)
+        self.arguments.append(value)
 
     def output(self, value: int) -> None:
         buffer = self.buffers[self.values[value]["buffer"]]
