@@ -7,7 +7,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include "error.hpp"
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
 
@@ -189,10 +188,6 @@ void EventMaker::finish() {
 
 void add_events(Plan& plan, const std::vector<bool>& own) {
   EventMaker(plan, own).run();
-}
-
-void add_carried(Plan&) {
-  throw Error(ErrorKind::invalid_argument, "chained plans are not made yet");
 }
 
 }  // namespace ark::plan

@@ -6,58 +6,76 @@
 
 namespace ark::plan {
 
-RegionHistory::RegionHistory(const Graph& graph, const std::vector<Stage>& stages)
+RegionHistory::RegionHistory(const Graph& graph, const std::vector<Stage>& stages,
+                             const std::vector<Placement>* placements)
     : graph_(graph),
       stages_(stages),
+      space_(graph.buffers().size()),
+      shift_(graph.buffers().size(), 0),
       written_(graph.buffers().size(), false),
       skipped_(graph.buffers().size(), false),
-      records_(graph.buffers().size()) {
+      records_(graph.buffers().size() + 1) {
   for (const Stage& stage : stages) {
     for (const Access& access : stage.accesses) {
       const int buffer = graph.values()[access.value].buffer;
       if (access.write && buffer >= 0) written_[buffer] = true;
     }
   }
-  for (size_t buffer = 0; buffer < written_.size(); ++buffer) skipped_[buffer] = !written_[buffer];
+  for (size_t buffer = 0; buffer < written_.size(); ++buffer) {
+    skipped_[buffer] = !written_[buffer];
+    space_[buffer] = static_cast<int>(buffer);
+    if (placements == nullptr || (*placements)[buffer].offset < 0) continue;
+    if ((*placements)[buffer].own) skipped_[buffer] = true;
+    space_[buffer] = static_cast<int>(written_.size());
+    shift_[buffer] = (*placements)[buffer].offset;
+  }
 }
 
-void RegionHistory::add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks) {
+void RegionHistory::add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks, int step) {
   const Stage& what = stages_[stage];
   for (const Access& access : what.accesses) {
     const int buffer = graph_.values()[access.value].buffer;
     if (!may_conflict(buffer)) continue;
     Record record;
     record.stage = stage;
+    record.step = step;
     record.write = access.write;
-    record.whole = region_of(graph_, what, access, 0, what.extent);
+    const auto placed = [&](int64_t begin, int64_t end) {
+      Region region = region_of(graph_, what, access, begin, end);
+      region.offset += shift_[buffer];
+      return region;
+    };
+    record.whole = placed(0, what.extent);
     record.tasks = indices;
     record.same = access.axis < 0 || indices.size() == 1 || tasks[indices[0]].replica;
     if (!record.same) {
-      for (const int index : indices) {
-        record.regions.push_back(region_of(graph_, what, access, tasks[index].begin, tasks[index].end));
-      }
+      for (const int index : indices) record.regions.push_back(placed(tasks[index].begin, tasks[index].end));
     }
-    std::vector<Record>& records = records_[buffer];
+    std::vector<Record>& records = records_[space_[buffer]];
     if (record.write) {  // not what this very stage reads: nothing orders its tiles among each other
-      std::erase_if(records, [&](const Record& old) { return old.stage != stage && covers(record.whole, old.whole); });
+      std::erase_if(records, [&](const Record& old) {
+        return (old.stage != stage || old.step != step) && covers(record.whole, old.whole);
+      });
     }
     records.push_back(std::move(record));
   }
 }
 
-void RegionHistory::conflicts(int buffer, const Region& region, bool write,
+void RegionHistory::conflicts(int buffer, const Region& asked, bool write,
                               const std::function<void(const Record&, int task)>& visit) const {
   if (!may_conflict(buffer)) return;
-  const std::vector<Record>& records = records_[buffer];
-  int covered_by = -1;  // the stage whose write hides everything older
+  Region region = asked;
+  region.offset += shift_[buffer];
+  const std::vector<Record>& records = records_[space_[buffer]];
+  const Record* hides = nullptr;  // of the stage whose write hides everything older
   for (auto record = records.rbegin(); record != records.rend(); ++record) {
-    if (covered_by >= 0 && record->stage != covered_by) break;
+    if (hides != nullptr && (record->stage != hides->stage || record->step != hides->step)) break;
     if (!record->write && !write) continue;
     if (!overlap(record->whole, region)) continue;
     for (size_t index = 0; index < record->tasks.size(); ++index) {
       if (record->same || overlap(record->regions[index], region)) visit(*record, record->tasks[index]);
     }
-    if (record->write && covers(record->whole, region)) covered_by = record->stage;
+    if (record->write && covers(record->whole, region)) hides = &*record;
   }
 }
 

@@ -6,6 +6,9 @@
 // it conflicts with that write, so ordering both pairs orders it too.
 //
 // Own buffers (one copy a worker) have no conflicts between workers; on one worker the queue orders them.
+//
+// By default buffers are apart. With placements, temporaries lie where the arena has them: that is how one step meets
+// the next.
 #pragma once
 
 #include <functional>
@@ -21,6 +24,7 @@ class RegionHistory {
   // All of what a stage's access touches, and what each of its tasks does; `same`: every task touches all of it.
   struct Record {
     int stage = -1;
+    int step = 0;
     bool write = false;
     bool same = false;
     Region whole;
@@ -28,10 +32,11 @@ class RegionHistory {
     std::vector<Region> regions;  // by task; empty where `same`
   };
 
-  explicit RegionHistory(const Graph& graph, const std::vector<Stage>& stages);
+  RegionHistory(const Graph& graph, const std::vector<Stage>& stages,
+                const std::vector<Placement>* placements = nullptr);
 
   // `tasks` (indices) of one stage with their tiles.
-  void add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks);
+  void add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks, int step = 0);
   void set_own(int buffer) { skipped_[buffer] = true; }
   bool is_own(int buffer) const { return skipped_[buffer] && written_[buffer]; }
   bool may_conflict(int buffer) const { return buffer >= 0 && !skipped_[buffer]; }
@@ -43,9 +48,11 @@ class RegionHistory {
  private:
   const Graph& graph_;
   const std::vector<Stage>& stages_;
-  std::vector<bool> written_;  // buffers that some stage writes: the others have no conflicts
+  std::vector<int> space_;      // by buffer: what it shares bytes with
+  std::vector<int64_t> shift_;  // by buffer: where in its space
+  std::vector<bool> written_;   // buffers that some stage writes: the others have no conflicts
   std::vector<bool> skipped_;
-  std::vector<std::vector<Record>> records_;  // by buffer
+  std::vector<std::vector<Record>> records_;  // by space
 };
 
 }  // namespace ark::plan

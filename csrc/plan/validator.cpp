@@ -171,6 +171,7 @@ void validate(const Plan& plan) {
   check_placements(plan);
   check_loads(plan);
   check_order(plan);
+  if (plan.chained) check_steps(plan);
 }
 
 }  // namespace ark::plan

@@ -13,7 +13,9 @@ void check_tiles(const Plan& plan);
 void check_placements(const Plan& plan);
 // validator_loads.cpp: the loaders' lists.
 void check_loads(const Plan& plan);
-// validator_order.cpp: that what touches the same bytes is ordered, within a step and, where chained, across steps.
+// validator_order.cpp: that what touches the same bytes is ordered, within a step.
 void check_order(const Plan& plan);
+// validator_steps.cpp: the same across two steps of a chained plan.
+void check_steps(const Plan& plan);
 
 }  // namespace ark::plan

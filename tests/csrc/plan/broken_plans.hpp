@@ -244,6 +244,55 @@ inline std::vector<Mutation> order_mutations() {
   };
 }
 
+// Of chained plans.
+inline std::vector<Mutation> step_mutations() {
+  const auto carries = [](const Task& task) { return !task.carried.empty(); };
+  return {
+      {"dropped carried wait", false,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, carries);
+         if (task < 0) return false;
+         plan.tasks[task].carried.pop_back();
+         return true;
+       }},
+      {"carried to the task behind", false,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, [&](const Task& each) {
+           const int index = static_cast<int>(&each - plan.tasks.data());
+           return carries(each) && plan.queues[each.worker].tasks.back() != index;
+         });
+         if (task < 0) return false;
+         const auto& queue = plan.queues[plan.tasks[task].worker].tasks;
+         const int behind = *std::next(std::find(queue.begin(), queue.end(), task));
+         auto& list = plan.tasks[behind].carried;
+         for (const int event : plan.tasks[task].carried) {
+           if (std::find(list.begin(), list.end(), event) == list.end()) list.push_back(event);
+         }
+         plan.tasks[task].carried.clear();
+         return true;
+       }},
+      {"carried from another event", false,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, carries);
+         if (task < 0 || plan.events.size() < 2) return false;
+         any_of(plan.tasks[task].carried, random) = static_cast<int>(random() % plan.events.size());
+         return true;
+       }},
+      {"carried taken for a wait", false,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, carries);
+         if (task < 0) return false;
+         const int event = plan.tasks[task].carried.back();
+         auto& list = plan.tasks[task].waits;
+         if (std::find(list.begin(), list.end(), event) != list.end()) return false;
+         plan.tasks[task].carried.pop_back();
+         list.push_back(event);
+         return true;
+       }},
+      {"dropped wait of a chained plan", false, order_mutations().front().apply},
+  };
+}
+
 inline std::vector<Mutation> tile_mutations() {
   return {
       {"missing tile", true,

@@ -48,5 +48,23 @@ TEST(PlanTest, AnyInterleavingGivesTheSequentialResult) {
   EXPECT_GT(reused, 50);
 }
 
+TEST(PlanTest, ChainedStepsGiveTheSequentialResult) {
+  int64_t carried = 0, tasks = 0;
+  for (uint64_t seed = 1; seed <= 200; ++seed) {
+    StageGraph made = RandomStages(seed).make(static_cast<int>(seed % 17) + 2);
+    const int workers = static_cast<int>(seed % 4) + 2;
+    const Plan plan = plan_stages(std::move(made.graph), std::move(made.stages), target_of(workers), true);
+    SimulatedPlan simulated(plan);
+    const auto expected = simulated.in_program_order(4);
+    for (uint64_t run = 0; run < 20; ++run) {
+      ASSERT_EQ(simulated.interleaved(seed * 1000 + run, 4), expected) << "graph " << seed << ", run " << run;
+    }
+    tasks += plan.tasks.size();
+    for (const Task& task : plan.tasks) carried += task.carried.size();
+  }
+  EXPECT_GT(carried, 200);
+  EXPECT_LT(carried, tasks);
+}
+
 }  // namespace
 }  // namespace ark::plan

@@ -81,6 +81,10 @@ TEST(ValidatorTest, AcceptsWhatMakePlanMakes) {
   for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed)), "");
 }
 
+TEST(ValidatorTest, AcceptsChainedPlans) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, true)), "");
+}
+
 TEST(ValidatorTest, RejectsBrokenOrder) {
   try_mutations(test::order_mutations(), 100, false);
 }
@@ -89,6 +93,10 @@ TEST(ValidatorTest, RejectsBrokenTiles) {
 }
 TEST(ValidatorTest, RejectsBrokenMemoryAndLoads) {
   try_mutations(test::memory_mutations(), 100, false);
+}
+
+TEST(ValidatorTest, RejectsBrokenOrderOfSteps) {
+  try_mutations(test::step_mutations(), 100, true);
 }
 
 }  // namespace
