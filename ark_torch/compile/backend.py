@@ -76,7 +76,15 @@ def _capture(
         raise _WholeGraph(TRAINS)
 
     def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        call = compile_inference(graph, options, report)
+        try:
+            call = compile_inference(graph, options, report)
+        except (_WholeGraph, UnsupportedGraph):
+            raise
+        except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
+            if not options.fallback:
+                raise UnsupportedGraph(f"ark does not compile a graph: {rest.first_line(error)}") from error
+            log.warning("ark fails on a graph, which goes to Inductor: %s", rest.first_line(error), exc_info=True)
+            raise _WholeGraph(f"ark failed on it ({rest.first_line(error)})") from error
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
@@ -112,6 +120,21 @@ def _check_static(graph_module: GraphModule) -> None:
             )
 
 
+def _check_apart(graph_module: GraphModule, mutated: set[Node]) -> None:
+    """AOTAutograd merges inputs that overlap; parts of one tensor that do not, it leaves. Plans order accesses by
+    argument, so what is written must lie in memory of its own."""
+    inputs = [
+        node for node in graph_module.graph.nodes if node.op == "placeholder" and analysis.tensor_of(node) is not None
+    ]
+    places: dict[Any, list[Node]] = {}
+    for node in inputs:
+        places.setdefault(node.meta["val"].untyped_storage()._cdata, []).append(node)
+    for sharing in places.values():
+        if len(sharing) > 1 and not mutated.isdisjoint(sharing):
+            names = ", ".join(node.name for node in sharing)
+            raise _WholeGraph(f"inputs {names} are parts of one tensor, and the graph writes one of them")
+
+
 def static_inputs(graph_module: GraphModule) -> list[Node]:
     """Placeholders of parameters and buffers."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -127,6 +150,7 @@ def compile_inference(graph_module: GraphModule, options: Options, report: Graph
     report.in_place = in_place.restore(graph_module)
     needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
+    _check_apart(graph_module, mutated)
     reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum)
     report.nodes = len(needed)

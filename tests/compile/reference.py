@@ -127,7 +127,10 @@ class Region:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.calls += 1
         graph = self.graph
-        assert len(inputs) == sum(b["kind"] == "input" for b in graph.buffers)
+        assert len(inputs) == len(graph.arguments) == sum(b["kind"] == "input" for b in graph.buffers)
+        for tensor, value in zip(inputs, graph.arguments, strict=True):
+            v = graph.values[value]
+            assert tensor.dtype == v["dtype"] and list(tensor.shape) == v["shape"], (tensor.shape, v)
         memory: list[Any] = []
         for b in graph.buffers:
             memory.append(inputs[b["argument"]] if b["kind"] == "input" else {})

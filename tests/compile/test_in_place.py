@@ -132,6 +132,20 @@ def test_two_views_of_one_tensor(plan: str, compiled: Any) -> None:
     torch.testing.assert_close(base, other)
 
 
+def test_parts_of_one_tensor(plan: str, compiled: Any) -> None:
+    """They interleave without overlapping: Inductor's."""
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(1)
+        return b * 2 + a
+
+    base, other = torch.arange(8.0).view(2, 4), torch.arange(8.0).view(2, 4)
+    call, report = compiled(function)
+    torch.testing.assert_close(call(base[:, :2], base[:, 2:]), function(other[:, :2], other[:, 2:]))
+    torch.testing.assert_close(base, other)
+    assert "parts of one tensor" in report.graphs[0].whole
+
+
 def test_same_tensor_twice(plan: str, compiled: Any) -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:
         a[0] = 5
