@@ -1,6 +1,7 @@
 // The pools of this process and what their threads do, behind worker_pool.hpp.
 #include "plan/worker_pool.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -18,15 +19,18 @@ namespace {
 using Clock = std::chrono::steady_clock;
 constexpr auto kSpin = std::chrono::microseconds(100);
 
-// Spins until `done` or for kSpin; whether it is done.
+// Spins until `done` or for kSpin; whether it is done. Soon it yields between looks: where processors are fewer than
+// threads, who is waited for may be the one that waits for this processor.
 template <class Done>
 bool spin_until(Done&& done) {
+  for (int i = 0; i < 200; ++i) {
+    if (done()) return true;
+    ARK_PAUSE();
+  }
   const auto end = Clock::now() + kSpin;
   do {
-    for (int i = 0; i < 32; ++i) {
-      if (done()) return true;
-      ARK_PAUSE();
-    }
+    if (done()) return true;
+    ::sched_yield();
   } while (Clock::now() < end);
   return done();
 }

@@ -235,8 +235,8 @@ class Fetcher {
 inline bool await(const Launch& launch, const WaitFor& wait, int worker, const TaskEntry& task, Fetcher& fetcher) {
   const uint64_t target = launch.step * wait.threshold;
   const uint64_t& count = launch.events[wait.event].value;
-  // About 20 us of spinning: tasks are short. Then others may have the processor.
-  constexpr uint32_t kSpins = 1000;
+  // About 10 us of spinning, since tasks are short. Then others may have the processor: perhaps the one waited for.
+  constexpr uint32_t kSpins = 200;
   for (uint32_t spin = 0; protocol::load_acquire(count) < target; ++spin) {
     if (aborted(launch)) return false;
     if (spin < kSpins) {

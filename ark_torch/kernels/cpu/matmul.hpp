@@ -57,6 +57,9 @@ ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const 
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load(a + r * a_row + d, lanes);
     ARK_UNROLL for (int c = 0; c < Columns; ++c) {
       const Floats w = load(weights + c * s.b_column + d, lanes);
+      // With few rows memory is the limit, and hardware prefetchers stop at the end of a column: ask for the same place
+      // of the columns that come next.
+      if (Rows <= 4) __builtin_prefetch(weights + (c + Columns) * s.b_column + d, 0, 2);
       ARK_UNROLL for (int r = 0; r < Rows; ++r) total[r][c] += x[r] * w;
     }
   });
