@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "plan/fuse_dependencies.hpp"
-#include "plan/fuse_matrix.hpp"
 #include "plan/fuse_rows.hpp"
+#include "plan/fuse_single.hpp"
 #include "plan/graph_check.hpp"
 #include "plan/stage.hpp"
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "plan/fuse_items.hpp"
 #include "plan/fuse_space.hpp"
 #include "plan/graph_check.hpp"
 #include "plan/overlap.hpp"
@@ -19,7 +20,7 @@ using Mask = std::vector<bool>;
 class RowDrafter {
  public:
   RowDrafter(const Graph& graph, const Dependencies& dependencies, const std::vector<int>& nodes)
-      : graph_(graph), dependencies_(dependencies) {
+      : graph_(graph), dependencies_(dependencies), items_(graph, dependencies, draft_.items) {
     draft_.nodes = nodes;
   }
 
@@ -27,6 +28,7 @@ class RowDrafter {
     if (!find_space(graph_, dependencies_, draft_.nodes, space_)) return std::nullopt;
     draft_.sizes = space_.sizes;
     columns_.assign(draft_.sizes.size(), false);
+    items_.set_dimensions(draft_.sizes.size());
     for (const RowNode& member : space_.members) {
       if (!add_member(member)) return std::nullopt;
     }
@@ -65,88 +67,6 @@ class RowDrafter {
     return false;
   }
 
-  int push(RowDraft::Item item) {
-    draft_.items.push_back(std::move(item));
-    return static_cast<int>(draft_.items.size()) - 1;
-  }
-
-  int literal(double value, ScalarType type) {
-    for (size_t i = 0; i < draft_.items.size(); ++i) {
-      const auto& item = draft_.items[i];
-      if (item.kind == Kind::literal && item.literal == value && item.type == type) return static_cast<int>(i);
-    }
-    RowDraft::Item item;
-    item.kind = Kind::literal;
-    item.literal = value;
-    item.type = type;
-    item.varies = none();
-    return push(std::move(item));
-  }
-
-  int op(const std::string& name, std::vector<int> args, ScalarType type, int node) {
-    if (name == "cast" || name == "copy") {
-      const ScalarType from = draft_.items[args[0]].type;
-      const bool widens = type == ScalarType::f32 && is_floating(from);
-      if (from == type || widens) return args[0];
-    }
-    RowDraft::Item item;
-    item.name = name == "copy" ? "cast" : name;
-    item.type = type;
-    item.node = node;
-    item.varies = none();
-    for (int arg : args) {
-      for (size_t d = 0; d < item.varies.size(); ++d) {
-        if (draft_.items[arg].varies[d]) item.varies[d] = true;
-      }
-    }
-    item.args = std::move(args);
-    return push(std::move(item));
-  }
-
-  int load(IndexFunction function, int node) {
-    for (size_t i = 0; i < draft_.items.size(); ++i) {
-      if (draft_.items[i].kind == Kind::load && draft_.items[i].function == function) return static_cast<int>(i);
-    }
-    RowDraft::Item item;
-    item.kind = Kind::load;
-    item.type = function.type;
-    item.node = node;
-    item.varies = none();
-    for (size_t d = 0; d < item.varies.size(); ++d) item.varies[d] = function.strides[d] != 0;
-    item.function = std::move(function);
-    return push(std::move(item));
-  }
-
-  // The element of an iota or a fill that `function` reads, computed: start + step * its position.
-  int inlined(const IndexFunction& function, int node) {
-    const Node& writer = graph_.nodes()[dependencies_.inlined_writer[function.buffer]];
-    const Value& written = graph_.values()[writer.outputs[0]];
-    if (written.type != function.type) return -1;
-    if (writer.op != "iota") {
-      const Value& fill = graph_.values()[writer.inputs[0]];
-      return op("cast", {literal(fill.literal, fill.type)}, written.type, node);
-    }
-    const int64_t stride = written.shape[0] > 1 ? written.strides[0] : 1;
-    const int64_t step = writer.integer("step", 1);
-    int64_t first = function.offset - written.offset;
-    if (first % stride != 0) return -1;
-    first = writer.integer("start") + first / stride * step;
-    int sum = -1;
-    for (size_t d = 0; d < function.strides.size(); ++d) {
-      if (function.strides[d] == 0) continue;
-      if (function.strides[d] % stride != 0) return -1;
-      const int term = scaled(index(d), function.strides[d] / stride * step, node);
-      sum = sum < 0 ? term : op("add", {sum, term}, ScalarType::i64, node);
-    }
-    const int constant = literal(static_cast<double>(first), ScalarType::i64);
-    if (sum < 0) {
-      sum = constant;
-    } else if (first != 0) {
-      sum = op("add", {sum, constant}, ScalarType::i64, node);
-    }
-    return op("cast", {sum}, written.type, node);
-  }
-
   // An element of a concatenation: of the part that the index says.
   int joined(const IndexFunction& function, const RowNode& member, size_t operand) {
     const auto parts = std::find_if(member.parts.begin(), member.parts.end(),
@@ -163,31 +83,13 @@ class RowDrafter {
         result = registers_[writer];
         continue;
       }
-      const int number = literal(static_cast<double>(p), ScalarType::i64);
-      const int here = op("eq", {index(static_cast<size_t>(dim)), number}, ScalarType::boolean, member.node);
+      const int number = items_.literal(static_cast<double>(p), ScalarType::i64);
+      const int here =
+          items_.op("eq", {items_.index(static_cast<size_t>(dim)), number}, ScalarType::boolean, member.node);
       const ScalarType type = is_floating(function.type) ? ScalarType::f32 : function.type;
-      result = op("where", {here, registers_[writer], result}, type, member.node);
+      result = items_.op("where", {here, registers_[writer], result}, type, member.node);
     }
     return result;
-  }
-
-  int scaled(int arg, int64_t factor, int node) {
-    if (factor == 1) return arg;
-    return op("mul", {arg, literal(static_cast<double>(factor), ScalarType::i64)}, ScalarType::i64, node);
-  }
-
-  int index(size_t dimension) {
-    for (size_t i = 0; i < draft_.items.size(); ++i) {
-      const auto& item = draft_.items[i];
-      if (item.kind == Kind::index && item.args[0] == static_cast<int>(dimension)) return static_cast<int>(i);
-    }
-    RowDraft::Item item;
-    item.kind = Kind::index;
-    item.type = ScalarType::i64;
-    item.args = {static_cast<int>(dimension)};
-    item.varies = none();
-    item.varies[dimension] = true;
-    return push(std::move(item));
   }
 
   bool add_member(const RowNode& member) {
@@ -196,12 +98,12 @@ class RowDrafter {
     for (size_t k = 0; k < node.inputs.size(); ++k) {
       const Value& value = graph_.values()[node.inputs[k]];
       if (member.writer[k] == RowNode::kLiteral) {
-        args.push_back(literal(value.literal, value.type));
+        args.push_back(items_.literal(value.literal, value.type));
         continue;
       }
       IndexFunction function = function_of(node.inputs[k], member, member.strides[k]);
       if (member.writer[k] == RowNode::kInlined) {
-        args.push_back(inlined(function, member.node));
+        args.push_back(items_.inlined(function, member.node));
         if (args.back() < 0) return false;
       } else if (member.writer[k] == RowNode::kParts) {
         args.push_back(joined(function, member, k));
@@ -210,7 +112,7 @@ class RowDrafter {
         if (function != functions_[member.writer[k]]) return false;
         args.push_back(registers_[member.writer[k]]);
       } else {
-        args.push_back(load(std::move(function), member.node));
+        args.push_back(items_.load(std::move(function), member.node));
       }
     }
     const Value& out = graph_.values()[node.outputs[0]];
@@ -219,14 +121,17 @@ class RowDrafter {
     const ScalarType type = !stored && is_floating(out.type) ? ScalarType::f32 : out.type;
     int result = -1;
     if (node.op == "iota") {
-      const int position = out.shape[0] > 1 ? index(static_cast<size_t>(member.map[0])) : literal(0, ScalarType::i64);
-      const int product = scaled(position, node.integer("step", 1), member.node);
-      const int start = literal(static_cast<double>(node.integer("start")), ScalarType::i64);
-      result = op("cast", {op("add", {product, start}, ScalarType::i64, member.node)}, type, member.node);
+      const int position =
+          out.shape[0] > 1 ? items_.index(static_cast<size_t>(member.map[0])) : items_.literal(0, ScalarType::i64);
+      const int product = items_.scaled(position, node.integer("step", 1), member.node);
+      const int64_t start = node.integer("start");
+      const int first = items_.literal(static_cast<double>(start), ScalarType::i64);
+      const int number = start == 0 ? product : items_.op("add", {product, first}, ScalarType::i64, member.node);
+      result = items_.op("cast", {number}, type, member.node);
     } else if (is_reduction(node.op)) {
       result = reduce(member, args[0], type);
     } else {
-      result = op(node.op, std::move(args), type, member.node);
+      result = items_.op(node.op, std::move(args), type, member.node);
     }
     if (result < 0) return false;
     registers_.push_back(result);
@@ -242,8 +147,8 @@ class RowDrafter {
       if (member.map[d] < 0 && member.shape[d] > 1) return -1;
     }
     if (dims.empty()) {  // of one element each
-      if (node.op == "argmax") return literal(0, ScalarType::i64);
-      return op("cast", {arg}, type, member.node);
+      if (node.op == "argmax") return items_.literal(0, ScalarType::i64);
+      return items_.op("cast", {arg}, type, member.node);
     }
     Mask columns = none();
     size_t covers = 0;
@@ -265,7 +170,7 @@ class RowDrafter {
     for (size_t d = 0; d < columns.size(); ++d) {
       if (columns[d]) item.varies[d] = false;
     }
-    return push(std::move(item));
+    return items_.push(std::move(item));
   }
 
   // What a store overwrites was loaded as the same element by the same row, or by nobody.
@@ -290,7 +195,7 @@ class RowDrafter {
       draft_.in_place = true;
     }
     stored_.emplace_back(item.function.buffer, bytes);
-    push(std::move(item));
+    items_.push(std::move(item));
     return true;
   }
 
@@ -378,6 +283,7 @@ class RowDrafter {
   const Graph& graph_;
   const Dependencies& dependencies_;
   RowDraft draft_;
+  RowItems items_;
   RowSpace space_;
   Mask columns_;
   std::vector<int> column_order_;

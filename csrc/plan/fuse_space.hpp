@@ -1,6 +1,8 @@
 // The common index space of row nodes: which dimension of which node is which.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "plan/fuse_dependencies.hpp"
@@ -28,6 +30,10 @@ struct RowNode {
   };
   std::vector<Parts> parts;
 };
+
+RowNode loop_nest(const Graph& graph, const Dependencies& dependencies, int node);
+// Dimension d becomes two: `count` parts, and what is in one.
+void cut(RowNode& member, size_t d, int64_t count);
 
 struct RowSpace {
   std::vector<RowNode> members;

@@ -19,7 +19,7 @@ struct GraphBuilder {
     for (size_t i = shape.size(); i-- > 1;) strides[i - 1] = strides[i] * shape[i];
     return strides;
   }
-  const Value& at(int value) const { return graph.values()[value]; }
+  const Value& at(int value) const { return graph.values().at(value); }
 
   int tensor(Buffer buffer, const Shape& shape, ScalarType type) {
     Value value;
