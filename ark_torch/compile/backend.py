@@ -225,6 +225,7 @@ class _Builder:
         extracted, arguments = rest.extract(self._module, piece.nodes, results)
         static = [i for i, node in enumerate(arguments) if node in self._static]
         run, runs_on = rest.compile_piece(extracted, static)
+        run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
         self._report.pieces.append(
             PieceReport(f"piece {number}", runs_on, len(piece.nodes), operators_of(piece.nodes), reason)
         )
@@ -279,6 +280,7 @@ class _Builder:
         extracted, arguments = rest.extract(self._module, piece.nodes, results)
         static = [i for i, node in enumerate(arguments) if node in self._static]
         run, runs_on = rest.compile_piece(extracted, static)
+        run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
         if runs_on != "inductor":
             return region
         # The same call for both: Inductor's arguments picked from the region's, results in the region's order.

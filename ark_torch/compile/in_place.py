@@ -10,17 +10,23 @@ what Inductor makes of them too, so a piece that falls back may hold them.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.fx import GraphModule, Node
 
 from ark_torch.compile.analysis import aten, is_view, root_of
 
-_SCATTERS = frozenset({aten.index_put.default, aten.slice_scatter.default, aten.select_scatter.default})
+_SCATTER_VIEWS: dict[Any, Any] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+}
+_SCATTERS = frozenset({aten.index_put.default, *_SCATTER_VIEWS})
 
 
 def restore(graph_module: GraphModule) -> int:
     """Rewrites the graph; how many of the copies at its end are gone."""
     graph = graph_module.graph
-    gone = 0
+    simplified, gone = _simplify(graph_module), 0
     for copy in [n for n in graph.nodes if n.target is aten.copy_.default]:
         target, source = copy.args[:2]
         if not isinstance(target, Node) or target.op != "placeholder" or not isinstance(source, Node) or copy.users:
@@ -31,9 +37,30 @@ def restore(graph_module: GraphModule) -> int:
             for update in updates:
                 _write(graph_module, target, update)
             gone += 1
-    if gone:
+    if gone or simplified:
         graph.lint()
         graph_module.recompile()
+    return gone
+
+
+def _simplify(graph_module: GraphModule) -> int:
+    """`x[1:3] += y` leaves a copy of the part over itself, and a part put back where it was read: both are nothing."""
+    gone = 0
+    for node in list(graph_module.graph.nodes):
+        same: object = None
+        if node.target is aten.copy.default and isinstance(node.args[1], Node):
+            old, new = node.meta["val"], node.args[1].meta["val"]
+            alike = (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype)
+            same = node.args[1] if alike else None
+        elif (view := _SCATTER_VIEWS.get(node.target)) is not None and isinstance(node.args[1], Node):
+            part = node.args[1]
+            where = (node.args[2:], node.kwargs)
+            if part.target is view and part.args[0] is node.args[0] and (part.args[1:], part.kwargs) == where:
+                same = node.args[0]
+        if isinstance(same, Node) and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(same)
+            graph_module.graph.erase_node(node)
+            gone += 1
     return gone
 
 
@@ -84,7 +111,7 @@ def _write(graph_module: GraphModule, target: Node, update: Node) -> None:
         update.args = (target, *update.args[1:])
         return
     source, dim, rest = update.args[1], update.args[2] if len(update.args) > 2 else 0, update.args[3:]
-    view = aten.slice.Tensor if update.target is aten.slice_scatter.default else aten.select.int
+    view = _SCATTER_VIEWS[update.target]
     with graph.inserting_before(update):
         part = graph.call_function(view, (target, dim, *rest), dict(update.kwargs))
         part.meta = {**update.meta, "val": view(target.meta["val"], dim, *rest, **update.kwargs)}

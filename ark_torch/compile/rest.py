@@ -106,6 +106,21 @@ def compile_piece(piece: GraphModule, static: Sequence[int]) -> tuple[Boxed, str
     return run, "eager"
 
 
+def keep_apart(run: Boxed, written: Sequence[int]) -> Boxed:
+    """Inductor may return a part of an argument where the graph has a copy of it. That is a copy again here for the
+    arguments that the graph writes somewhere (their positions are `written`), or a later write would change it."""
+
+    def apart(inputs: list[Any]) -> Sequence[Any]:
+        held = {inputs[i].untyped_storage()._cdata for i in written}
+        results = run(inputs)
+        return [
+            result.clone() if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata in held else result
+            for result in results
+        ]
+
+    return apart if written else run
+
+
 def _copy(graph: Graph) -> Graph:
     """Passes rewrite a graph; the one that Interpreter may need stays as it is."""
     copied = Graph()

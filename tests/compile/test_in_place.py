@@ -85,7 +85,7 @@ CASES: dict[str, tuple[Callable[..., Any], int]] = {
         (read_old_after, 1),
         (read_old_view, 0),
         (slot, 1),
-        (part, 0),
+        (part, 1),
         (shift, 0),
         (add, 0),
         (transpose_itself, 0),
