@@ -166,7 +166,7 @@ ARK_INLINE Quarter quarter_turns(Floats x) {
   const Doubles rest = (wide - n * 0x1.921fb54400000p+0) - n * 0x1.0b4611a626331p-34;
   return {__builtin_convertvector(rest, Floats), __builtin_convertvector(same_bits<Ints>(shifted), Shorts)};
 }
-inline constexpr float kLargestAngle = 0x1p26f;  // above, libm's exact reduction
+inline constexpr float kLargestAngle = 0x1p20f;  // n has 20 bits, so n times the first 33 of pi/2 is exact; above: libm
 
 ARK_INLINE Floats sine_or_cosine(Floats x, int quarter) {
   const Quarter q = quarter_turns(x);
