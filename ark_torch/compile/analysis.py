@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -130,6 +131,15 @@ def has_order_of_its_own(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in node.target.tags or (
         bool(node.target._schema.is_mutable) and not written_arguments(node.target)
     )
+
+
+def waits(needed: Iterable[Node]) -> dict[Node, Node]:
+    """Of each node that waits for a collective: the collective."""
+    return {
+        node: _node(node.args[0])
+        for node in needed
+        if node.target is torch.ops._c10d_functional.wait_tensor.default and not is_free(_node(node.args[0]))
+    }
 
 
 def dependencies(graph_module: GraphModule) -> dict[Node, set[Node]]:

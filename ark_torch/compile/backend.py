@@ -152,7 +152,7 @@ def compile_inference(graph_module: GraphModule, options: Options, report: Graph
     mutated = {root for node in needed for root in analysis.written_roots(node)}
     _check_apart(graph_module, mutated)
     reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
-    pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum)
+    pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
     if not options.fallback and report.fallbacks:
@@ -232,13 +232,18 @@ class _Builder:
         return Step(run, arguments, results)
 
     def _ark_step(self, number: int, piece: regions.Piece, results: list[Node]) -> Step:
+        lowering = Lowering(self._static, self._mutated)
         try:
-            lowering, region = self._region(number, piece, results)
+            lowering.run(piece.nodes, results)
+            region = make_region(lowering, f"piece{number}", self._threads)
         except (CompilerNotAvailable, Unsupported, RuntimeError) as error:
             if not self._options.fallback:
                 raise
             log.warning("A region falls back to Inductor: %s", rest.first_line(error))
-            return self._rest_step(number, piece, results, rest.first_line(error))
+            step = self._rest_step(number, piece, results, rest.first_line(error))
+            if self._options.choose == "measure" and lowering.graph.groups:
+                step.run = choice.Absent(step.run, lowering.graph.groups)
+            return step
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
         self._report.pieces.append(told)
         for node in self._returned_views():
@@ -249,11 +254,6 @@ class _Builder:
         if self._options.choose == "measure":
             run = self._contest(lowering, region, piece, results, told)
         return Step(run, lowering.inputs, lowering.outputs)
-
-    def _region(self, number: int, piece: regions.Piece, results: list[Node]) -> tuple[Lowering, Any]:
-        lowering = Lowering(self._static, self._mutated)
-        lowering.run(piece.nodes, results)
-        return lowering, make_region(lowering, f"piece{number}", self._threads)
 
     def _view_of(self, root: Node, node: Node) -> Strided:
         """Where an output lies within the result that it is a view of."""
@@ -272,7 +272,8 @@ class _Builder:
             told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
             log.info("%s runs on %s", told.name, told)
 
-        known = choice.recall(name)
+        groups = lowering.graph.groups
+        known = None if groups else choice.recall(name)  # with others they are asked first
         if known is not None:
             tell(known)
             if known.runs_on == "ark":
@@ -281,7 +282,7 @@ class _Builder:
         static = [i for i, node in enumerate(arguments) if node in self._static]
         run, runs_on = rest.compile_piece(extracted, static)
         run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
-        if runs_on != "inductor":
+        if runs_on != "inductor" and not groups:
             return region
         # The same call for both: Inductor's arguments picked from the region's, results in the region's order.
         used = len(lowering.inputs)
@@ -298,7 +299,7 @@ class _Builder:
         told.runs_on = "measure"
         ark = region if used == len(lowering.inputs) else lambda inputs: region(inputs[:used])
         written = [i for i, node in enumerate(lowering.inputs) if node in self._mutated]
-        return choice.Contest(name, ark, inductor, written, tell)
+        return choice.Contest(name, ark, inductor, written, tell, groups)
 
 
 def make_region(lowering: Lowering, name: str, threads: int) -> Any:
@@ -311,4 +312,4 @@ def make_region(lowering: Lowering, name: str, threads: int) -> Any:
     _jit.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
-    return plan.Region(graph, name, {"threads": threads})
+    return plan.Region(graph, name, {"threads": threads, "groups": lowering.graph.groups})

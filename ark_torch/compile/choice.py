@@ -96,11 +96,47 @@ def remember(name: str, choice: Choice) -> None:
         log.info("the choice of a region is not kept: %s", error)
 
 
-def agree(choice: Choice, groups: Sequence[str]) -> Choice:
-    """All ranks of the groups whose collectives a region holds must run it on the same side, or they would wait for
-    each other for ever. Regions hold no collectives yet, so there is nobody to ask."""
-    assert not groups, groups
-    return choice
+class Votes:
+    """What the ranks of the groups whose collectives a region holds decide together.
+
+    They must run it on the same side, with the same number of collectives before that: an answer of one rank alone
+    (from its cache, or by its clock) would make the others wait for ever.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
+
+    def largest(self, *numbers: float) -> list[float]:
+        """Each number's largest over all ranks; several groups may overlap, as in a mesh of devices."""
+        tensor = torch.tensor(numbers, dtype=torch.float64)
+        options = torch.distributed.AllreduceOptions()
+        options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
+        for _ in self._groups:
+            for group in self._groups:
+                group.allreduce([tensor], options).wait()
+        return [float(number) for number in tensor]
+
+    def recalled(self, own: Choice | None) -> Choice | None:
+        """The choice that all ranks remember, or None."""
+        unknown, ark, inductor = self.largest(
+            own is None, own is not None and own.runs_on == "ark", own is not None and own.runs_on == "inductor"
+        )
+        return own if not unknown and ark + inductor == 1 else None
+
+
+class Absent:
+    """On a rank that could not compile a region: takes part in the votes of the others, once."""
+
+    def __init__(self, run: Boxed, groups: Sequence[Any]) -> None:
+        self._run, self._votes = run, Votes(groups)
+        self._voted = False
+
+    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
+        if not self._voted:
+            self._voted = True
+            self._votes.largest(1.0)
+            self._votes.recalled(Choice("inductor"))
+        return self._run(inputs)
 
 
 def _median_us(run: Boxed, inputs: list[Any], runs: int) -> float:
@@ -112,7 +148,9 @@ def _median_us(run: Boxed, inputs: list[Any], runs: int) -> float:
     return statistics.median(times) * 1e6
 
 
-def measure(ark: Boxed, inductor: Boxed, inputs: list[Any], mutated: Sequence[int]) -> Choice:
+def measure(
+    ark: Boxed, inductor: Boxed, inputs: list[Any], mutated: Sequence[int], votes: Votes | None = None
+) -> Choice:
     """Times both on the call's own inputs; those that the region writes are cloned first."""
     inputs = list(inputs)
     for i in mutated:
@@ -121,10 +159,14 @@ def measure(ark: Boxed, inductor: Boxed, inputs: list[Any], mutated: Sequence[in
     for run in (ark, inductor, ark, inductor):
         run(list(inputs))
     each = (time.perf_counter() - begin) / 4
+    if votes is not None:
+        (each,) = votes.largest(each)  # the same number of runs everywhere
     runs = max(_MIN_RUNS, min(_MAX_RUNS, int(_BUDGET_S / max(each, 1e-6))))
     # In turns, so that what else the machine does falls on both.
     rounds = [(_median_us(ark, inputs, runs), _median_us(inductor, inputs, runs)) for _ in range(3)]
     ark_us, inductor_us = (min(times) for times in zip(*rounds, strict=True))
+    if votes is not None:
+        ark_us, inductor_us = votes.largest(ark_us, inductor_us)
     return Choice("ark" if ark_us <= inductor_us else "inductor", round(ark_us, 2), round(inductor_us, 2))
 
 
@@ -132,19 +174,35 @@ class Contest:
     """A region that decides at its first call, and from then on is the winner's function."""
 
     def __init__(
-        self, name: str, ark: Boxed, inductor: Boxed, mutated: Sequence[int], told: Callable[[Choice], None]
+        self,
+        name: str,
+        ark: Boxed,
+        inductor: Boxed,
+        mutated: Sequence[int],
+        told: Callable[[Choice], None],
+        groups: Sequence[Any] = (),
     ) -> None:
         self._name, self._ark, self._inductor, self._mutated, self._told = name, ark, inductor, mutated, told
+        self._votes = Votes(groups) if groups else None
         self.run: Boxed = self._first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         return self.run(inputs)
 
     def _first(self, inputs: list[Any]) -> Sequence[Any]:
-        choice = recall(self._name)  # another process may have been quicker
-        if choice is None:
-            choice = agree(measure(self._ark, self._inductor, inputs, self._mutated), ())
-            remember(self._name, choice)
+        choice = self._decide(inputs)
         self.run = self._ark if choice.runs_on == "ark" else self._inductor
         self._told(choice)
         return self.run(inputs)
+
+    def _decide(self, inputs: list[Any]) -> Choice:
+        choice = recall(self._name)  # another process may have been quicker
+        if self._votes is not None:
+            (absent,) = self._votes.largest(0.0)
+            choice = self._votes.recalled(choice)
+            if absent:
+                return Choice("inductor")  # some rank cannot run it, for reasons of its own: nothing to remember
+        if choice is None:
+            choice = measure(self._ark, self._inductor, inputs, self._mutated, self._votes)
+            remember(self._name, choice)
+        return choice

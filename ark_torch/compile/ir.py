@@ -96,6 +96,7 @@ class LoweredGraph:
     values: list[Operand] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     arguments: list[int] = field(default_factory=list)  # values that are the region's inputs, in their order
+    groups: list[Any] = field(default_factory=list)  # backends of the groups whose collectives are among the nodes
     results: list[int] = field(default_factory=list)  # values, in order of the region's outputs
     _known: dict[tuple[Operand, int], int] = field(default_factory=dict)
     _writes: dict[int, int] = field(default_factory=dict)  # of each buffer
@@ -141,7 +142,7 @@ class LoweredGraph:
         kept: list[Node] = []
         for node in reversed(self.nodes):
             written = [self.buffer_of(value) for value in node.outputs]
-            if any(self.buffers[b].kind != "temporary" or b in needed for b in written):
+            if "group" in node.attributes or any(self.buffers[b].kind != "temporary" or b in needed for b in written):
                 needed.update(self.buffer_of(value) for value in node.inputs)
                 kept.append(node)
         self.nodes = kept[::-1]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch.fx import Node
 
@@ -23,9 +24,15 @@ class Piece:
 
 
 def cut(
-    needed: Mapping[Node, Set[Node]], supported: Callable[[Node], bool], minimum: int
+    needed: Mapping[Node, Set[Node]],
+    supported: Callable[[Node], bool],
+    minimum: int,
+    waits: Mapping[Node, Node] = MappingProxyType({}),
 ) -> tuple[list[Piece], list[Node]]:
-    """The pieces in the order in which they run, and the nodes given away because their piece was too small."""
+    """The pieces in the order in which they run, and the nodes given away because their piece was too small.
+
+    `waits`: nodes that wait for what another node has started; they stay on its side.
+    """
     ours = {node: supported(node) for node in needed}
     given: list[Node] = []
     while True:
@@ -36,6 +43,10 @@ def cut(
         for node in (node for piece in small for node in piece.nodes):
             ours[node] = False
             given.append(node)
+        for wait, started in waits.items():
+            if ours[wait] and not ours[started]:
+                ours[wait] = False
+                given.append(wait)
 
 
 def _pieces(needed: Mapping[Node, Set[Node]], ours: Mapping[Node, bool]) -> list[Piece]:

@@ -38,10 +38,11 @@ plan::Target cpu_target(int workers) {
 // What a collective of the step that runs on this thread threw.
 thread_local std::exception_ptr collective_failure;
 
-// The process's, with what is configured when the first region is compiled.
+// The process's, with what is configured when the first region is compiled. Never destroyed: the settings hold a
+// function of Python, which has ended by then.
 jit::HostCompiler& compiler() {
-  static jit::HostCompiler instance(jit::settings());
-  return instance;
+  static auto* instance = new jit::HostCompiler(jit::settings());
+  return *instance;
 }
 
 c10d::ReduceOp reduce_op(const std::string& name) {

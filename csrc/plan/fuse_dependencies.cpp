@@ -77,7 +77,12 @@ Dependencies find_dependencies(const Graph& graph) {
     }
     accesses[touched.buffer].push_back({node, write, bytes});
   };
+  int collective = -1;  // the last one: all ranks must issue them in the same order, which is the graph's
   for (size_t n = 0; n < nodes.size(); ++n) {
+    if (is_collective(nodes[n].op)) {
+      if (collective >= 0) depend(static_cast<int>(n), collective, false);
+      collective = static_cast<int>(n);
+    }
     for (int input : nodes[n].inputs) touch(static_cast<int>(n), input, false);
     for (int output : nodes[n].outputs) touch(static_cast<int>(n), output, true);
   }

@@ -100,12 +100,19 @@ void check_queues(const Plan& plan) {
   std::vector<int> queue_of(plan.tasks.size(), -1);
   for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
     int last = -1;
+    int collective = -1;  // node of the last one
     for (const int index : plan.queues[worker].tasks) {
       if (index < 0 || index >= static_cast<int>(plan.tasks.size())) {
         structure_error("the queue of worker " + to_string(worker) + " has a task " + to_string(index) +
                         ": there are " + to_string(plan.tasks.size()));
       }
       if (queue_of[index] >= 0) structure_error(describe(plan, index) + " is queued twice");
+      if (const int node = plan.stages[plan.tasks[index].stage].node; node >= 0) {
+        if (node < collective) {
+          structure_error(describe(plan, index) + " is a collective that stands before this one in the graph");
+        }
+        collective = node;
+      }
       queue_of[index] = static_cast<int>(worker);
       if (plan.tasks[index].worker != static_cast<int>(worker)) {
         structure_error(describe(plan, index) + " is in the queue of worker " + to_string(worker));

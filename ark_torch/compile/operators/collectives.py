@@ -1,0 +1,87 @@
+"""Functional collectives on ark groups: tasks of the loop kernel, on the channels that eager collectives use.
+
+The kernel's collective is the group's own synchronous call, so a result is there when the next task reads it, and
+wait_tensor is no work at all. Groups of other backends fall back with their collectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import Node
+
+from ark_torch.compile.ir import Operand, Unsupported
+from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
+
+functional = torch.ops._c10d_functional
+
+
+def backend_of(name: Any) -> Any:
+    """The ark group that carries CPU tensors of the process group of that name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    from ark_torch import _C
+
+    group = _resolve_process_group(name) if isinstance(name, str) else name  # type: ignore[arg-type]
+    if not isinstance(group, dist.ProcessGroup):
+        raise Unsupported(f"a collective on {name!r}, which is no process group")
+    backend = group._get_backend(torch.device("cpu"))
+    if not isinstance(backend, _C.ProcessGroupArk):
+        kind = backend.name() if hasattr(backend, "name") else type(backend).__name__
+        raise Unsupported(f"a collective on a group of backend {kind}, not ark")
+    return backend
+
+
+def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> Operand:
+    index = low.group(backend_of(group))
+    source = low.stored(low.operand(node.args[0]))
+    if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):
+        source = low.copy(source, low.fresh(source.dtype, source.shape))
+    out = low.result(node)
+    if out.strides != contiguous_strides(out.shape):
+        raise Unsupported("a collective whose result is not contiguous")
+    return low.node(op, [source], out, group=index, **attributes)
+
+
+@lowers(functional.all_reduce.default)
+def all_reduce(low: Lowering, node: Node) -> Operand:
+    return _collective(low, node, "all_reduce", node.args[2], reduce_op=str(node.args[1]))
+
+
+@lowers(functional.all_gather_into_tensor.default)
+def all_gather(low: Lowering, node: Node) -> Operand:
+    return _collective(low, node, "all_gather", node.args[2])
+
+
+@lowers(functional.reduce_scatter_tensor.default)
+def reduce_scatter(low: Lowering, node: Node) -> Operand:
+    return _collective(low, node, "reduce_scatter", node.args[3], reduce_op=str(node.args[1]))
+
+
+@lowers(functional.all_to_all_single.default)
+def all_to_all(low: Lowering, node: Node) -> Operand:
+    output_splits, input_splits = (list(node.args[i]) for i in (1, 2))  # type: ignore[arg-type]
+    if any(not isinstance(n, int) for n in (*output_splits, *input_splits)):
+        raise Unsupported("an all_to_all of sizes that are computed in the graph")
+    return _collective(low, node, "all_to_all", node.args[3], output_splits=output_splits, input_splits=input_splits)
+
+
+@lowers(functional.wait_tensor.default)
+def wait_tensor(low: Lowering, node: Node) -> Operand:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if source.target not in COLLECTIVES:
+        raise Unsupported("a wait for what no collective of the graph has made")
+    backend_of(source.args[COLLECTIVES[source.target]])
+    return low.operand(source)
+
+
+# Where the group stands among the arguments.
+COLLECTIVES = {
+    functional.all_reduce.default: 2,
+    functional.all_gather_into_tensor.default: 2,
+    functional.reduce_scatter_tensor.default: 3,
+    functional.all_to_all_single.default: 3,
+}
