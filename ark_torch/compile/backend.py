@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
 from ark_torch.compile import analysis, choice, in_place, regions, rest
@@ -151,7 +152,8 @@ def compile_inference(graph_module: GraphModule, options: Options, report: Graph
     needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
     _check_apart(graph_module, mutated)
-    reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
+    with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
+        reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
@@ -234,7 +236,8 @@ class _Builder:
     def _ark_step(self, number: int, piece: regions.Piece, results: list[Node]) -> Step:
         lowering = Lowering(self._static, self._mutated)
         try:
-            lowering.run(piece.nodes, results)
+            with unset_fake_temporarily():
+                lowering.run(piece.nodes, results)
             region = make_region(lowering, f"piece{number}", self._threads)
         except (CompilerNotAvailable, Unsupported, RuntimeError) as error:
             if not self._options.fallback:
@@ -258,8 +261,9 @@ class _Builder:
     def _view_of(self, root: Node, node: Node) -> Strided:
         """Where an output lies within the result that it is a view of."""
         alone = Lowering()
-        alone.operand(root)
-        view = alone.operand(node)
+        with unset_fake_temporarily():
+            alone.operand(root)
+            view = alone.operand(node)
         assert isinstance(view, Strided)
         return view
 

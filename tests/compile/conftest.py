@@ -17,7 +17,7 @@ from ark_torch import _C
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-SIDES = ["reference", "cpp"] if hasattr(_C, "plan") else ["reference"]
+SIDES = ["reference", "cpp"]
 
 
 @pytest.fixture(autouse=True)

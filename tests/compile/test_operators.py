@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = pytest.mark.limit(200)
 
 f32, bf16, f16, i64, i32 = torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 
@@ -244,24 +244,58 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
     return {bf16: dict(rtol=1.6e-2, atol=1e-2), f16: dict(rtol=2e-3, atol=1e-3)}.get(dtype, dict(rtol=1e-5, atol=2e-6))
 
 
-def compare(got: Any, wanted: Any) -> None:
+def compare(got: Any, wanted: Any, name: str) -> None:
     if isinstance(wanted, Tensor):
         assert got.dtype == wanted.dtype and got.shape == wanted.shape
-        torch.testing.assert_close(got, wanted, equal_nan=True, **tolerance(wanted.dtype))
+        torch.testing.assert_close(
+            got, wanted, equal_nan=True, msg=lambda text: f"{name}: {text}", **tolerance(wanted.dtype)
+        )
     elif isinstance(wanted, tuple | list):
         assert len(got) == len(wanted)
         for one, other in zip(got, wanted, strict=True):
-            compare(one, other)
+            compare(one, other, name)
     else:
         assert got == wanted
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", CASES)
-def test_operator(name: str, plan: str, compiled: Any) -> None:
+def test_lowered(name: str, double: Any, compiled: Any) -> None:
+    """Each operator alone, its lowered graph run by PyTorch."""
     function, make = CASES[name]
     arguments = make()
     wanted = function(*arguments)
     call, report = compiled(function, fallback=False, minimum=1)
     for _ in range(2):
-        compare(call(*arguments), wanted)
+        compare(call(*arguments), wanted, name)
     assert len(report.graphs) == 1 and not report.fallbacks and report.regions, report
+
+
+GROUPS = [list(CASES)[i::12] for i in range(12)]
+
+
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+def test_kernel(group: int, compiled: Any) -> None:
+    """Many operators in one kernel, side by side: what is fused with what, tiled and ordered how is the planner's."""
+    functions = [CASES[name][0] for name in GROUPS[group]]
+    arguments = [CASES[name][1]() for name in GROUPS[group]]
+
+    def together(given: list[tuple[Any, ...]]) -> list[Any]:
+        return [function(*one) for function, one in zip(functions, given, strict=True)]
+
+    wanted = together(arguments)
+    call, report = compiled(together, fallback=False, minimum=1)
+    for _ in range(2):
+        for name, got, right in zip(GROUPS[group], call(arguments), wanted, strict=True):
+            compare(got, right, name)
+    assert len(report.graphs) == 1 and len(report.regions) == 1, report
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_alone(name: str, compiled: Any) -> None:
+    function, make = CASES[name]
+    arguments = make()
+    call, report = compiled(function, fallback=False, minimum=1)
+    compare(call(*arguments), function(*arguments), name)
+    assert report.regions, report
