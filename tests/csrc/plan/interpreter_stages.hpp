@@ -118,7 +118,7 @@ inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int
     int64_t batch = 1;
     for (int d = 0; d < rank - 2; ++d) batch *= out.shape[d];
     if (out.shape[rank - 2] != matmul->m || out.shape[rank - 1] != matmul->n || batch != matmul->batch ||
-        values[matmul->a].shape.back() != matmul->k) {
+        values[matmul->a].shape.back() != matmul->k || values[matmul->a].shape[rank - 2] != matmul->m) {
       throw std::logic_error("a product's sizes");
     }
     run_matmul(memory, values[matmul->a], values[matmul->b], matmul->bias >= 0 ? &values[matmul->bias] : nullptr, out,
@@ -134,10 +134,11 @@ inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int
   }
 }
 
+using Bytes = std::set<std::pair<int, int64_t>>;
+
 // Bytes at which elements of the access's part begin.
-inline std::set<std::pair<int, int64_t>> declared(const Graph& graph, const Stage& stage, int64_t begin, int64_t end,
-                                                  bool write) {
-  std::set<std::pair<int, int64_t>> bytes;
+inline Bytes declared(const Graph& graph, const Stage& stage, int64_t begin, int64_t end, bool write) {
+  Bytes bytes;
   for (const Access& access : stage.accesses) {
     if (access.write != write) continue;
     const Value& value = graph.values()[access.value];
@@ -153,10 +154,17 @@ inline std::set<std::pair<int, int64_t>> declared(const Graph& graph, const Stag
   return bytes;
 }
 
-// One tile; throws where it touches what the stage does not declare.
-inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end) {
+// One tile; throws where it touches what the stage does not declare, or what another tile of it wrote (`written`).
+inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end,
+                     Bytes& written) {
+  Bytes own;
   const auto reads = declared(graph, stage, begin, end, false), writes = declared(graph, stage, begin, end, true);
   memory.watch = [&](int buffer, int64_t byte, bool write) {
+    if (written.count({buffer, byte}) > 0) {
+      throw std::logic_error("stage " + stage.name + ": two tiles meet in byte " + std::to_string(byte) +
+                             " of buffer " + std::to_string(buffer));
+    }
+    if (write) own.insert({buffer, byte});
     if ((write ? writes : reads).count({buffer, byte}) > 0) return;
     throw std::logic_error("stage " + stage.name + " tile [" + std::to_string(begin) + ", " + std::to_string(end) +
                            ") " + (write ? "writes" : "reads") + " byte " + std::to_string(byte) + " of buffer " +
@@ -164,6 +172,7 @@ inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int
   };
   run_body(memory, graph, stage, begin, end);
   memory.watch = nullptr;
+  written.insert(own.begin(), own.end());
 }
 
 // All stages in order, each cut into tiles at random, in random order.
@@ -177,7 +186,8 @@ inline void run_stages(Memory& memory, const Graph& graph, const std::vector<Sta
       begin = end;
     }
     std::shuffle(tiles.begin(), tiles.end(), random);
-    for (const auto& [begin, end] : tiles) run_tile(memory, graph, stage, begin, end);
+    Bytes written;
+    for (const auto& [begin, end] : tiles) run_tile(memory, graph, stage, begin, end, written);
   }
 }
 

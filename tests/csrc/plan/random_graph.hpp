@@ -54,8 +54,8 @@ class RandomGraph {
     return x <= 7 ? ScalarType::f32 : x == 8 ? ScalarType::bf16 : x == 9 ? ScalarType::i64 : ScalarType::boolean;
   }
   int64_t length() {
-    static const int64_t lengths[] = {1, 2, 2, 3, 4, 5, 7, 17, 33};
-    return lengths[pick(0, 8)];
+    static const int64_t lengths[] = {1, 2, 2, 3, 4, 5, 7, 17, 33, 70};
+    return lengths[pick(0, 9)];
   }
   Shape shape() {
     Shape result;
@@ -63,7 +63,7 @@ class RandomGraph {
     for (int i = 0; i < rank; ++i) result.push_back(length());
     int64_t elements = 1;
     for (int64_t& size : result) {
-      if (elements * size > 600) size = 1;
+      if (elements * size > 300) size = 1;
       elements *= size;
     }
     return result;
@@ -137,7 +137,7 @@ class RandomGraph {
     if (kind <= 65) return reduction();
     if (kind <= 72) return add(view(any()));
     if (kind <= 77) return slices();
-    if (kind <= 82) return in_place();
+    if (kind <= 83) return in_place();
     if (kind <= 86) return positions();
     if (kind <= 91) return product();
     if (kind <= 94) return lookup();
@@ -157,6 +157,15 @@ class RandomGraph {
   void binary() {
     const int a = any(), b = partner(a);
     const bool floats = is_float(a) || is_float(b);
+    if (chance(20)) {  // a chain of small ones that a large one reads
+      const Shape& shape = at(a).shape;
+      if (!shape.empty() && is_float(a)) {
+        const int small = builder_.pointwise("neg", {builder_.slice(a, static_cast<int>(shape.size()) - 1, 0, 1)});
+        add(builder_.pointwise("mul", {small, a}));
+        if (chance(50)) add(small);
+        return;
+      }
+    }
     if (chance(15)) {
       const int condition = builder_.pointwise(chance(50) ? "lt" : "ne", {a, b});
       const int c = partner(condition);
@@ -202,8 +211,8 @@ class RandomGraph {
   }
 
   void in_place() {
-    for (int i = 0; i < 8; ++i) {
-      const int value = any();
+    for (int i = 0; i < 12; ++i) {
+      const int value = i < 8 ? values_[pick(0, static_cast<int>(values_.size()) - 1)] : any();
       const Buffer& buffer = graph().buffer_of(value);
       if (buffer.kind == Buffer::Kind::input && !buffer.mutated) continue;
       if (at(value).type == ScalarType::boolean) continue;
@@ -214,7 +223,12 @@ class RandomGraph {
       } catch (const std::exception&) {
         continue;
       }
+      // What read it before stays as it was; what reads it again sees the change.
+      const int before = chance(50) ? builder_.pointwise("copy", {value}, at(value).type) : -1;
       builder_.into(value, "add", {value, other});
+      if (before >= 0) add(before);
+      if (before >= 0 && chance(50)) add(builder_.pointwise("sub", {before, value}, at(value).type));
+      if (chance(30)) add(value);
       return;
     }
   }
@@ -233,7 +247,12 @@ class RandomGraph {
   void product() {
     int a = floating();
     if (at(a).shape.size() < 2 || chance(30)) a = builder_.input({pick(1, 2), pick(1, 20), pick(1, 9)});
-    const Shape& shape = at(a).shape;
+    if (at(a).shape.size() < 4 && chance(20)) {
+      Shape more = at(a).shape;
+      more.insert(more.begin(), 2);
+      a = builder_.expand(a, more);
+    }
+    const Shape shape = at(a).shape;
     const int64_t n = length(), k = shape.back();
     const bool batched = chance(40) && shape.size() > 2;
     Shape of_b = batched ? Shape(shape.begin(), shape.end() - 2) : Shape{};
