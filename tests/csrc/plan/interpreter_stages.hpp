@@ -134,11 +134,11 @@ inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int
   }
 }
 
-using Bytes = std::set<std::pair<int, int64_t>>;
+using ByteSet = std::set<std::pair<int, int64_t>>;
 
-// Bytes at which elements of the access's part begin.
-inline Bytes declared(const Graph& graph, const Stage& stage, int64_t begin, int64_t end, bool write) {
-  Bytes bytes;
+// ByteSet at which elements of the access's part begin.
+inline ByteSet declared(const Graph& graph, const Stage& stage, int64_t begin, int64_t end, bool write) {
+  ByteSet bytes;
   for (const Access& access : stage.accesses) {
     if (access.write != write) continue;
     const Value& value = graph.values()[access.value];
@@ -156,8 +156,8 @@ inline Bytes declared(const Graph& graph, const Stage& stage, int64_t begin, int
 
 // One tile; throws where it touches what the stage does not declare, or what another tile of it wrote (`written`).
 inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end,
-                     Bytes& written) {
-  Bytes own;
+                     ByteSet& written) {
+  ByteSet own;
   const auto reads = declared(graph, stage, begin, end, false), writes = declared(graph, stage, begin, end, true);
   memory.watch = [&](int buffer, int64_t byte, bool write) {
     if (written.count({buffer, byte}) > 0) {
@@ -186,7 +186,7 @@ inline void run_stages(Memory& memory, const Graph& graph, const std::vector<Sta
       begin = end;
     }
     std::shuffle(tiles.begin(), tiles.end(), random);
-    Bytes written;
+    ByteSet written;
     for (const auto& [begin, end] : tiles) run_tile(memory, graph, stage, begin, end, written);
   }
 }
