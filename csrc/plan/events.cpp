@@ -16,6 +16,9 @@ namespace {
 
 using Tasks = std::vector<int>;
 
+// Packets double the bytes, and every reader polls them all: for vectors, not for matrices.
+constexpr int64_t most_packet_bytes = 32768;
+
 struct HashOfTasks {
   size_t operator()(const Tasks& tasks) const {
     uint64_t hash = 0x9E3779B97F4A7C15u;
@@ -26,9 +29,10 @@ struct HashOfTasks {
 
 class EventMaker {
  public:
-  EventMaker(Plan& plan, const std::vector<bool>& own)
+  EventMaker(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets)
       : plan_(plan),
         own_(own),
+        packets_(packets),
         history_(plan.graph, plan.stages),
         workers_(plan.queues.size()),
         clocks_(plan.tasks.size() * workers_, 0),
@@ -58,15 +62,22 @@ class EventMaker {
 
  private:
   struct Candidate {  // an event, until it is known who waits for it
+    bool packets;
     Tasks producers;
     Tasks consumers;
     std::vector<int32_t> known;
   };
   using Groups = std::map<int, Tasks, std::greater<>>;  // producers by stage, the newest first
 
-  void gather(const Stage& stage, const Access& access, int64_t begin, int64_t end, Groups& groups) const {
+  // What a tile touches: tasks that it depends on through counters, and those whose packets it reads.
+  struct Predecessors {
+    Groups counted, polled;
+  };
+
+  void gather(const Stage& stage, const Access& access, int64_t begin, int64_t end, Predecessors& found) const {
     const int buffer = plan_.graph.values()[access.value].buffer;
     if (!history_.may_conflict(buffer)) return;
+    Groups& groups = packets_[buffer] ? found.polled : found.counted;
     history_.conflicts(buffer, region_of(plan_.graph, stage, access, begin, end), access.write,
                        [&](const RegionHistory::Record& record, int task) { groups[record.stage].push_back(task); });
   }
@@ -79,12 +90,14 @@ class EventMaker {
   }
   void order_stage(int stage, const Tasks& indices);
   void order_task(int index, const std::map<int, int, std::greater<>>& events);
-  int intern(const Tasks& producers);
+  void poll(int index, Groups& groups);
+  int intern(const Tasks& producers, bool packets = false);
   const std::vector<int32_t>& known(int candidate);
   void finish();
 
   Plan& plan_;
   const std::vector<bool>& own_;
+  const std::vector<bool>& packets_;
   RegionHistory history_;
   size_t workers_;
   std::vector<int32_t> clocks_;            // by task: what had ended when it started
@@ -94,9 +107,11 @@ class EventMaker {
   std::unordered_map<Tasks, int, HashOfTasks> index_of_;
 };
 
-int EventMaker::intern(const Tasks& producers) {
-  const auto [found, fresh] = index_of_.try_emplace(producers, static_cast<int>(candidates_.size()));
-  if (fresh) candidates_.push_back({producers, {}, {}});
+int EventMaker::intern(const Tasks& producers, bool packets) {
+  Tasks key = producers;
+  if (packets) key.push_back(-1);
+  const auto [found, fresh] = index_of_.try_emplace(std::move(key), static_cast<int>(candidates_.size()));
+  if (fresh) candidates_.push_back({packets, producers, {}, {}});
   return found->second;
 }
 
@@ -119,28 +134,31 @@ const std::vector<int32_t>& EventMaker::known(int index) {
 void EventMaker::order_stage(int index, const Tasks& indices) {
   const Stage& stage = plan_.stages[index];
   const auto whole = [&](const Access& access) { return access.axis < 0 || plan_.tasks[indices[0]].replica; };
-  Groups common;  // what every task of the stage depends on
+  Predecessors all;  // what every task of the stage depends on
   for (const Access& access : stage.accesses) {
-    if (whole(access)) gather(stage, access, 0, stage.extent, common);
+    if (whole(access)) gather(stage, access, 0, stage.extent, all);
   }
+  Groups& common = all.counted;
   std::map<int, int, std::greater<>> shared;
   for (auto& [by, producers] : common) {
     reduce(producers);
     shared[by] = intern(producers);
   }
   for (const int task : indices) {
-    Groups groups;
+    Predecessors some;
+    some.polled = all.polled;
     for (const Access& access : stage.accesses) {
-      if (!whole(access)) gather(stage, access, plan_.tasks[task].begin, plan_.tasks[task].end, groups);
+      if (!whole(access)) gather(stage, access, plan_.tasks[task].begin, plan_.tasks[task].end, some);
     }
     std::map<int, int, std::greater<>> events = shared;
-    for (auto& [by, producers] : groups) {
-      const auto all = common.find(by);
-      if (all != common.end()) producers.insert(producers.end(), all->second.begin(), all->second.end());
+    for (auto& [by, producers] : some.counted) {
+      const auto more = common.find(by);
+      if (more != common.end()) producers.insert(producers.end(), more->second.begin(), more->second.end());
       reduce(producers);
       events[by] = intern(producers);
     }
     order_task(task, events);
+    poll(task, some.polled);
   }
 }
 
@@ -162,6 +180,22 @@ void EventMaker::order_task(int index, const std::map<int, int, std::greater<>>&
   now[task.worker] = place_[index] + 1;
 }
 
+// Every reader of packets waits for them itself, but for those that its own worker wrote.
+void EventMaker::poll(int index, Groups& groups) {
+  for (auto& [stage, producers] : groups) {
+    std::sort(producers.begin(), producers.end());
+    producers.erase(std::unique(producers.begin(), producers.end()), producers.end());
+    const int worker = plan_.tasks[index].worker;
+    if (std::all_of(producers.begin(), producers.end(),
+                    [&](int producer) { return plan_.tasks[producer].worker == worker; })) {
+      continue;
+    }
+    const int event = intern(producers, true);
+    plan_.tasks[index].waits.push_back(event);
+    candidates_[event].consumers.push_back(index);
+  }
+}
+
 // Events that are waited for get their numbers, in order of their first waiter.
 void EventMaker::finish() {
   std::vector<int> number(candidates_.size(), -1);
@@ -177,7 +211,7 @@ void EventMaker::finish() {
           std::erase_if(candidate.producers, [&](int producer) { return plan_.tasks[producer].worker == worker; });
         }
         for (const int producer : candidate.producers) plan_.tasks[producer].signals.push_back(number[event]);
-        plan_.events.push_back({static_cast<int>(candidate.producers.size()), false});
+        plan_.events.push_back({static_cast<int>(candidate.producers.size()), candidate.packets});
       }
       event = number[event];
     }
@@ -186,8 +220,56 @@ void EventMaker::finish() {
 
 }  // namespace
 
-void add_events(Plan& plan, const std::vector<bool>& own) {
-  EventMaker(plan, own).run();
+std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
+  const std::vector<Buffer>& buffers = plan.graph.buffers();
+  std::vector<bool> chosen(buffers.size(), false);
+  if (!plan.target.packets || plan.chained) return chosen;
+  // One stage writes the whole of it and does not read it.
+  std::vector<int> writer(buffers.size(), -1);
+  std::vector<char> plain(buffers.size(), 0);
+  for (int index = 0; index < static_cast<int>(plan.stages.size()); ++index) {
+    for (const Access& access : plan.stages[index].accesses) {
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (std::holds_alternative<CollectiveStage>(plan.stages[index].body)) plain[buffer] = 1;
+      if (access.write && std::exchange(writer[buffer], index) != -1) plain[buffer] = 1;
+      if (!access.write && writer[buffer] == index) plain[buffer] = 1;
+    }
+    for (const Access& access : plan.stages[index].accesses) {  // what is read before it is written
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
+    }
+  }
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    if (buffers[buffer].kind != Buffer::Kind::temporary || own[buffer] || buffers[buffer].bytes > most_packet_bytes) {
+      plain[buffer] = 1;
+    }
+  }
+  // And some tile reads what another worker has written.
+  RegionHistory history(plan.graph, plan.stages);
+  const auto tasks = static_cast<int>(plan.tasks.size());
+  for (int first = 0, last = 0; first < tasks; first = last) {
+    const int stage = plan.tasks[first].stage;
+    Tasks indices;
+    for (; last < tasks && plan.tasks[last].stage == stage; ++last) indices.push_back(last);
+    for (const Access& access : plan.stages[stage].accesses) {
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (access.write || plain[buffer]) continue;
+      for (const int index : indices) {
+        const Task& task = plan.tasks[index];
+        if (chosen[buffer]) break;
+        history.conflicts(buffer, region_of(plan.graph, plan.stages[stage], access, task.begin, task.end), false,
+                          [&](const RegionHistory::Record&, int other) {
+                            if (plan.tasks[other].worker != task.worker) chosen[buffer] = true;
+                          });
+      }
+    }
+    history.add(stage, indices, plan.tasks);
+  }
+  return chosen;
+}
+
+void add_events(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets) {
+  EventMaker(plan, own, packets).run();
 }
 
 }  // namespace ark::plan

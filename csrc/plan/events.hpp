@@ -5,6 +5,9 @@
 // where the task's worker surely knows already: by its own order, by earlier waits, by what the signallers of those had
 // waited for. Events that nobody waits for do not come to be.
 //
+// Where the target has packets, small temporaries that one stage writes and other workers read become packets: their
+// readers poll the data, whoever else has polled it before.
+//
 // Chained plans order a step after the one before in the same way (Task::carried): every pair of tasks that touch the
 // same bytes, now by place in memory, and the signallers of an event, as a counter tells its steps apart only when all
 // signals of one step come before any of the next.
@@ -16,8 +19,10 @@
 
 namespace ark::plan {
 
-// Fills in waits, signals and events of a plan that has tasks, queues and stages. `own`: by buffer.
-void add_events(Plan& plan, const std::vector<bool>& own);
+// Which buffers become packets; none where the target has no packets or steps are chained. `own`: by buffer.
+std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own);
+// Fills in waits, signals and events of a plan that has tasks, queues and stages. `own`, `packets`: by buffer.
+void add_events(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets);
 // Fills in `carried` of a chained plan, after add_events() and place_buffers().
 void add_carried(Plan& plan);
 

@@ -83,6 +83,7 @@ void write_buffers(JsonWriter& json, const Plan& plan) {
     if (index < plan.placements.size() && plan.placements[index].offset >= 0) {
       const Placement& placement = plan.placements[index];
       json.field("arena", placement.own ? "own" : "shared").field("offset", placement.offset);
+      if (placement.packets) json.flag("packets", true);
       if (placement.parity) json.flag("parity", true);
     }
     json.close('}');

@@ -26,8 +26,9 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
   plan.tasks = std::move(cut.tasks);
   plan.queues = std::move(cut.queues);
   plan.estimated_us = cut.estimated_us;
-  add_events(plan, cut.own);
-  place_buffers(plan, cut.own);
+  const std::vector<bool> packets = choose_packets(plan, cut.own);
+  add_events(plan, cut.own, packets);
+  place_buffers(plan, cut.own, packets);
   if (chained) add_carried(plan);
   for (Queue& queue : plan.queues) {
     for (const int task : queue.tasks) add_loads(plan, task, queue.loads);

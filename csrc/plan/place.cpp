@@ -118,10 +118,19 @@ int64_t eager_peak(const Graph& graph) {
   return peak;
 }
 
-void place_buffers(Plan& plan, const std::vector<bool>& own) {
+int64_t placed_bytes(const Buffer& buffer, const Placement& placement) {
+  return buffer.bytes * (placement.packets ? 2 : 1) * (placement.parity ? 2 : 1);
+}
+
+void place_buffers(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets) {
   const Order order(plan);
   const size_t workers = plan.queues.size();
   const std::vector<Buffer>& buffers = plan.graph.buffers();
+  plan.placements.assign(buffers.size(), {});
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    plan.placements[buffer].own = own[buffer];
+    plan.placements[buffer].packets = packets[buffer];
+  }
   std::vector<Tenant> all(buffers.size());
   std::vector<std::vector<int64_t>> first_of(buffers.size());  // of own buffers, by worker: place of the first
   for (int index = 0; index < static_cast<int>(plan.tasks.size()); ++index) {
@@ -132,8 +141,9 @@ void place_buffers(Plan& plan, const std::vector<bool>& own) {
       Tenant& tenant = all[buffer];
       if (tenant.buffer < 0) {
         tenant.buffer = buffer;
-        tenant.bytes = (std::max<int64_t>(buffers[buffer].bytes, 1) + placement_alignment - 1) / placement_alignment *
-                       placement_alignment;
+        tenant.bytes =
+            (std::max<int64_t>(placed_bytes(buffers[buffer], plan.placements[buffer]), 1) + placement_alignment - 1) /
+            placement_alignment * placement_alignment;
         tenant.first = index;
         tenant.last_of.assign(workers, 0);
         tenant.ended_by.assign(workers, std::numeric_limits<int64_t>::max());
@@ -150,7 +160,6 @@ void place_buffers(Plan& plan, const std::vector<bool>& own) {
       }
     }
   }
-  plan.placements.assign(buffers.size(), {});
   for (const bool owned : {false, true}) {
     std::vector<Tenant> tenants;
     for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
@@ -162,14 +171,14 @@ void place_buffers(Plan& plan, const std::vector<bool>& own) {
         const bool ordered = owned ? own_before(tenants[a], first_of[tenants[b].buffer]) ||
                                          own_before(tenants[b], first_of[tenants[a].buffer])
                                    : all_before(tenants[a], tenants[b]) || all_before(tenants[b], tenants[a]);
-        apart[a][b] = apart[b][a] = !ordered;
+        const bool packet = packets[tenants[a].buffer] || packets[tenants[b].buffer];
+        apart[a][b] = apart[b][a] = packet || !ordered;
       }
     }
     std::vector<int64_t> offsets;
     (owned ? plan.own_bytes : plan.arena_bytes) = pack_best(tenants, apart, offsets);
     for (size_t index = 0; index < tenants.size(); ++index) {
       plan.placements[tenants[index].buffer].offset = offsets[index];
-      plan.placements[tenants[index].buffer].own = owned;
     }
   }
   plan.eager_peak_bytes = eager_peak(plan.graph);

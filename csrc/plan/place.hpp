@@ -13,8 +13,11 @@ namespace ark::plan {
 
 constexpr int64_t placement_alignment = 64;
 
-// Fills in placements, arena_bytes, own_bytes, eager_peak_bytes of a plan that has events. `own`: by buffer.
-void place_buffers(Plan& plan, const std::vector<bool>& own);
+// What a temporary takes of the arena.
+int64_t placed_bytes(const Buffer& buffer, const Placement& placement);
+
+// Fills in placements, arena_bytes, own_bytes, eager_peak_bytes of a plan that has events. `own`, `packets`: by buffer.
+void place_buffers(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets);
 
 // What one buffer a result, freed after its last use, would take at most, in program order: temporaries only, as the
 // arena is.

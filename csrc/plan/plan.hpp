@@ -4,6 +4,11 @@
 // Events only grow: a step bumps each `threshold` times, and step s (from 1) waits for s * threshold. A wait that is
 // already covered (by an earlier wait or by order on the same worker) is dropped.
 //
+// Packets (small results that cross workers, where the target has them) carry their own signal: an event of packets
+// stands for polling the data, and brings its waiter these results and nothing else. A buffer of packets is written by
+// one stage and shares bytes with nobody, so that the epoch alone says which step a word is of. Chained plans have
+// none yet: a step's packets may only be overwritten when all of their readers have read, which takes counters.
+//
 // Between two steps the launch boundary orders everything. Where there is none (resident mode: `chained`) a worker may
 // start step s + 1 while another is still in step s: a task's `carried` events are waited for with (s - 1) * threshold.
 //
@@ -34,10 +39,6 @@ struct Target {
   double cached_bytes_per_us = 2e4;  // of one worker: temporaries
   double task_us = 0.2;              // what a task costs beside its work
   double wait_us = 0.5;              // from a signal to the end of the wait on another worker
-};
-
-struct Wait {
-  int event = -1;
 };
 
 struct Task {
@@ -71,9 +72,10 @@ struct Queue {
 
 // Where a temporary lies: at `offset` of the arena, or of every worker's own one.
 struct Placement {
-  int64_t offset = -1;  // -1: not a temporary, or one that no stage touches
-  bool own = false;     // one copy a worker (replicated stages)
-  bool parity = false;  // two copies that take turns, step by step
+  int64_t offset = -1;   // -1: not a temporary, or one that no stage touches
+  bool own = false;      // one copy a worker (replicated stages)
+  bool packets = false;  // {value, epoch} packets: twice the bytes, shared with no other buffer in the step
+  bool parity = false;   // two copies that take turns, step by step
 };
 
 struct Plan {

@@ -82,6 +82,11 @@ void check_task(const Plan& plan, int index) {
   if (std::holds_alternative<CollectiveStage>(stage.body) && (task.worker != 0 || task.replica)) {
     structure_error(name + " is a collective, which belongs to worker 0");
   }
+  for (const int event : task.carried) {
+    if (event >= 0 && event < static_cast<int>(plan.events.size()) && plan.events[event].packets) {
+      structure_error(name + " waits for packets of the step before, which have no counter");
+    }
+  }
   for (const auto* list : {&task.waits, &task.signals, &task.carried}) {
     const char* verb = list == &task.signals ? " signals event " : " waits for event ";
     for (size_t at = 0; at < list->size(); ++at) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "error.hpp"
+#include "plan/place.hpp"
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
 #include "plan/validator.hpp"
@@ -41,8 +42,17 @@ class OrderChecker {
   std::string place_of(const Access& access) const {
     return "value " + to_string(access.value) + " in buffer " + to_string(buffer_of(access));
   }
+  // The task polls the packets that the other writes.
+  bool polls(int first, int second, const Access& access) const {
+    if (access.write || !plan_.placements[buffer_of(access)].packets) return false;
+    const std::vector<int>& signals = plan_.tasks[first].signals;
+    const std::vector<int>& waits = plan_.tasks[second].waits;
+    return std::any_of(waits.begin(), waits.end(), [&](int event) {
+      return plan_.events[event].packets && std::find(signals.begin(), signals.end(), event) != signals.end();
+    });
+  }
   void need_order(int first, int second, const Access& access, bool wrote) const {
-    if (order_.before(first, second)) return;
+    if (order_.before(first, second) || polls(first, second, access)) return;
     fail(describe(plan_, second) + (access.write ? " writes " : " reads ") + place_of(access) + ", which " +
          describe(plan_, first) + (wrote ? " writes" : " reads") + ": nothing makes it wait until that has ended");
   }
@@ -70,8 +80,10 @@ void OrderChecker::check_conflicts() {
       if (access.axis < 0 || plan_.tasks[tasks_of_[stage][0]].replica) {
         // All tasks touch the same: of each worker's tasks that they conflict with, the last one counts.
         std::vector<std::pair<int, bool>> last(plan_.queues.size(), {-1, false});
+        std::vector<int> polled;  // of packets, every one
         history.conflicts(buffer_of(access), region_of(plan_.graph, what, access, 0, what.extent), access.write,
                           [&](const RegionHistory::Record& record, int task) {
+                            if (plan_.placements[buffer_of(access)].packets) polled.push_back(task);
                             auto& slot = last[plan_.tasks[task].worker];
                             if (slot.first < 0 || order_.place(slot.first) < order_.place(task)) {
                               slot = {task, record.write};
@@ -81,6 +93,7 @@ void OrderChecker::check_conflicts() {
           for (const auto& [before, wrote] : last) {
             if (before >= 0) need_order(before, task, access, wrote);
           }
+          for (const int before : polled) need_order(before, task, access, true);
         }
         continue;
       }
@@ -272,7 +285,7 @@ void OrderChecker::check_reuse() const {
   std::erase_if(lives, [](const Life& life) { return life.buffer < 0; });
   const auto offset = [&](const Life& life) { return plan_.placements[life.buffer].offset; };
   const auto end = [&](const Life& life) {
-    return offset(life) + plan_.graph.buffers()[life.buffer].bytes * (plan_.placements[life.buffer].parity ? 2 : 1);
+    return offset(life) + placed_bytes(plan_.graph.buffers()[life.buffer], plan_.placements[life.buffer]);
   };
   // Two tasks, one of each, that are not ordered; -1: all are. On own copies only tasks of one worker meet.
   const auto unordered = [&](const Life& a, const Life& b, bool alone) {
@@ -298,6 +311,12 @@ void OrderChecker::check_reuse() const {
       const Life& a = lives[one];
       const Life& b = lives[two];
       if (own(a.buffer) != own(b.buffer)) continue;
+      if (plan_.placements[a.buffer].packets || plan_.placements[b.buffer].packets) {
+        const int toucher = *std::find_if(a.first.begin(), a.first.end(), [](int task) { return task >= 0; });
+        fail(describe(plan_, toucher) + " touches buffer " + to_string(a.buffer) + ", which shares bytes with buffer " +
+             to_string(b.buffer) + " at " + to_string(offset(b)) +
+             " of the arena: one holds packets, which share with nobody");
+      }
       const auto [first, second] = unordered(a, b, own(a.buffer));
       if (first < 0 || unordered(b, a, own(a.buffer)).first < 0) continue;
       fail(describe(plan_, second) + " uses buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +

@@ -77,19 +77,21 @@ void check_placements(const Plan& plan) {
   }
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
     const Placement& placement = plan.placements[buffer];
-    if (placement.offset == -1 && !placement.own) continue;
+    if (placement.offset == -1 && !placement.own && !placement.packets) continue;
     const std::string name = "buffer " + to_string(buffer);
     if (buffers[buffer].kind != Buffer::Kind::temporary) {
       tiles_error(name + " has a place in the arena but is no temporary");
     }
+    if (placement.packets && placement.own) tiles_error(name + " is packets to others and each worker's own");
     const int64_t arena = placement.own ? plan.own_bytes : plan.arena_bytes;
-    const int64_t copies = placement.parity ? 2 : 1;
     if (placement.offset < 0 || placement.offset % placement_alignment != 0 ||
-        placement.offset + copies * buffers[buffer].bytes > arena) {
-      tiles_error(name + " lies at " + to_string(placement.offset) + " with " + to_string(buffers[buffer].bytes) +
+        placement.offset + placed_bytes(buffers[buffer], placement) > arena) {
+      tiles_error(name + " lies at " + to_string(placement.offset) + " with " +
+                  to_string(placed_bytes(buffers[buffer], placement)) +
                   " bytes: not aligned, or outside the arena of " + to_string(arena) + " bytes");
     }
   }
+  std::vector<int> writer(buffers.size(), -1);  // of packets: the stage
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     const Task& task = plan.tasks[index];
     for (const Access& access : plan.stages[task.stage].accesses) {
@@ -102,6 +104,11 @@ void check_placements(const Plan& plan) {
       const Region region = region_of(value);
       if (region.offset < 0 || region.end() > buffer.bytes) {
         tiles_error(name + " beyond its " + to_string(buffer.bytes) + " bytes");
+      }
+      if (access.write && placement.packets) {
+        int& by = writer[value.buffer];
+        if (by >= 0 && by != task.stage) tiles_error(name + ", whose packets stage " + to_string(by) + " writes too");
+        by = task.stage;
       }
       if (access.write && task.replica != placement.own) {
         tiles_error(name + (task.replica ? ", which all workers share, as one of several replicas"

@@ -293,6 +293,71 @@ inline std::vector<Mutation> step_mutations() {
   };
 }
 
+// Of plans whose target has packets.
+inline std::vector<Mutation> packet_mutations() {
+  const auto packets = [](const Buffer&, const Placement& placement) { return placement.packets; };
+  return {
+      {"packets not polled", false,
+       [](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, [&](const Task& each) {
+           return std::any_of(each.waits.begin(), each.waits.end(),
+                              [&](int event) { return plan.events[event].packets; });
+         });
+         if (task < 0) return false;
+         auto& list = plan.tasks[task].waits;
+         list.erase(std::find_if(list.begin(), list.end(), [&](int event) { return plan.events[event].packets; }));
+         return true;
+       }},
+      {"counter taken for packets", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         std::vector<Event*> found;
+         for (Event& event : plan.events) {
+           if (!event.packets) found.push_back(&event);
+         }
+         if (found.empty()) return false;
+         any_of(found, random)->packets = true;
+         return true;
+       }},
+      {"packets that share bytes", true,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int a = any_buffer(plan, random, packets);
+         if (a < 0) return false;
+         const int b = any_buffer(plan, random, [&](const Buffer& buffer, const Placement& placement) {
+           return placement.offset >= 0 && !placement.own && &buffer != &plan.graph.buffers()[a];
+         });
+         if (b < 0) return false;
+         plan.placements[b].offset = plan.placements[a].offset;
+         plan.arena_bytes += 2 * plan.graph.buffers()[b].bytes;
+         return true;
+       }},
+      {"packets read as plain data", false,  // harmless where a counter or the queue orders all of its readers too
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int buffer = any_buffer(plan, random, packets);
+         if (buffer < 0) return false;
+         plan.placements[buffer].packets = false;
+         return true;
+       }},
+      {"packets that each worker has of its own", true,
+       [=](Plan& plan, std::mt19937_64& random) {
+         const int buffer = any_buffer(plan, random, packets);
+         if (buffer < 0) return false;
+         plan.placements[buffer].own = true;
+         plan.own_bytes = plan.arena_bytes;
+         return true;
+       }},
+      {"carried packets", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         plan.chained = true;
+         for (size_t event = 0; event < plan.events.size(); ++event) {
+           if (!plan.events[event].packets) continue;
+           any_of(plan.tasks, random).carried.push_back(static_cast<int>(event));
+           return true;
+         }
+         return false;
+       }},
+  };
+}
+
 inline std::vector<Mutation> tile_mutations() {
   return {
       {"missing tile", true,

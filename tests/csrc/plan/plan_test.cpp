@@ -70,6 +70,32 @@ TEST(PlanTest, ChainedStepsGiveTheSequentialResult) {
   EXPECT_LT(carried, tasks);
 }
 
+TEST(PlanTest, PacketsGiveTheSequentialResult) {
+  int64_t packets = 0, counters = 0;
+  for (uint64_t seed = 1; seed <= 80; ++seed) {
+    StageGraph made = RandomStages(seed).make(static_cast<int>(seed % 17) + 2);
+    Target target = target_of(static_cast<int>(seed % 4) + 2);
+    target.packets = true;
+    const Plan plan = plan_stages(std::move(made.graph), std::move(made.stages), target);
+    SimulatedPlan simulated(plan);
+    const auto expected = simulated.in_program_order();
+    for (uint64_t run = 0; run < 20; ++run) ASSERT_EQ(simulated.interleaved(seed * 1000 + run), expected) << seed;
+    for (const Event& event : plan.events) (event.packets ? packets : counters) += 1;
+    // A word of a packet belongs to nobody else.
+    for (size_t a = 0; a < plan.placements.size(); ++a) {
+      for (size_t b = 0; b < plan.placements.size(); ++b) {
+        const Placement& one = plan.placements[a];
+        const Placement& two = plan.placements[b];
+        if (a == b || !one.packets || two.own || two.offset < 0) continue;
+        const int64_t end = two.offset + plan.graph.buffers()[b].bytes * (two.packets ? 2 : 1);
+        EXPECT_TRUE(end <= one.offset || one.offset + plan.graph.buffers()[a].bytes * 2 <= two.offset);
+      }
+    }
+  }
+  EXPECT_GT(packets, 100);
+  EXPECT_GT(counters, 50);
+}
+
 // Graphs of real operators, grouped by make_stages(), on a machine where every wait is cheap: cut as finely as may be.
 TEST(PlanTest, RandomGraphsRunInAnyInterleaving) {
   int64_t waits = 0, tiles = 0;
@@ -144,6 +170,33 @@ TEST(PlanTest, LlamaWaitsOnlyWhereAllMeet) {
     const auto [least, most] = std::minmax_element(load.begin(), load.end());
     EXPECT_LT(*most, *least * 1.05);
   }
+}
+
+// On a GPU: what crosses SMs are packets, but for the caches, which are written in place.
+TEST(PlanTest, LlamaOnAGpuCrossesByPackets) {
+  StageGraph made = llama(2);
+  Target target = target_of(132);
+  target.name = "sm_90a";
+  target.packets = true;
+  target.flops_per_us = 4e5;
+  target.bytes_per_us = 25e3;
+  target.cached_bytes_per_us = 4e4;
+  const Plan plan = plan_stages(std::move(made.graph), std::move(made.stages), target);
+  EXPECT_GT(plan.events.size(), 8u);
+  int64_t cached = 0;
+  for (const Task& task : plan.tasks) {
+    const std::string& kind = plan.stages[task.stage].kind;
+    for (const int event : task.waits) {
+      if (plan.events[event].packets) continue;
+      ++cached;
+      EXPECT_EQ(kind, "attention");
+    }
+  }
+  for (size_t buffer = 0; buffer < plan.placements.size(); ++buffer) {
+    const Placement& placement = plan.placements[buffer];
+    EXPECT_TRUE(!placement.packets || plan.graph.buffers()[buffer].bytes <= 32768);
+  }
+  EXPECT_LE(cached, 2 * 2 * 8);  // keys and values of each head's task
 }
 
 // Every byte of every weight is loaded by exactly one worker, in pages of the ring.

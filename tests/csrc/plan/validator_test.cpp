@@ -19,12 +19,15 @@ using test::RandomStages;
 using test::SimulatedPlan;
 using test::StageGraph;
 
-Plan random_plan(uint64_t seed, bool chained = false) {
+enum class Steps { single, chained, packets };
+
+Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
   StageGraph made = RandomStages(seed).make(static_cast<int>(seed % 13) + 3);
   Target target;
   target.workers = static_cast<int>(seed % 4) + 2;
   target.page_bytes = 256;
-  return plan_stages(std::move(made.graph), std::move(made.stages), target, chained);
+  target.packets = steps == Steps::packets;
+  return plan_stages(std::move(made.graph), std::move(made.stages), target, steps == Steps::chained);
 }
 
 // What validate() says; empty: accepted.
@@ -46,13 +49,13 @@ bool names_an_offender(const std::string& text) {
   return false;
 }
 
-void try_mutations(const std::vector<Mutation>& mutations, uint64_t plans, bool chained) {
-  const int steps = chained ? 3 : 1;
+void try_mutations(const std::vector<Mutation>& mutations, uint64_t plans, Steps how) {
+  const int steps = how == Steps::chained ? 3 : 1;
   for (const Mutation& mutation : mutations) {
     int tried = 0, rejected = 0, harmless = 0;
     for (uint64_t seed = 1; seed <= plans; ++seed) {
       std::mt19937_64 random(seed * 977);
-      const Plan plan = random_plan(seed, chained);
+      const Plan plan = random_plan(seed, how);
       Plan broken = plan;
       if (!mutation.apply(broken, random)) continue;
       ++tried;
@@ -82,21 +85,28 @@ TEST(ValidatorTest, AcceptsWhatMakePlanMakes) {
 }
 
 TEST(ValidatorTest, AcceptsChainedPlans) {
-  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, true)), "");
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::chained)), "");
 }
 
 TEST(ValidatorTest, RejectsBrokenOrder) {
-  try_mutations(test::order_mutations(), 100, false);
+  try_mutations(test::order_mutations(), 100, Steps::single);
 }
 TEST(ValidatorTest, RejectsBrokenTiles) {
-  try_mutations(test::tile_mutations(), 100, false);
+  try_mutations(test::tile_mutations(), 100, Steps::single);
 }
 TEST(ValidatorTest, RejectsBrokenMemoryAndLoads) {
-  try_mutations(test::memory_mutations(), 100, false);
+  try_mutations(test::memory_mutations(), 100, Steps::single);
 }
 
+TEST(ValidatorTest, AcceptsPlansWithPackets) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::packets)), "");
+}
+
+TEST(ValidatorTest, RejectsBrokenPackets) {
+  try_mutations(test::packet_mutations(), 100, Steps::packets);
+}
 TEST(ValidatorTest, RejectsBrokenOrderOfSteps) {
-  try_mutations(test::step_mutations(), 100, true);
+  try_mutations(test::step_mutations(), 100, Steps::chained);
 }
 
 }  // namespace
