@@ -93,8 +93,44 @@ ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, cons
         finish_one(s, out, bias, r0 + r, c0 + v * kLanes + lane, total[r][v][lane]);
 }
 
-// All columns for the rows that a tile has, one after the other.
+// Lanes along adjacent columns, few rows: rows of b are read in long runs, four at a time, and sums wait in the
+// first-level cache meanwhile. An element's sum has the order that outer_tile gives it.
 template <int Rows, class B, class Out, class Bias>
+ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
+                           int64_t r0, int64_t c0, int64_t c1) {
+  constexpr int64_t kRun = 1024;
+  alignas(64) float total[Rows][kRun];
+  auto add = [&]<int Depth>(std::integral_constant<int, Depth>, int64_t d, int64_t from, int64_t columns) ARK_BODY {
+    const B* weights = b + d * s.b_depth + from;
+    Floats x[Rows][Depth];
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < Depth; ++i) x[r][i] =
+        splat(a[r * a_row + d + i]);
+    for_columns(0, columns, [&](int64_t c, auto lanes) ARK_BODY {
+      Floats w[Depth];
+      ARK_UNROLL for (int i = 0; i < Depth; ++i) {
+        w[i] = load(weights + i * s.b_depth + c, lanes);
+        __builtin_prefetch(weights + (i + Depth) * s.b_depth + c, 0, 2);
+      }
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+        Floats sum = load(&total[r][c], All{});
+        ARK_UNROLL for (int i = 0; i < Depth; ++i) sum += x[r][i] * w[i];
+        store(&total[r][c], sum, All{});
+      }
+    });
+  };
+  for (int64_t from = c0; from < c1; from += kRun) {
+    const int64_t columns = c1 - from < kRun ? c1 - from : kRun;
+    std::memset(total, 0, sizeof(total));
+    int64_t d = 0;
+    for (; d + 4 <= s.depth; d += 4) add(std::integral_constant<int, 4>{}, d, from, columns);
+    for (; d < s.depth; ++d) add(std::integral_constant<int, 1>{}, d, from, columns);
+    for (int r = 0; r < Rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) finish_one(s, out, bias, r0 + r, from + c, total[r][c]);
+  }
+}
+
+// All columns for the rows that a tile has, one after the other.
+template <int Rows, bool kRuns, class B, class Out, class Bias>
 inline void row_group(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                       int64_t r0, int64_t c0, int64_t c1) {
   constexpr int kColumns = Rows == 1 ? kStreams : kTileColumns;
@@ -102,6 +138,8 @@ inline void row_group(const Product& s, const float* a, int64_t a_row, const B* 
   if (s.b_depth == 1) {
     for (; c + kColumns <= c1; c += kColumns) dot_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c);
     for (; c < c1; ++c) dot_tile<Rows, 1>(s, a, a_row, b, out, bias, r0, c);
+  } else if (kRuns && s.b_column == 1) {
+    outer_runs<Rows>(s, a, a_row, b, out, bias, r0, c0, c1);
   } else {
     for (; c + kColumns * kLanes <= c1; c += kColumns * kLanes)
       outer_tile<Rows, kColumns>(s, a, a_row, b, out, bias, r0, c, All{});
@@ -115,9 +153,12 @@ inline void row_group(const Product& s, const float* a, int64_t a_row, const B* 
 template <int64_t MostRows, class A, class B, class Out, class Bias>
 ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
                         int64_t c0, int64_t c1, char* scratch) {
-  // Columns of b that a block of rows passes over together: they stay in the first-level cache.
-  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : kTileColumns;
-  const int64_t pass = s.b_depth == 1 ? kPass : kPass == kTileColumns ? kTileColumns * kLanes : kPass;
+  // Columns of b that a block of rows passes over together: they stay in the first-level cache. With few rows rows of
+  // b are read in runs as long as can be.
+  constexpr bool kFew = MostRows <= 4;
+  const int64_t pass = MostRows == 1 || (kFew && s.b_depth != 1) ? int64_t{1} << 62
+                       : s.b_depth == 1                          ? kTileColumns
+                                                                 : kTileColumns * kLanes;
   for (int64_t block = r0; block < r1; block += kRowBlock) {
     const int64_t block_end = block + kRowBlock < r1 ? block + kRowBlock : r1;
     const float* rows = nullptr;
@@ -141,12 +182,17 @@ ARK_INLINE void product(const Product& s, const A* a, const B* b, Out* out, cons
       int64_t r = block;
       if constexpr (MostRows >= kTileRows && kTileRows > 1)
         for (; r + kTileRows <= block_end; r += kTileRows)
-          row_group<kTileRows>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+          row_group<kTileRows, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 4 && kTileRows > 4)
-        for (; r + 4 <= block_end; r += 4) row_group<4>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+        for (; r + 4 <= block_end; r += 4)
+          row_group<4, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      if constexpr (MostRows == 3 && kTileRows > 3)
+        for (; r + 3 <= block_end; r += 3)
+          row_group<3, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
       if constexpr (MostRows >= 2 && kTileRows > 2)
-        for (; r + 2 <= block_end; r += 2) row_group<2>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
-      for (; r < block_end; ++r) row_group<1>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+        for (; r + 2 <= block_end; r += 2)
+          row_group<2, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
+      for (; r < block_end; ++r) row_group<1, kFew>(s, rows + (r - block) * step, step, b, out, bias, r, c, c_end);
     }
   }
 }
