@@ -143,7 +143,7 @@ def test_convolutions_fall_back(plan: str, compiled: Any) -> None:
 
 
 def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """20 steps of the same training: equal to Inductor's bits, with the reason in the report and said once."""
+    """20 steps of the same training: Inductor's numbers, with the reason in the report and said once."""
     with torch.enable_grad():
         results = []
         for backend in ("inductor", "ark"):
@@ -162,8 +162,10 @@ def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) 
                 loss.backward()
                 optimizer.step()
             results.append((loss.item(), [p.detach().clone() for p in model.parameters()]))
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+    # Not to the bit: Inductor's threads add the gradient of the embedding in any order.
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    for one, other in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert all("gradients on" in graph.whole for graph in report.graphs)
     said = [record.getMessage() for record in caplog.records if record.name == "ark_torch.compile"]
     assert sum("torch.no_grad()" in text and "Said once" in text for text in said) == 1
