@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "plan/fuse_columns.hpp"
 #include "plan/fuse_items.hpp"
 #include "plan/fuse_space.hpp"
 #include "plan/graph_check.hpp"
@@ -27,13 +28,14 @@ class RowDrafter {
   std::optional<RowDraft> draft() {
     if (!find_space(graph_, dependencies_, draft_.nodes, space_)) return std::nullopt;
     draft_.sizes = space_.sizes;
-    columns_.assign(draft_.sizes.size(), false);
+    columns_ = RowColumns(draft_.sizes.size());
     items_.set_dimensions(draft_.sizes.size());
     for (const RowNode& member : space_.members) {
       if (!add_member(member)) return std::nullopt;
     }
-    if (!choose_columns() || !worth_it()) return std::nullopt;
-    choose_order();
+    if (draft_.reduces && draft_.in_place) return std::nullopt;
+    if (!columns_.choose(draft_) || !columns_.worth_it(graph_, space_)) return std::nullopt;
+    columns_.order(space_, draft_);
     return std::move(draft_);
   }
 
@@ -150,16 +152,10 @@ class RowDrafter {
       if (node.op == "argmax") return items_.literal(0, ScalarType::i64);
       return items_.op("cast", {arg}, type, member.node);
     }
-    Mask columns = none();
     size_t covers = 0;
     for (int dim : member.map) covers += dim >= 0 ? 1 : 0;
-    for (int dim : dims) columns[dim] = true;
-    if (covers != draft_.sizes.size() || (draft_.reduces && columns != columns_)) return -1;
-    if (node.op == "argmax" && counted_ && dims != column_order_) return -1;
-    if (!draft_.reduces || node.op == "argmax") column_order_ = dims;
-    counted_ = counted_ || node.op == "argmax";
+    if (covers != draft_.sizes.size() || !columns_.reduce(dims, node.op == "argmax")) return -1;
     draft_.reduces = true;
-    columns_ = columns;
     RowDraft::Item item;
     item.kind = Kind::reduce;
     item.name = node.op;
@@ -167,9 +163,7 @@ class RowDrafter {
     item.type = type;
     item.node = member.node;
     item.varies = draft_.items[arg].varies;
-    for (size_t d = 0; d < columns.size(); ++d) {
-      if (columns[d]) item.varies[d] = false;
-    }
+    for (int dim : dims) item.varies[dim] = false;
     return items_.push(std::move(item));
   }
 
@@ -208,86 +202,12 @@ class RowDrafter {
     return footprint(value);
   }
 
-  // The columns are what is reduced, or what some stores leave out, or the last dimension.
-  bool choose_columns() {
-    if (draft_.reduces && draft_.in_place) return false;
-    bool chosen = draft_.reduces;
-    for (const auto& item : draft_.items) {
-      if (item.kind != Kind::store) continue;
-      Mask left = item.varies;
-      left.flip();
-      if (std::find(left.begin(), left.end(), true) == left.end()) continue;
-      if (chosen && left != columns_) return false;
-      columns_ = left;
-      chosen = true;
-    }
-    if (!chosen) return true;
-    if (column_order_.empty()) {
-      for (size_t d = 0; d < columns_.size(); ++d) {
-        if (columns_[d]) column_order_.push_back(static_cast<int>(d));
-      }
-    }
-    return true;
-  }
-
-  // What a node computes for fewer indices than the stage has is computed for all: only what costs less than a load.
-  bool worth_it() const {
-    int again = 0;
-    for (size_t i = 0; i < space_.members.size(); ++i) {
-      Mask covers = none();
-      for (int dim : space_.members[i].map) {
-        if (dim >= 0) covers[dim] = true;
-      }
-      bool rows = !column_order_.empty(), all = true;
-      for (size_t d = 0; d < covers.size(); ++d) {
-        rows = rows && (covers[d] || columns_[d]);
-        all = all && covers[d];
-      }
-      if (all || rows) continue;
-      if (is_costly(node_of(space_.members[i]).op)) return false;
-      ++again;
-    }
-    return again <= 6;
-  }
-
-  static bool is_costly(const std::string& name) {
-    static const char* const names[] = {"exp",  "log", "log1p",   "expm1", "sin",          "cos",
-                                        "tanh", "erf", "sigmoid", "pow",   "floor_divide", "remainder"};
-    return std::find(std::begin(names), std::end(names), name) != std::end(names);
-  }
-
-  // Rows by falling strides of the first store of whole rows, so that neighbours are written one after the other.
-  void choose_order() {
-    std::vector<int> order;
-    for (int dim : space_.members[space_.start].map) {
-      if (dim >= 0) order.push_back(dim);
-    }
-    for (size_t d = 0; d < draft_.sizes.size(); ++d) {
-      const auto dim = static_cast<int>(d);
-      if (std::find(order.begin(), order.end(), dim) == order.end()) order.insert(order.begin(), dim);
-    }
-    for (const auto& item : draft_.items) {
-      if (item.kind != Kind::store || std::find(item.varies.begin(), item.varies.end(), false) != item.varies.end()) {
-        continue;
-      }
-      std::stable_sort(order.begin(), order.end(),
-                       [&](int a, int b) { return item.function.strides[a] > item.function.strides[b]; });
-      break;
-    }
-    order.erase(std::remove_if(order.begin(), order.end(), [&](int dim) { return columns_[dim]; }), order.end());
-    order.insert(order.end(), column_order_.begin(), column_order_.end());
-    draft_.order = order;
-    draft_.inner = static_cast<int>(column_order_.size());
-  }
-
   const Graph& graph_;
   const Dependencies& dependencies_;
   RowDraft draft_;
   RowItems items_;
   RowSpace space_;
-  Mask columns_;
-  std::vector<int> column_order_;
-  bool counted_ = false;  // the order of the columns matters
+  RowColumns columns_;
   std::vector<int> registers_;
   std::vector<IndexFunction> functions_;
   std::vector<std::pair<int, Footprint>> stored_;
