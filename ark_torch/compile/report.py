@@ -106,4 +106,4 @@ class Report:
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:
-    return Counter(str(node.target).removeprefix("aten.").partition(".")[0] for node in nodes)
+    return Counter(str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0] for node in nodes)
