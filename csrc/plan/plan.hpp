@@ -103,5 +103,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 void validate(const Plan& plan);
 
 std::string to_json(const Plan& plan);
+// A drawing of the estimated schedule.
+std::string to_svg(const Plan& plan);
 
 }  // namespace ark::plan

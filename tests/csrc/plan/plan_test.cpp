@@ -243,6 +243,18 @@ TEST(PlanTest, JsonTellsTheWholePlan) {
   EXPECT_EQ(depth, 0);
 }
 
+TEST(PlanTest, SvgHasABarForEachTask) {
+  StageGraph made = llama(1);
+  made.stages[1].origin = "a < b & c";
+  const Plan plan = plan_stages(std::move(made.graph), std::move(made.stages), target_of(2));
+  const std::string svg = to_svg(plan);
+  size_t bars = 0;
+  for (size_t at = svg.find("<title>"); at != std::string::npos; at = svg.find("<title>", at + 1)) ++bars;
+  EXPECT_EQ(bars, plan.tasks.size());
+  EXPECT_NE(svg.find("a &lt; b &amp; c"), std::string::npos);
+  EXPECT_EQ(svg.rfind("</svg>\n"), svg.size() - 7);
+}
+
 TEST(PlanTest, RefusesATargetWithoutWorkers) {
   StageGraph made = llama(1);
   EXPECT_THROW(plan_stages(made.graph, made.stages, target_of(0)), Error);
