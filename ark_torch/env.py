@@ -164,7 +164,7 @@ VARIABLES = (
         "ARK_CACHE",
         "folder",
         "",
-        "Where compiled CUDA kernels are kept. It must be yours and not writable by others, or nothing is kept. "
+        "Where compiled kernels are kept, and what was chosen. It must be yours and not writable by others, or nothing is kept. "
         "Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
     ),
     Variable(

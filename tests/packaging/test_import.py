@@ -181,17 +181,24 @@ except ImportError as error:
     assert "could not register" in done.stdout and "broken on purpose" in done.stdout, done.stderr
 
 
-def test_compile_backend_says_that_it_is_not_there_yet(python) -> None:
+def test_compile_backend_is_found_by_name(python) -> None:
+    """And loads neither Inductor nor the extension before a graph arrives."""
     script = """
-import torch
+import sys, torch
 assert "ark" in torch._dynamo.list_backends()
-try:
-    torch.compile(lambda x: x + 1, backend="ark")(torch.ones(2))
-except Exception as error:
-    print(error)
+from ark_torch.compile import ark
+assert not {"torch._inductor.compile_fx", "ark_torch._C"} & set(sys.modules)
+with torch.no_grad():
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2 + 1, backend="ark", options={"choose": "ark", "fallback": False})
+    x = torch.linspace(-2, 2, 20)
+    torch.testing.assert_close(compiled(x), torch.tanh(x) * 2 + 1)
+    try:
+        torch.compile(lambda x: x + 1, backend="ark", options={"chose": "ark"})(x)
+    except Exception as error:
+        print(error)
 """
     done = python(script)
-    assert 'torch.compile(backend="ark") is not in ark_torch' in done.stdout, done.stderr
+    assert "options['chose'] is not known" in done.stdout, done.stderr
 
 
 @pytest.mark.quick

@@ -1,0 +1,136 @@
+"""Collectives inside compiled regions: real processes on an ark group, nothing of the graph left to Inductor."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from support.failures import KILL_BOUND_S, check_message
+from support.launcher import Job, run_ranks
+from support.rank import Rank
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from llama.model import Llama, LlamaConfig, shard  # lies in examples/
+
+ALONE = {"choose": "ark", "fallback": False}
+
+
+def _every(x: Tensor, splits: list[int], received: list[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """Each collective between operators of its own, some in a row, one of a view with gaps."""
+    total = funcol.all_reduce(x * 2, "sum", group)
+    largest = funcol.all_reduce(total - x[0], "max", group)
+    mean = funcol.all_reduce(x[:, ::2], "avg", group)
+    gathered = funcol.all_gather_tensor(x + 1, 0, group)
+    part = funcol.reduce_scatter_tensor(gathered * 3, "sum", 0, group)
+    moved = funcol.all_to_all_single(x[: sum(splits)] + 5, received, splits, group)
+    return [total + 1, largest * 2, mean + largest[:, ::2], gathered - 1, part + 1, moved * 2]
+
+
+def _forms(rank: Rank) -> None:
+    rank.init()
+    world, me = rank.world_size, rank.rank
+    group = dist.group.WORLD
+    assert group is not None
+    splits = [[1 + (s + d) % 2 for d in range(world)] for s in range(world)]
+    received = [row[me] for row in splits]
+    compiled = torch.compile(_every, backend="ark", options=ALONE)
+    with torch.no_grad():
+        for step in range(3):
+            x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(10 * step + me))
+            wanted = [t + 0 for t in _every(x, splits[me], received, group)]
+            # An eager collective under way, before and after.
+            beside = torch.full((5,), float(me))
+            work = dist.all_reduce(beside, async_op=True)
+            got = compiled(x, splits[me], received, group)
+            assert work is not None
+            work.wait()
+            assert beside.tolist() == [float(sum(range(world)))] * 5
+            for name, a, b in zip(("sum", "max", "avg", "gather", "scatter", "all_to_all"), got, wanted, strict=True):
+                torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_every_collective() -> None:
+    run_ranks(_forms, 2)
+    run_ranks(_forms, 3)
+
+
+def _llama(rank: Rank) -> None:
+    rank.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    config = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=96, vocabulary=50, max_len=12, head_dim=8)
+    whole = Llama(config).eval().requires_grad_(False)
+    group = dist.group.WORLD
+    assert group is not None
+    models = [shard(whole, group) for _ in range(2)]
+    # Two models on one group, in turns.
+    steps = [torch.compile(model, backend="ark", options=ALONE) for model in models]
+    places = [cache.data_ptr() for model in models for cache in model.caches()]
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for position in range(config.max_len):
+            ids = torch.randint(0, config.vocabulary, (1, 1), generator=generator)
+            where = torch.tensor([position])
+            logits = [step(ids, where) for step in steps]
+            torch.testing.assert_close(logits[0], whole(ids, where), rtol=2e-5, atol=2e-5)
+            assert torch.equal(*logits)
+            alike = [torch.empty_like(logits[0]) for _ in range(rank.world_size)]
+            dist.all_gather(alike, logits[0])
+            assert all(torch.equal(other, logits[0]) for other in alike)
+    assert places == [cache.data_ptr() for model in models for cache in model.caches()]
+
+
+def test_tensor_parallel_llama() -> None:
+    run_ranks(_llama, 2)
+    run_ranks(_llama, 4)
+
+
+def _measured(rank: Rank) -> None:
+    rank.init()
+    group = dist.group.WORLD
+
+    @torch.compile(backend="ark")
+    def step(x: Tensor) -> Tensor:
+        return funcol.all_reduce(torch.tanh(x) * 2, "sum", group) + x
+
+    with torch.no_grad():
+        x = torch.full((64, 64), float(rank.rank))
+        for _ in range(3):
+            want = sum(torch.tanh(torch.tensor(float(r))) * 2 for r in range(rank.world_size)) + rank.rank
+            torch.testing.assert_close(step(x), torch.full_like(x, float(want)))
+
+
+def test_ranks_choose_together() -> None:
+    """Twice: measured, then remembered."""
+    run_ranks(_measured, 2)
+    run_ranks(_measured, 2)
+
+
+def _for_ever(rank: Rank) -> None:
+    rank.init(timeout=120)
+    group = dist.group.WORLD
+
+    @torch.compile(backend="ark", options=ALONE)
+    def step(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x * 0.5, "sum", group) + 1
+
+    with torch.no_grad():
+        x = step(torch.ones(100))
+        rank.report("running")
+        while True:
+            x = step(x).clamp(-1, 1)
+
+
+def test_a_killed_rank_is_named() -> None:
+    with Job(_for_ever, 3, destroy=False) as job:
+        job.wait_all("running", 120)
+        sent = job.kill(2)
+        outcomes = job.wait_outcomes([0, 1], timeout=30)
+        for outcome in outcomes:
+            check_message(outcome, 2, "all_reduce")
+        assert max(outcome.ended - sent for outcome in outcomes) < KILL_BOUND_S
