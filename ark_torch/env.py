@@ -164,8 +164,8 @@ VARIABLES = (
         "ARK_CACHE",
         "folder",
         "",
-        "Where compiled kernels are kept, and what was chosen. It must be yours and not writable by others, or nothing is kept. "
-        "Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
+        "Where compiled kernels are kept, and what was chosen. It must be yours and not writable by others, or nothing "
+        "is kept. Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
     ),
     Variable(
         "ARK_NVRTC",

@@ -189,7 +189,8 @@ assert "ark" in torch._dynamo.list_backends()
 from ark_torch.compile import ark
 assert not {"torch._inductor.compile_fx", "ark_torch._C"} & set(sys.modules)
 with torch.no_grad():
-    compiled = torch.compile(lambda x: torch.tanh(x) * 2 + 1, backend="ark", options={"choose": "ark", "fallback": False})
+    options = {"choose": "ark", "fallback": False}
+    compiled = torch.compile(lambda x: torch.tanh(x) * 2 + 1, backend="ark", options=options)
     x = torch.linspace(-2, 2, 20)
     torch.testing.assert_close(compiled(x), torch.tanh(x) * 2 + 1)
     try:
