@@ -59,8 +59,8 @@ struct MemoryMeeting::Slot {
 // At the head of every rank's segment.
 struct MemoryMeeting::Page {
   uint32_t stage;
-  uint32_t left;      // the step in which this rank gave up; 0: none
-  Slot slots[2];      // by the step's parity
+  uint32_t left;  // the step in which this rank gave up; 0: none
+  Slot slots[2];  // by the step's parity
   // Why it left, and the rank that it waited for.
   ErrorKind parting_kind;
   int32_t parting_peer;
@@ -183,8 +183,8 @@ void MemoryMeeting::check_there(int peer) const {
   const Page& theirs = page(peer);
   const ErrorKind kind = theirs.parting_kind;
   const int missing = theirs.parting_peer;
-  const bool third = (kind == ErrorKind::peer_lost || kind == ErrorKind::timeout) && missing >= 0 &&
-                     missing != peer && missing != options_.rank;
+  const bool third = (kind == ErrorKind::peer_lost || kind == ErrorKind::timeout) && missing >= 0 && missing != peer &&
+                     missing != options_.rank;
   throw Error(third ? kind : ErrorKind::mismatch, "rank " + std::to_string(peer) + " gave up: " + get(theirs.parting),
               ErrorContext{options_.rank, third ? missing : peer, "", 0, "Look at that rank's output."});
 }
