@@ -2,12 +2,11 @@
 #include "plan/tile.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <numeric>
 #include <utility>
 
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
+#include "plan/tile_replicas.hpp"
 
 namespace ark::plan {
 
@@ -55,28 +54,27 @@ struct Choice {
 class Cutter {
  public:
   Cutter(const Graph& graph, const std::vector<Stage>& stages, const Target& target)
-      : graph_(graph), stages_(stages), target_(target), history_(graph, stages), free_(target.workers, 0) {
+      : graph_(graph),
+        stages_(stages),
+        target_(target),
+        history_(graph, stages),
+        groups_(graph, stages, target),
+        free_(target.workers, 0) {
     cut_.queues.resize(target.workers);
     cut_.own.resize(graph.buffers().size(), false);
     bounds_.resize(stages.size());
-    find_groups();
   }
 
   Cut run() {
     for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
       if (stages_[stage].extent > 0) commit(stage, choose(stage));
     }
-    drop_unread_replicas();
+    drop_unread_replicas(graph_, stages_, cut_);
     cut_.estimated_us = *std::max_element(free_.begin(), free_.end());
     return std::move(cut_);
   }
 
  private:
-  void find_groups();
-  int root(int stage) {
-    while (group_[stage] != stage) stage = group_[stage] = group_[group_[stage]];
-    return stage;
-  }
   Choice choose(int stage);
   std::vector<Bounds> candidates(int stage);
   Choice cut_at(int stage, Bounds bounds);
@@ -84,45 +82,17 @@ class Cutter {
   void commit(int stage, const Choice& choice);
   bool handed_around(int stage) const;
   bool tiles_conflict(int stage, const Bounds& bounds) const;
-  void drop_unread_replicas();
 
   const Graph& graph_;
   const std::vector<Stage>& stages_;
   const Target& target_;
   RegionHistory history_;
+  ReplicaGroups groups_;
   Cut cut_;
-  std::vector<double> free_;                   // by worker: when its queue so far ends
-  std::vector<double> finish_;                 // by task
-  std::vector<Bounds> bounds_;                 // by stage
-  std::vector<int> group_;                     // stages that write a buffer together: replicated all or none
-  std::vector<char> may_replicate_, decided_;  // by group's root
+  std::vector<double> free_;    // by worker: when its queue so far ends
+  std::vector<double> finish_;  // by task
+  std::vector<Bounds> bounds_;  // by stage
 };
-
-void Cutter::find_groups() {
-  group_.resize(stages_.size());
-  std::iota(group_.begin(), group_.end(), 0);
-  may_replicate_.assign(stages_.size(), 1);
-  decided_.assign(stages_.size(), 0);
-  std::vector<int> writer(graph_.buffers().size(), -1);
-  const auto each_write = [&](auto&& visit) {
-    for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
-      for (const Access& access : stages_[stage].accesses) {
-        if (access.write) visit(stage, graph_.values()[access.value].buffer);
-      }
-    }
-  };
-  each_write([&](int stage, int buffer) {
-    if (writer[buffer] >= 0) group_[root(stage)] = root(writer[buffer]);
-    writer[buffer] = stage;
-  });
-  for (int stage = 0; stage < static_cast<int>(stages_.size()); ++stage) {
-    const bool collective = std::holds_alternative<CollectiveStage>(stages_[stage].body);
-    if (!stages_[stage].replicable || collective || target_.workers == 1) may_replicate_[root(stage)] = 0;
-  }
-  each_write([&](int stage, int buffer) {
-    if (graph_.buffers()[buffer].kind != Buffer::Kind::temporary) may_replicate_[root(stage)] = 0;
-  });
-}
 
 // Cuts that may be good: even ones, and those of the stages that made the inputs.
 std::vector<Bounds> Cutter::candidates(int stage) {
@@ -278,9 +248,7 @@ bool Cutter::handed_around(int stage) const {
 }
 
 Choice Cutter::choose(int stage) {
-  const int group = root(stage);
-  const bool replicated_before = decided_[group] == 2;
-  if (replicated_before) return replicate(stage);
+  if (groups_.is_replicated(stage)) return replicate(stage);
   Choice best;
   bool first = true;
   for (Bounds& bounds : candidates(stage)) {
@@ -289,11 +257,11 @@ Choice Cutter::choose(int stage) {
     if (first || choice.end < best.end - 1e-9) best = std::move(choice);
     first = false;
   }
-  if (may_replicate_[group] && decided_[group] == 0) {
+  if (groups_.may_replicate(stage)) {
     Choice replicas = replicate(stage);
     if (replicas.end <= best.end + (handed_around(stage) ? target_.wait_us : 0)) best = std::move(replicas);
   }
-  decided_[group] = best.replicas ? 2 : 1;
+  groups_.choose(stage, best.replicas);
   return best;
 }
 
@@ -324,65 +292,7 @@ void Cutter::commit(int stage, const Choice& choice) {
   history_.add(stage, indices, cut_.tasks);
 }
 
-// A replica whose copy nobody on its worker reads is not needed; one of each stage stays.
-void Cutter::drop_unread_replicas() {
-  std::vector<std::vector<char>> read(target_.workers, std::vector<char>(graph_.buffers().size(), 0));
-  std::vector<char> kept(cut_.tasks.size(), 1);
-  std::vector<int> left(stages_.size(), 0);
-  for (const Task& task : cut_.tasks) ++left[task.stage];
-  bool dropped = false;
-  for (size_t index = cut_.tasks.size(); index-- > 0;) {
-    const Task& task = cut_.tasks[index];
-    const Stage& stage = stages_[task.stage];
-    if (task.replica && left[task.stage] > 1) {
-      const bool needed = std::any_of(stage.accesses.begin(), stage.accesses.end(), [&](const Access& access) {
-        return access.write && read[task.worker][graph_.values()[access.value].buffer];
-      });
-      if (!needed) {
-        kept[index] = 0;
-        --left[task.stage];
-        dropped = true;
-        continue;
-      }
-    }
-    for (const Access& access : stage.accesses) {
-      const int buffer = graph_.values()[access.value].buffer;
-      if (!access.write && buffer >= 0) read[task.worker][buffer] = 1;
-    }
-  }
-  if (!dropped) return;
-  std::vector<Task> tasks;
-  for (Queue& queue : cut_.queues) queue.tasks.clear();
-  for (size_t index = 0; index < cut_.tasks.size(); ++index) {
-    if (!kept[index]) continue;
-    cut_.queues[cut_.tasks[index].worker].tasks.push_back(static_cast<int>(tasks.size()));
-    tasks.push_back(std::move(cut_.tasks[index]));
-  }
-  cut_.tasks = std::move(tasks);
-}
-
 }  // namespace
-
-double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
-  const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
-  double total = 0;   // of all accesses
-  double near = 0;    // of those to temporaries
-  double shared = 0;  // of those that every tile reads whole
-  for (const Access& access : stage.accesses) {
-    const Value& value = graph.values()[access.value];
-    if (value.is_literal()) continue;
-    const auto bytes = static_cast<double>(region_of(value).bytes());
-    total += bytes;
-    if (graph.buffers()[value.buffer].kind == Buffer::Kind::temporary) near += bytes;
-    if (access.axis < 0) shared += bytes;
-  }
-  // A gather touches less than its table: then the stage's own figure is all that is known.
-  if (total > 1.05 * stage.bytes) shared = 0;
-  near = std::min(near, stage.bytes);
-  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
-  const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
-  return std::max(stage.flops * part / target.flops_per_us, move) + target.task_us;
-}
 
 Cut cut_stages(const Graph& graph, const std::vector<Stage>& stages, const Target& target) {
   return Cutter(graph, stages, target).run();

@@ -15,6 +15,8 @@ void check_placements(const Plan& plan);
 void check_loads(const Plan& plan);
 // validator_order.cpp: that what touches the same bytes is ordered, within a step.
 void check_order(const Plan& plan);
+// validator_memory.cpp: part of it: own copies, and temporaries that share bytes.
+void check_memory(const Plan& plan, const Order& order);
 // validator_steps.cpp: the same across two steps of a chained plan.
 void check_steps(const Plan& plan);
 

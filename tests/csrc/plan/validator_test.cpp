@@ -6,7 +6,9 @@
 #include <string>
 
 #include "error.hpp"
-#include "plan/broken_plans.hpp"
+#include "plan/broken_memory.hpp"
+#include "plan/broken_order.hpp"
+#include "plan/broken_tiles.hpp"
 #include "plan/plan.hpp"
 #include "plan/random_stages.hpp"
 #include "plan/simulated_plan.hpp"

@@ -1,0 +1,68 @@
+// Which buffers travel as packets. See events.hpp.
+#include <cstdint>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "plan/events.hpp"
+#include "plan/region.hpp"
+#include "plan/region_history.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+// Packets double the bytes, and every reader polls them all: for vectors, not for matrices.
+constexpr int64_t most_packet_bytes = 32768;
+
+}  // namespace
+
+std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
+  const std::vector<Buffer>& buffers = plan.graph.buffers();
+  std::vector<bool> chosen(buffers.size(), false);
+  if (!plan.target.packets || plan.chained) return chosen;
+  // One stage writes the whole of it and does not read it.
+  std::vector<int> writer(buffers.size(), -1);
+  std::vector<char> plain(buffers.size(), 0);
+  for (int index = 0; index < static_cast<int>(plan.stages.size()); ++index) {
+    for (const Access& access : plan.stages[index].accesses) {
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (std::holds_alternative<CollectiveStage>(plan.stages[index].body)) plain[buffer] = 1;
+      if (access.write && std::exchange(writer[buffer], index) != -1) plain[buffer] = 1;
+      if (!access.write && writer[buffer] == index) plain[buffer] = 1;
+    }
+    for (const Access& access : plan.stages[index].accesses) {  // what is read before it is written
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
+    }
+  }
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    if (buffers[buffer].kind != Buffer::Kind::temporary || own[buffer] || buffers[buffer].bytes > most_packet_bytes) {
+      plain[buffer] = 1;
+    }
+  }
+  // And some tile reads what another worker has written.
+  RegionHistory history(plan.graph, plan.stages);
+  const auto tasks = static_cast<int>(plan.tasks.size());
+  for (int first = 0, last = 0; first < tasks; first = last) {
+    const int stage = plan.tasks[first].stage;
+    std::vector<int> indices;
+    for (; last < tasks && plan.tasks[last].stage == stage; ++last) indices.push_back(last);
+    for (const Access& access : plan.stages[stage].accesses) {
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (access.write || plain[buffer]) continue;
+      for (const int index : indices) {
+        const Task& task = plan.tasks[index];
+        if (chosen[buffer]) break;
+        history.conflicts(buffer, region_of(plan.graph, plan.stages[stage], access, task.begin, task.end), false,
+                          [&](const RegionHistory::Record&, int other) {
+                            if (plan.tasks[other].worker != task.worker) chosen[buffer] = true;
+                          });
+      }
+    }
+    history.add(stage, indices, plan.tasks);
+  }
+  return chosen;
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,30 @@
+// What a tile takes: arithmetic or movement of bytes, whichever is longer. See tile.hpp.
+#include <algorithm>
+
+#include "plan/region.hpp"
+#include "plan/tile.hpp"
+
+namespace ark::plan {
+
+double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
+  const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
+  double total = 0;   // of all accesses
+  double near = 0;    // of those to temporaries
+  double shared = 0;  // of those that every tile reads whole
+  for (const Access& access : stage.accesses) {
+    const Value& value = graph.values()[access.value];
+    if (value.is_literal()) continue;
+    const auto bytes = static_cast<double>(region_of(value).bytes());
+    total += bytes;
+    if (graph.buffers()[value.buffer].kind == Buffer::Kind::temporary) near += bytes;
+    if (access.axis < 0) shared += bytes;
+  }
+  // A gather touches less than its table: then the stage's own figure is all that is known.
+  if (total > 1.05 * stage.bytes) shared = 0;
+  near = std::min(near, stage.bytes);
+  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
+  const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
+  return std::max(stage.flops * part / target.flops_per_us, move) + target.task_us;
+}
+
+}  // namespace ark::plan
