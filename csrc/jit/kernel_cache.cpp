@@ -81,7 +81,8 @@ CachedKernel KernelCache::get(const std::string& key, const std::string& version
   }
   const UniqueFd held = lock(key);
   if (!held) return in_memory();
-  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin, source.language)) {  // another process was faster
+  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin,
+                  source.language)) {  // another process was faster
     result.origin = CachedKernel::Origin::cache;
     return result;
   }
