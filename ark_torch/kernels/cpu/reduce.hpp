@@ -53,7 +53,7 @@ struct Greatest<Floats> {
   template <class Count>
   ARK_INLINE void add(Floats x, Count lanes) {
     const Floats y = only(x, splat(-kInfinity), lanes);
-    best = (y > best) | (y != y) ? y : best;
+    best = ((y > best) | (y != y)) ? y : best;
   }
   ARK_INLINE Floats result() const {
     return splat(fold(best, [](float a, float b) { return a > b || a != a ? a : b; }));

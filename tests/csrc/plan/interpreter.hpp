@@ -110,6 +110,7 @@ inline double apply_typed(const std::string& op, const std::vector<double>& x, c
                           ScalarType to) {
   bool integers = !is_floating(to);
   for (size_t i = op == "where" ? 1 : 0; i < from.size(); ++i) integers = integers && !is_floating(from[i]);
+  if (op == "bitwise_not" && to == ScalarType::boolean) return apply("logical_not", x, true);  // as PyTorch has it
   return round_to(apply(op, x, integers), to);
 }
 
