@@ -166,7 +166,8 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") + "};");
-  to.scratch(16 * ((columns + 15) / 16 + (value_columns + 15) / 16) * 16 * 4);  // attention_scratch
+  const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
+  to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   to.line("attend<" + number(columns) + ", " + number(value_columns) + ">(context, s, " + q_at + ", " + k_at + ", " +
           v_at + ", " + mask_at + ", " + out_at + ");");
   nest.close();

@@ -1,0 +1,188 @@
+// The inner loops of attention over one block of positions: scores of query rows, then weighted sums of values.
+//
+// Two ways to compute scores, chosen by how many rows look at a block. A few rows (decoding): 16 lanes run along a
+// key's columns, keys are read once, where they lie. Many rows (prefill): the block is transposed once, 16 lanes are 16
+// positions, and each element that was loaded serves several rows. Values are taken row by row or by several rows.
+#pragma once
+
+#include "cpu/loop.hpp"
+#include "cpu/reduce.hpp"
+
+namespace ark::cpu {
+
+inline constexpr int kKeys = 64;  // positions in a block
+inline constexpr int kKeyVectors = kKeys / kLanes;
+#if defined(__AVX512F__)
+inline constexpr int kRowGroup = 4;  // query rows that share what was loaded: 16 sums in registers
+#else
+inline constexpr int kRowGroup = 2;
+#endif
+
+constexpr int padded(int columns) {
+  return (columns + kLanes - 1) / kLanes * kLanes;
+}
+
+template <class T, class Count>
+ARK_INLINE auto load_any(const T* p, int64_t stride, Count lanes) {
+  return stride == 1 ? load(p, lanes) : load_strided(p, stride, lanes);
+}
+
+// Calls body(first column, lanes) for 16 columns at a time; their number is known to the compiler.
+template <int Columns, class Body>
+ARK_INLINE void each_chunk(Body&& body) {
+  ARK_UNROLL for (int c = 0; c + kLanes <= Columns; c += kLanes) body(c, All{});
+  if constexpr (Columns % kLanes != 0) body(Columns / kLanes * kLanes, First{Columns % kLanes});
+}
+
+// Rows of keys or values; strides in elements.
+template <class T>
+struct Positions {
+  const T* first;
+  int64_t row, column;
+};
+
+// Lane i: the sum of all lanes of parts[i]. Neighbours are folded into halves, then quarters, ...
+ARK_INLINE Floats sum_each(Floats (&parts)[kLanes]) {
+#define ARK_LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
+#define ARK_HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
+#define ARK_LOW4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
+#define ARK_HIGH4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define ARK_LOW2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
+#define ARK_HIGH2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
+#define ARK_LOW1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ARK_HIGH1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define ARK_FOLD(n, size)                                                                                    \
+  ARK_UNROLL for (int i = 0; i < n; ++i) {                                                                   \
+    const Floats a = parts[2 * i], b = parts[2 * i + 1];                                                     \
+    parts[i] = __builtin_shufflevector(a, b, ARK_LOW##size) + __builtin_shufflevector(a, b, ARK_HIGH##size); \
+  }
+  ARK_FOLD(8, 8)
+  ARK_FOLD(4, 4)
+  ARK_FOLD(2, 2)
+  ARK_FOLD(1, 1)
+#undef ARK_FOLD
+#undef ARK_LOW8
+#undef ARK_HIGH8
+#undef ARK_LOW4
+#undef ARK_HIGH4
+#undef ARK_LOW2
+#undef ARK_HIGH2
+#undef ARK_LOW1
+#undef ARK_HIGH1
+  return parts[0];
+}
+
+// parts[i][j] becomes parts[j][i]: blocks of 8, 4, 2 and 1 change places.
+ARK_INLINE void transpose(Floats (&parts)[kLanes]) {
+#define ARK_EXCHANGE(size, ...)                                                       \
+  ARK_UNROLL for (int i = 0; i < kLanes; ++i) {                                       \
+    if ((i & size) != 0) continue;                                                    \
+    const Floats a = parts[i], b = parts[i + size];                                   \
+    parts[i] = __builtin_shufflevector(a, b, ARK_TAKE##size(0, 16));                  \
+    parts[i + size] = __builtin_shufflevector(a, b, ARK_TAKE##size(size, 16 + size)); \
+  }
+#define ARK_TAKE8(x, y) \
+  x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7, y, y + 1, y + 2, y + 3, y + 4, y + 5, y + 6, y + 7
+#define ARK_TAKE4(x, y) \
+  x, x + 1, x + 2, x + 3, y, y + 1, y + 2, y + 3, x + 8, x + 9, x + 10, x + 11, y + 8, y + 9, y + 10, y + 11
+#define ARK_TAKE2(x, y) \
+  x, x + 1, y, y + 1, x + 4, x + 5, y + 4, y + 5, x + 8, x + 9, y + 8, y + 9, x + 12, x + 13, y + 12, y + 13
+#define ARK_TAKE1(x, y) \
+  x, y, x + 2, y + 2, x + 4, y + 4, x + 6, y + 6, x + 8, y + 8, x + 10, y + 10, x + 12, y + 12, x + 14, y + 14
+  ARK_EXCHANGE(8)
+  ARK_EXCHANGE(4)
+  ARK_EXCHANGE(2)
+  ARK_EXCHANGE(1)
+#undef ARK_EXCHANGE
+#undef ARK_TAKE8
+#undef ARK_TAKE4
+#undef ARK_TAKE2
+#undef ARK_TAKE1
+}
+
+// A score where the mask lets the row look; what it hides may be anything, NaN as well.
+ARK_INLINE Floats masked(Floats score, Floats bias) {
+  return bias != -kInfinity ? score + bias : bias;
+}
+
+// Scores of one row; `scores` holds what the mask adds. Nothing at or past `end` is read.
+template <int Columns, class K>
+ARK_INLINE void score_row(const Positions<K>& k, int64_t key, int64_t end, const float* query, float* scores) {
+  for (int j = 0; j < kKeys; j += kLanes) {
+    const Floats bias = load(scores + j, All{});
+    if (!any_of(bias != -kInfinity)) continue;
+    Floats parts[kLanes] = {};
+    each_chunk<Columns>([&](int c, auto lanes) ARK_BODY {
+      const Floats x = load(query + c, All{});
+      ARK_UNROLL for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = key + j + i < end ? key + j + i : end - 1;
+        parts[i] += x * load_any(k.first + at * k.row + c * k.column, k.column, lanes);
+      }
+    });
+    store(scores + j, masked(sum_each(parts), bias), All{});
+  }
+}
+
+// Keys of the block, column by column.
+template <int Columns, class K>
+ARK_INLINE void transpose_keys(const Positions<K>& k, int64_t key, int64_t end, float* transposed) {
+  for (int j = 0; j < kKeys; j += kLanes)
+    each_chunk<Columns>([&](int c, auto lanes) ARK_BODY {
+      Floats parts[kLanes];
+      ARK_UNROLL for (int i = 0; i < kLanes; ++i) {
+        const int64_t at = key + j + i < end ? key + j + i : end - 1;
+        parts[i] = load_any(k.first + at * k.row + c * k.column, k.column, lanes);
+      }
+      transpose(parts);
+      ARK_UNROLL for (int i = 0; i < kLanes; ++i) store(transposed + (c + i) * kKeys + j, parts[i], All{});
+    });
+}
+
+// Scores of `Rows` rows, whose queries are padded(Columns) apart and scores kKeys.
+template <int Rows, int Columns>
+ARK_INLINE void score_rows(const float* transposed, const float* queries, float* scores) {
+  Floats total[Rows][kKeyVectors] = {};
+  for (int c = 0; c < Columns; ++c) {
+    Floats x[kKeyVectors];
+    ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) x[j] = load(transposed + c * kKeys + j * kLanes, All{});
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+      const Floats query = splat(queries[r * padded(Columns) + c]);
+      ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) total[r][j] += query * x[j];
+    }
+  }
+  ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) {
+    float* const at = scores + r * kKeys + j * kLanes;
+    store(at, masked(total[r][j], load(at, All{})), All{});
+  }
+}
+
+// sums[r] += weights[r] values for `Rows` rows, padded(Columns) apart. A position that no row looks at is not read.
+template <int Rows, int Columns, class V>
+ARK_INLINE void add_values(const Positions<V>& v, int64_t key, int64_t end, const float* weights, float* sums) {
+  constexpr int kWidth = Rows == 1 ? padded(Columns) : padded(Columns) < 4 * kLanes ? padded(Columns) : 4 * kLanes;
+  constexpr int kChunks = kWidth / kLanes;
+  for (int first = 0; first < padded(Columns); first += kWidth) {
+    Floats sum[Rows][kChunks];
+    ARK_UNROLL for (int r = 0; r < Rows; ++r)
+        ARK_UNROLL for (int i = 0; i < kChunks; ++i) if (first + i * kLanes < padded(Columns)) sum[r][i] =
+            load(sums + r * padded(Columns) + first + i * kLanes, All{});
+    for (int64_t j = 0; j < end - key; ++j) {
+      bool any = false;
+      for (int r = 0; r < Rows; ++r) any = any || weights[r * kKeys + j] != 0.0f;
+      if (!any) continue;
+      const V* value = v.first + (key + j) * v.row;
+      ARK_UNROLL for (int i = 0; i < kChunks; ++i) {
+        const int c = first + i * kLanes;
+        if (c >= Columns) continue;
+        const Floats x = c + kLanes <= Columns ? load_any(value + c * v.column, v.column, All{})
+                                               : load_any(value + c * v.column, v.column, First{Columns % kLanes});
+        ARK_UNROLL for (int r = 0; r < Rows; ++r) sum[r][i] += weights[r * kKeys + j] * x;
+      }
+    }
+    ARK_UNROLL for (int r = 0; r < Rows; ++r)
+        ARK_UNROLL for (int i = 0; i < kChunks; ++i) if (first + i * kLanes < padded(Columns))
+            store(sums + r * padded(Columns) + first + i * kLanes, sum[r][i], All{});
+  }
+}
+
+}  // namespace ark::cpu
