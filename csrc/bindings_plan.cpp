@@ -126,6 +126,7 @@ void bind_plan(py::module_& m) {
           },
           py::arg("inputs"))
       .def("json", [](const Region& self) { return to_json(self.plan()); })
+      .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })
       .def_property_readonly("name", &Region::name)
       .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; });

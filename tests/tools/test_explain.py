@@ -1,0 +1,50 @@
+"""The explain tool: what it prints and writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ark_torch.tools import explain
+
+MODEL = """
+import torch
+from torch import nn
+
+def small():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16)).requires_grad_(False), (torch.randn(3, 8),)
+
+def partly():
+    return (lambda x: torch.fft.fft(torch.tanh(x) * 2 + 1).real + 1), (torch.randn(4, 4),)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_plan_source_and_drawing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([f"{model}:small", "--output", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "layer_norm" in shown and "matmul" in shown and "temporaries:" in shown
+    (plan,) = (tmp_path / "out").glob("*.json")
+    assert {stage["kind"] for stage in json.loads(plan.read_text())["stages"]} == {"matmul", "rows"}
+    assert plan.with_suffix(".svg").read_text().startswith("<svg")
+    assert "matmul" in plan.with_suffix(".cpp").read_text()
+
+
+def test_what_falls_back_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([f"{model}:partly"]) == 1
+    assert "falls back" in capsys.readouterr().out or "Inductor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["nothing", "no_such_module:f", "{model}:absent"])
+def test_no_model(model: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([text.format(model=model)]) == 2
+    assert "explain:" in capsys.readouterr().err
