@@ -239,14 +239,11 @@ class _Builder:
             with unset_fake_temporarily():
                 lowering.run(piece.nodes, results)
             region = make_region(lowering, f"piece{number}", self._threads)
-        except (CompilerNotAvailable, Unsupported, RuntimeError) as error:
+        except (CompilerNotAvailable, Unsupported, RuntimeError, ValueError) as error:
             if not self._options.fallback:
                 raise
             log.warning("A region falls back to Inductor: %s", rest.first_line(error))
-            step = self._rest_step(number, piece, results, rest.first_line(error))
-            if self._options.choose == "measure" and lowering.graph.groups:
-                step.run = choice.Absent(step.run, lowering.graph.groups)
-            return step
+            return self._rest_step(number, piece, results, rest.first_line(error))
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
         self._report.pieces.append(told)
         for node in self._returned_views():
@@ -254,7 +251,7 @@ class _Builder:
             if root in results:
                 self._views[node] = self._view_of(root, node)
         run = region
-        if self._options.choose == "measure":
+        if self._options.choose == "measure" and not lowering.graph.groups:
             run = self._contest(lowering, region, piece, results, told)
         return Step(run, lowering.inputs, lowering.outputs)
 
@@ -276,8 +273,7 @@ class _Builder:
             told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
             log.info("%s runs on %s", told.name, told)
 
-        groups = lowering.graph.groups
-        known = None if groups else choice.recall(name)  # with others they are asked first
+        known = choice.recall(name)
         if known is not None:
             tell(known)
             if known.runs_on == "ark":
@@ -286,7 +282,7 @@ class _Builder:
         static = [i for i, node in enumerate(arguments) if node in self._static]
         run, runs_on = rest.compile_piece(extracted, static)
         run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
-        if runs_on != "inductor" and not groups:
+        if runs_on != "inductor":
             return region
         # The same call for both: Inductor's arguments picked from the region's, results in the region's order.
         used = len(lowering.inputs)
@@ -303,7 +299,7 @@ class _Builder:
         told.runs_on = "measure"
         ark = region if used == len(lowering.inputs) else lambda inputs: region(inputs[:used])
         written = [i for i, node in enumerate(lowering.inputs) if node in self._mutated]
-        return choice.Contest(name, ark, inductor, written, tell, groups)
+        return choice.Contest(name, ark, inductor, written, tell)
 
 
 def make_region(lowering: Lowering, name: str, threads: int) -> Any:

@@ -3,6 +3,9 @@
 Results of the two differ in their last bits, so the choice must not follow the noise of the clock from run to run: what
 was measured is kept in the cache folder, one small file a region, under everything that could change the answer. Files
 are made by rename, readable by their owner alone; one that does not parse counts as absent.
+
+A region with collectives is not measured, it runs on ark: ranks would have to measure together, and a graph may be
+compiled again on one rank alone.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ark_torch.compile.report import log
 Boxed = Callable[[list[Any]], Sequence[Any]]
 FORMAT = 1
 _MIN_RUNS, _MAX_RUNS, _BUDGET_S = 5, 100, 0.1
+_SMALL = 1 << 14  # elements
 
 
 @dataclass(frozen=True)
@@ -96,77 +100,43 @@ def remember(name: str, choice: Choice) -> None:
         log.info("the choice of a region is not kept: %s", error)
 
 
-class Votes:
-    """What the ranks of the groups whose collectives a region holds decide together.
+class _Rehearsal:
+    """A call's inputs for many runs: what the region writes is a copy, in the layout that it was compiled for.
 
-    They must run it on the same side, with the same number of collectives before that: an answer of one rank alone
-    (from its cache, or by its clock) would make the others wait for ever.
+    Positions and other small state are put back before every run, or a counter would walk out of its cache; of large
+    floating tensors only the values change, which nobody looks at.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
-        self._groups = groups
+    def __init__(self, inputs: Sequence[Any], mutated: Sequence[int]) -> None:
+        self._inputs = list(inputs)
+        self._again: list[tuple[Any, Any]] = []
+        for i in mutated:
+            given = inputs[i]
+            copy = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device).copy_(given)
+            if not given.is_floating_point() or given.numel() <= _SMALL:
+                self._again.append((copy, copy.clone()))
+            self._inputs[i] = copy
 
-    def largest(self, *numbers: float) -> list[float]:
-        """Each number's largest over all ranks; several groups may overlap, as in a mesh of devices."""
-        tensor = torch.tensor(numbers, dtype=torch.float64)
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp(torch.distributed.ReduceOp.MAX)
-        for _ in self._groups:
-            for group in self._groups:
-                group.allreduce([tensor], options).wait()
-        return [float(number) for number in tensor]
-
-    def recalled(self, own: Choice | None) -> Choice | None:
-        """The choice that all ranks remember, or None."""
-        unknown, ark, inductor = self.largest(
-            own is None, own is not None and own.runs_on == "ark", own is not None and own.runs_on == "inductor"
-        )
-        return own if not unknown and ark + inductor == 1 else None
-
-
-class Absent:
-    """On a rank that could not compile a region: takes part in the votes of the others, once."""
-
-    def __init__(self, run: Boxed, groups: Sequence[Any]) -> None:
-        self._run, self._votes = run, Votes(groups)
-        self._voted = False
-
-    def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        if not self._voted:
-            self._voted = True
-            self._votes.largest(1.0)
-            self._votes.recalled(Choice("inductor"))
-        return self._run(inputs)
-
-
-def _median_us(run: Boxed, inputs: list[Any], runs: int) -> float:
-    times = []
-    for _ in range(runs):
+    def seconds(self, run: Boxed) -> float:
+        for copy, was in self._again:
+            copy.copy_(was)
         begin = time.perf_counter()
-        run(list(inputs))
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times) * 1e6
+        run(list(self._inputs))
+        return time.perf_counter() - begin
 
 
-def measure(
-    ark: Boxed, inductor: Boxed, inputs: list[Any], mutated: Sequence[int], votes: Votes | None = None
-) -> Choice:
-    """Times both on the call's own inputs; those that the region writes are cloned first."""
-    inputs = list(inputs)
-    for i in mutated:
-        inputs[i] = inputs[i].clone(memory_format=torch.preserve_format)
-    begin = time.perf_counter()
-    for run in (ark, inductor, ark, inductor):
-        run(list(inputs))
-    each = (time.perf_counter() - begin) / 4
-    if votes is not None:
-        (each,) = votes.largest(each)  # the same number of runs everywhere
+def measure(ark: Boxed, inductor: Boxed, inputs: list[Any], mutated: Sequence[int]) -> Choice:
+    """Times both on the call's own inputs; those that the region writes are copied first."""
+    rehearsal = _Rehearsal(inputs, mutated)
+    each = sum(rehearsal.seconds(run) for run in (ark, inductor, ark, inductor)) / 4
     runs = max(_MIN_RUNS, min(_MAX_RUNS, int(_BUDGET_S / max(each, 1e-6))))
+
+    def median_us(run: Boxed) -> float:
+        return statistics.median(rehearsal.seconds(run) for _ in range(runs)) * 1e6
+
     # In turns, so that what else the machine does falls on both.
-    rounds = [(_median_us(ark, inputs, runs), _median_us(inductor, inputs, runs)) for _ in range(3)]
+    rounds = [(median_us(ark), median_us(inductor)) for _ in range(3)]
     ark_us, inductor_us = (min(times) for times in zip(*rounds, strict=True))
-    if votes is not None:
-        ark_us, inductor_us = votes.largest(ark_us, inductor_us)
     return Choice("ark" if ark_us <= inductor_us else "inductor", round(ark_us, 2), round(inductor_us, 2))
 
 
@@ -174,35 +144,23 @@ class Contest:
     """A region that decides at its first call, and from then on is the winner's function."""
 
     def __init__(
-        self,
-        name: str,
-        ark: Boxed,
-        inductor: Boxed,
-        mutated: Sequence[int],
-        told: Callable[[Choice], None],
-        groups: Sequence[Any] = (),
+        self, name: str, ark: Boxed, inductor: Boxed, mutated: Sequence[int], told: Callable[[Choice], None]
     ) -> None:
         self._name, self._ark, self._inductor, self._mutated, self._told = name, ark, inductor, mutated, told
-        self._votes = Votes(groups) if groups else None
         self.run: Boxed = self._first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         return self.run(inputs)
 
     def _first(self, inputs: list[Any]) -> Sequence[Any]:
-        choice = self._decide(inputs)
+        choice = recall(self._name)  # another process may have been quicker
+        if choice is None:
+            try:
+                choice = measure(self._ark, self._inductor, inputs, self._mutated)
+            except Exception as error:  # these inputs cannot be run, which the call itself says better
+                log.info("a region was not measured: %s", error)
+                return self._ark(inputs)
+            remember(self._name, choice)
         self.run = self._ark if choice.runs_on == "ark" else self._inductor
         self._told(choice)
         return self.run(inputs)
-
-    def _decide(self, inputs: list[Any]) -> Choice:
-        choice = recall(self._name)  # another process may have been quicker
-        if self._votes is not None:
-            (absent,) = self._votes.largest(0.0)
-            choice = self._votes.recalled(choice)
-            if absent:
-                return Choice("inductor")  # some rank cannot run it, for reasons of its own: nothing to remember
-        if choice is None:
-            choice = measure(self._ark, self._inductor, inputs, self._mutated, self._votes)
-            remember(self._name, choice)
-        return choice

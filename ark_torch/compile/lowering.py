@@ -108,13 +108,18 @@ class Lowering:
 
     def _declare(self, root: Node) -> None:
         operand = self.operand(root)
-        fresh = isinstance(operand, Strided) and self.graph.buffers[operand.buffer].kind == "temporary"
-        if isinstance(operand, Literal) or not fresh or operand.offset != 0 or not operand.spans_densely():
+        if isinstance(operand, Literal) or not self._is_whole_temporary(operand):
             operand = self.copy(operand, self.result(root))
         buffer = self.graph.buffers[operand.buffer]
         buffer.kind, buffer.argument = "output", len(self.outputs)
         self.outputs.append(root)
         self.graph.results.append(self.graph.read(operand))
+
+    def _is_whole_temporary(self, operand: Strided) -> bool:
+        """Not a part of one either: a result's tensor is as large as its value."""
+        buffer = self.graph.buffers[operand.buffer]
+        size = math.prod(operand.shape) * SCALAR_TYPES[operand.dtype][1]
+        return buffer.kind == "temporary" and operand.offset == 0 and operand.spans_densely() and size == buffer.bytes
 
     # Operands of nodes.
 
@@ -180,6 +185,8 @@ class Lowering:
         storage = torch.empty_strided(base.shape, base.strides, dtype=base.dtype, device="meta")
         storage = storage.as_strided(base.shape, base.strides, base.offset)
         arguments = torch.fx.node.map_arg(tuple(node.args[1:]), _no_tensor)
+        if node.target is torch.ops.aten.as_strided.default and self.graph.buffers[base.buffer].kind == "input":
+            raise Unsupported("as_strided of an argument, whose place in its storage may change from call to call")
         result = node.target(storage, *arguments, **node.kwargs)  # type: ignore[operator]
         if isinstance(result, torch.Tensor):
             return self._restrided(base, result)

@@ -14,6 +14,8 @@
 
 namespace ark::plan {
 
+static_assert(kMostOperands <= cpu::kMostOperands);
+
 namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
@@ -128,6 +130,7 @@ void CpuLoop::run(const void* const* inputs, void* const* outputs, cpu::Stamp* s
   launch.scratch_stride = memory->scratch_stride;
   launch.events = reinterpret_cast<cpu::EventCount*>(memory->events.data());
   launch.report = &memory->report;
+  memory->report.collective_ns = 0;
   launch.stamps = stamps;
   launch.step = ++memory->step;
   launch.deadline_ns =

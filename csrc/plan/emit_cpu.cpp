@@ -65,6 +65,11 @@ class CpuEmitter {
         },
         stage.body);
     scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
+    if (writer.operands().size() > kMostOperands) {
+      throw Error(ErrorKind::invalid_argument, stage.name + " (" + stage.origin + ") has " +
+                                                   std::to_string(writer.operands().size()) +
+                                                   " operands, more than a task can have");
+    }
     const std::string body = writer.body();
     auto [known, fresh] = known_.try_emplace(body, functions_.size());
     if (fresh) {
@@ -177,7 +182,7 @@ class CpuEmitter {
     out << "\nconstexpr QueueEntry kQueues[] = {\n";
     for (size_t q = 0; q < plan_.queues.size(); ++q)
       out << "    {kTasks" << q << ", " << plan_.queues[q].tasks.size() << ", kLoads" << q << ", "
-          << plan_.queues[q].loads.size() << "},\n";
+          << "std::size(kLoads" << q << ") - 1},\n";
     out << "};\nconstexpr Tables kTables{kQueues, kOperands, kWaits, kSignals, "
         << plan_.target.pages * plan_.target.page_bytes << "};\n\n}  // namespace\n\n"
         << "extern \"C\" __attribute__((visibility(\"default\"))) const PlanInfo " << kInfoSymbol << "{kAbi, "

@@ -21,6 +21,14 @@ namespace {
 
 constexpr size_t kMostNodes = 128;  // of a stage: what is longer is no layer, and drafts are tried over and over
 
+// Loads and stores; several of one value are counted several times.
+int operands_of(const RowDraft& draft) {
+  return static_cast<int>(std::count_if(draft.items.begin(), draft.items.end(), [](const RowDraft::Item& item) {
+    using Kind = RowProgram::Instruction::Kind;
+    return item.kind == Kind::load || item.kind == Kind::store;
+  }));
+}
+
 class Grouper {
  public:
   Grouper(const Graph& graph, const Dependencies& dependencies)
@@ -89,7 +97,8 @@ class Grouper {
     for (int group : merged) nodes.insert(nodes.end(), groups_[group].begin(), groups_[group].end());
     if (merged.size() < 2 || nodes.size() > kMostNodes || reaches_around(merged)) return;
     std::sort(nodes.begin(), nodes.end());
-    if (!draft_rows(graph_, dependencies_, nodes)) return;
+    const auto draft = draft_rows(graph_, dependencies_, nodes);
+    if (!draft || operands_of(*draft) > kMostOperands) return;
     const int into = *merged.begin();
     for (int node : nodes) group_of_[node] = into;
     std::set<int> before;

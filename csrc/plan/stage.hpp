@@ -83,6 +83,9 @@ struct CollectiveStage {
   int input = -1, output = -1;  // dense; may be the same value
 };
 
+// Of one stage: emitters hand operands to a task in an array of this length.
+inline constexpr int kMostOperands = 64;
+
 struct Stage {
   std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, CollectiveStage> body;
   std::vector<Access> accesses;

@@ -232,7 +232,16 @@ def comparison(low: Lowering, node: Node) -> Operand:
     dtype = promoted(node, Promotion.ALWAYS_BOOL, *node.args[:2])
     if dtype == torch.bool:
         dtype = torch.int64
-    return into_result(low, node, COMPARISONS[node.target], *(operand_as(low, a, dtype) for a in node.args[:2]))
+    operands = [operand_as(low, a, dtype) for a in node.args[:2]]
+    # A number is rounded to the type of the tensor that it is held against.
+    left, right = (a.meta["val"] if isinstance(a, Node) else a for a in node.args[:2])
+    common = torch.result_type(left, right)  # type: ignore[arg-type]
+    if common in (torch.bfloat16, torch.float16):
+        operands = [
+            o._replace(value=float(torch.tensor(o.value, dtype=common))) if isinstance(o, Literal) else o
+            for o in operands
+        ]
+    return into_result(low, node, COMPARISONS[node.target], *operands)
 
 
 @lowers(*LOGICAL)

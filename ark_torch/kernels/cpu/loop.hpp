@@ -19,6 +19,8 @@
 #include <sched.h>
 #include <time.h>
 
+#include <iterator>
+
 #include "cpu/types.hpp"
 #include "protocol/atomics.hpp"
 
@@ -33,7 +35,7 @@
 namespace ark::cpu {
 
 // Number of everything here that host and generated source must agree on.
-inline constexpr uint32_t kAbi = 1;
+inline constexpr uint32_t kAbi = 2;
 
 struct alignas(64) EventCount {
   uint64_t value;
@@ -54,6 +56,10 @@ struct alignas(64) Report {
   uint32_t failure;
   int32_t worker, task, stage, event;
   int64_t value, limit;
+  // Worker 0 is in a collective, which may wait for its peers as long as its group allows; and how long it has been in
+  // those of this step that have ended.
+  uint32_t in_collective;
+  uint64_t collective_ns;
 };
 
 // When a task began (after its waits) and ended.
@@ -179,8 +185,13 @@ ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit)
 
 inline void collective(const Context& context, int32_t node, const void* input, void* output) {
   const Launch& launch = *context.launch;
-  if (launch.collective == nullptr || !launch.collective(launch.host, node, input, output))
-    fail(launch, Failure::collective, context.worker, context.task, context.stage, -1, node, 0);
+  Report& report = *launch.report;
+  const uint64_t begin = now_ns();
+  protocol::store_release(report.in_collective, uint32_t{1});
+  const bool done = launch.collective != nullptr && launch.collective(launch.host, node, input, output);
+  protocol::store_relaxed(report.collective_ns, report.collective_ns + (now_ns() - begin));
+  protocol::store_release(report.in_collective, uint32_t{0});
+  if (!done) fail(launch, Failure::collective, context.worker, context.task, context.stage, -1, node, 0);
 }
 
 ARK_INLINE char* address_of(const Launch& launch, int worker, const Operand& operand) {
@@ -244,8 +255,16 @@ inline bool await(const Launch& launch, const WaitFor& wait, int worker, const T
       ARK_PAUSE();
       continue;
     }
-    sched_yield();
-    if (launch.deadline_ns != 0 && now_ns() > launch.deadline_ns) {
+    // A collective may take long: no need for a processor's time.
+    if (spin < 20 * kSpins) {
+      sched_yield();
+    } else {
+      const timespec pause{0, 50'000};
+      nanosleep(&pause, nullptr);
+    }
+    const Report& report = *launch.report;
+    if (protocol::load_acquire(report.in_collective) != 0) continue;
+    if (launch.deadline_ns != 0 && now_ns() > launch.deadline_ns + protocol::load_relaxed(report.collective_ns)) {
       fail(launch, Failure::deadline, worker, task.task, task.stage, wait.event,
            static_cast<int64_t>(protocol::load_relaxed(count)), static_cast<int64_t>(target));
       return false;

@@ -44,6 +44,35 @@ struct Sum {
   }
 };
 
+// In blocks, whose sums are added with what each addition rounds away (Knuth's two-sum): the error of a long sum does
+// not grow with its length.
+template <>
+struct Sum<Floats> {
+  static constexpr int kBlock = 64;
+  Floats block{}, total{}, lost{};
+  int count = 0;
+  template <class Count>
+  ARK_INLINE void add(Floats x, Count lanes) {
+    block += only(x, Floats{}, lanes);
+    if (++count == kBlock) close();
+  }
+  ARK_INLINE void close() {
+    const Floats sum = total + block;
+    const Floats part = sum - total;
+    lost += (total - (sum - part)) + (block - part);
+    total = sum;
+    block = Floats{};
+    count = 0;
+  }
+  ARK_INLINE Floats result() const {
+    Sum whole = *this;
+    whole.close();
+    // Of infinities nothing is lost, and the difference of two is a NaN.
+    const Floats lost_here = whole.lost == whole.lost ? whole.lost : Floats{};
+    return splat(sum_of(whole.total) + sum_of(lost_here));
+  }
+};
+
 // The greatest; a NaN is greater than all.
 template <class Lanes>
 struct Greatest;
