@@ -30,7 +30,8 @@ RowProgram add_one(CpuCase& made, int x, int y, int64_t rows, int64_t columns) {
     one.name = name;
     one.args = std::move(args);
     one.value = value;
-    if (kind == Kind::load || kind == Kind::store) one.strides = {columns, 1};
+    if (kind == Kind::load || kind == Kind::store)
+      one.strides = made.graph.values()[static_cast<size_t>(value)].strides;
     program.code.push_back(one);
   };
   add(Kind::load, "", {}, x);
@@ -40,9 +41,9 @@ RowProgram add_one(CpuCase& made, int x, int y, int64_t rows, int64_t columns) {
   return program;
 }
 
-// A chain of stages that each add one, cut into tiles whose events cross the workers.
+// A chain of stages that each transpose and add one: every tile of rows reads what all tiles before it wrote.
 struct Chain {
-  static constexpr int64_t kRows = 12, kColumns = 40;
+  static constexpr int64_t kRows = 24, kColumns = kRows;
   CpuCase made{1};
   int input, output;
 
@@ -52,8 +53,8 @@ struct Chain {
     int last = input;
     for (int i = 0; i < stages; ++i) {
       const int next = i + 1 == stages ? output : made.temporary(ScalarType::f32, {kRows, kColumns});
-      // Every tile reads all rows as far as events know: it waits for all tiles of the stage before.
-      made.stage(add_one(made, last, next, kRows, kColumns), {{last, -1, false}, {next, 0, true}}, kRows);
+      const int turned = made.view(last, {kRows, kColumns}, {1, kColumns});
+      made.stage(add_one(made, turned, next, kRows, kColumns), {{turned, 0, false}, {next, 0, true}}, kRows);
       last = next;
     }
   }
@@ -71,7 +72,10 @@ TEST(CpuLoopTest, ManyStepsManyCallers) {
       const void* in[] = {x.data()};
       void* out[] = {y.data()};
       loop.run(in, out);
-      for (size_t i = 0; i < x.size(); ++i) wrong += y[i] == x[i] + kStages ? 0 : 1;
+      for (int64_t i = 0; i < Chain::kRows * Chain::kColumns; ++i) {
+        const int64_t turned = i % Chain::kColumns * Chain::kColumns + i / Chain::kColumns;
+        wrong += y[static_cast<size_t>(i)] == x[static_cast<size_t>(kStages % 2 == 1 ? turned : i)] + kStages ? 0 : 1;
+      }
     }
   };
   std::vector<std::thread> callers;
