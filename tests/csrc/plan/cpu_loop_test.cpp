@@ -117,7 +117,7 @@ TEST(CpuLoopTest, IndexOutOfRangeNamesStageAndValue) {
         FAIL();
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::invalid_argument);
-        for (const std::string part :
+        for (const std::string& part :
              {"index " + std::to_string(bad), std::string("size 8"), std::string("model.py:7")})
           EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
       }
