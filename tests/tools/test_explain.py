@@ -32,7 +32,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_source_and_drawing(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([f"{model}:small", "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert "layer_norm" in shown and "matmul" in shown and "temporaries:" in shown
+    assert "layer_norm" in shown and "linear" in shown and "temporaries:" in shown
     (plan,) = (tmp_path / "out").glob("*.json")
     assert {stage["kind"] for stage in json.loads(plan.read_text())["stages"]} == {"matmul", "rows"}
     assert plan.with_suffix(".svg").read_text().startswith("<svg")
