@@ -9,10 +9,10 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
-#include <cstdlib>
 #include <string>
 #include <utility>
 #include <vector>
