@@ -59,9 +59,12 @@ struct MemoryMeeting::Slot {
 // At the head of every rank's segment.
 struct MemoryMeeting::Page {
   uint32_t stage;
-  uint32_t left;      // the step in which this rank gave up; 0: none
-  Slot slots[2];      // by the step's parity
-  char parting[256];  // why it left
+  uint32_t left;  // the step in which this rank gave up; 0: none
+  Slot slots[2];  // by the step's parity
+  // Why it left, and the rank that it waited for.
+  ErrorKind parting_kind;
+  int32_t parting_peer;
+  char parting[256];
 };
 
 MemoryMeeting::MemoryMeeting(const Options& options, Neighbourhood hood) : options_(options), hood_(std::move(hood)) {}
@@ -133,8 +136,11 @@ bool MemoryMeeting::step(const std::function<void()>& body, std::string& why) {
   } catch (const Error& error) {
     // So that who comes later does not wait for this rank.
     over_ = true;
-    put(page(options_.rank).parting, error.message());
-    protocol::store_release(page(options_.rank).left, stage_);
+    Page& own_page = page(options_.rank);
+    own_page.parting_kind = error.kind();
+    own_page.parting_peer = error.context().peer;
+    put(own_page.parting, error.message());
+    protocol::store_release(own_page.left, stage_);
     throw;
   }
   ended_ = stage_;
@@ -173,8 +179,14 @@ void MemoryMeeting::await_all() {
 void MemoryMeeting::check_there(int peer) const {
   const uint32_t left = protocol::load_acquire(page(peer).left);
   if (left == 0 || left > stage_) return;
-  throw Error(ErrorKind::mismatch, "rank " + std::to_string(peer) + " gave up: " + get(page(peer).parting),
-              ErrorContext{options_.rank, peer, "", 0, "Look at that rank's output."});
+  // It may have seen sooner than this rank that a third one is lost: the error names that one.
+  const Page& theirs = page(peer);
+  const ErrorKind kind = theirs.parting_kind;
+  const int missing = theirs.parting_peer;
+  const bool third = (kind == ErrorKind::peer_lost || kind == ErrorKind::timeout) && missing >= 0 && missing != peer &&
+                     missing != options_.rank;
+  throw Error(third ? kind : ErrorKind::mismatch, "rank " + std::to_string(peer) + " gave up: " + get(theirs.parting),
+              ErrorContext{options_.rank, third ? missing : peer, "", 0, "Look at that rank's output."});
 }
 
 void MemoryMeeting::pause(int peer) {
