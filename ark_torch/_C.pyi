@@ -105,6 +105,14 @@ def _compile_kernel(stub: str, arch: str, cached: bool = False) -> tuple[bytes, 
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""
 
+    # the timeline of all regions: path ("": none), most bytes, rank, ranks, what hears why it ends
+    @staticmethod
+    def trace(path: str, limit: int, rank: int, ranks: int, log: Callable[[str], None]) -> None: ...
+    @staticmethod
+    def trace_path() -> str: ...
+    @staticmethod
+    def flush_trace() -> None: ...
+
     class Graph:
         def __init__(self) -> None: ...
         # kind: "input", "output", "temporary"

@@ -12,6 +12,7 @@ from typing import Any
 
 _registered = False
 _failures: list[Exception] = []
+_failures_of_help: list[Exception] = []  # nobody is stopped by them
 
 
 def register() -> None:
@@ -26,12 +27,25 @@ def register() -> None:
             # A list: a string would be taken letter by letter.
             dist.Backend.register_backend("ark", _create, extended_api=True, devices=["cpu", "cuda"])
             _hide_until_named(dist.Backend)
+        _name_logs()
         _registered = True
         if _torch_is_importing() and _problem() is not None:
             # Told by _create to whoever asks for "ark", and by `import ark_torch`, which must therefore run again.
             sys.modules.pop("ark_torch", None)
     except Exception as error:
         _failures.append(error)
+
+
+def _name_logs() -> None:
+    """TORCH_LOGS="+ark": PyTorch reads the variable right after its import has called us. A help, so never a failure:
+    without it, Python's logger "ark_torch" is as good."""
+    try:
+        from torch._logging._internal import log_registry, register_log
+
+        if "ark" not in log_registry.log_alias_to_log_qnames:
+            register_log("ark", "ark_torch")
+    except Exception as error:  # a part of PyTorch that it promises nobody
+        _failures_of_help.append(error)
 
 
 def on_import() -> None:

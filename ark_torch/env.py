@@ -168,6 +168,21 @@ VARIABLES = (
         "is kept. Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
     ),
     Variable(
+        "ARK_TRACE",
+        "prefix",
+        "",
+        "A file for the timeline of compiled regions: each task and each wait of every worker, for Perfetto. Where "
+        "there are several ranks, each writes a file with its rank in the name. Unset: nothing is measured.",
+    ),
+    Variable(
+        "ARK_TRACE_MB",
+        "int",
+        64,
+        "How many MiB the timeline's file may take; steps after that are not in it.",
+        minimum=1,
+        maximum=1 << 14,
+    ),
+    Variable(
         "ARK_NVRTC",
         "path",
         "",
@@ -192,6 +207,8 @@ class Settings:
     buffer_mb: int
     reduction: str
     cache: str
+    trace: str
+    trace_mb: int
     nvrtc: str
 
 

@@ -3,9 +3,11 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "compile/region.hpp"
+#include "plan/trace.hpp"
 #include "process_group/translate.hpp"
 
 namespace py = pybind11;
@@ -114,6 +116,23 @@ void bind_plan(py::module_& m) {
       .def(
           "output", [](GraphBuilder& self, int value) { self.results.push_back(value); }, py::arg("value"),
           "The value is the next result; it spans an output buffer.");
+
+  plan.def(
+      "trace",
+      [](const std::string& path, int64_t limit, int rank, int ranks, std::function<void(const std::string&)> log) {
+        py::gil_scoped_release no_gil;
+        ark::with_torch_errors([&] { Trace::configure({path, limit, rank, ranks, std::move(log)}); });
+      },
+      py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
+      "Writes a timeline of all regions' steps from now on; an empty path ends it.");
+  plan.def("trace_path", [] {
+    const Trace* trace = Trace::current();
+    return trace == nullptr ? std::string() : trace->path();
+  });
+  plan.def("flush_trace", [] {
+    py::gil_scoped_release no_gil;
+    Trace::flush_current();
+  });
 
   using ark::compile::Region;
   py::class_<Region>(plan, "Region")

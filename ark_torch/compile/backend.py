@@ -20,7 +20,16 @@ from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, reason_against
 from ark_torch.compile.options import Options
-from ark_torch.compile.report import Fallback, GraphReport, PieceReport, Report, fallback_of, log, operators_of
+from ark_torch.compile.report import (
+    Fallback,
+    GraphReport,
+    PieceReport,
+    Report,
+    fallback_of,
+    log,
+    operators_of,
+    title_of,
+)
 from ark_torch.errors import CompilerNotAvailable, UnsupportedGraph
 
 TRAINS = (
@@ -194,6 +203,7 @@ class _Builder:
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
         self._outputs: list[Any] = list(output.args[0])
         self._views: dict[Node, Strided] = {}
+        self._title = title_of(graph_module)
 
     def build(self) -> Callable[..., Any]:
         steps = []
@@ -238,7 +248,7 @@ class _Builder:
         try:
             with unset_fake_temporarily():
                 lowering.run(piece.nodes, results)
-            region = make_region(lowering, f"piece{number}", self._threads)
+            region = make_region(lowering, f"{self._title} {number}", self._threads)
         except (CompilerNotAvailable, Unsupported, RuntimeError, ValueError) as error:
             if not self._options.fallback:
                 raise
@@ -305,11 +315,13 @@ class _Builder:
 def make_region(lowering: Lowering, name: str, threads: int) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads."""
     from ark_torch import _C, _jit
+    from ark_torch.compile import trace
 
     plan = getattr(_C, "plan", None)
     if plan is None:
         raise CompilerNotAvailable("the extension of this ark_torch was built without the plan compiler")
     _jit.configure()
+    trace.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
     return plan.Region(graph, name, {"threads": threads, "groups": lowering.graph.groups})

@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import GraphModule, Node
 
 from ark_torch.compile import analysis
 
@@ -103,6 +104,21 @@ class Report:
         lines = [f"graph {i}: {graph}" for i, graph in enumerate(self.graphs)]
         lines += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks if reason]
         return "\n".join(lines)
+
+
+def title_of(graph_module: GraphModule) -> str:
+    """What regions are called in profiles, timelines and errors: file and function that were compiled, and which of
+    torch._dynamo's graphs it is: "ark::model.forward[0/0]", to which the number of the piece comes."""
+    function = "graph"
+    for node in graph_module.graph.nodes:
+        frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+        outermost = next((line for line in frames if line.startswith('File "')), "")
+        if ", in " in outermost:
+            file = outermost[6:].partition('"')[0].rpartition("/")[2].removesuffix(".py")
+            function = f"{file}.{outermost.rpartition(', in ')[2]}"
+            break
+    compiling = torch._guards.CompileContext.current_compile_id()
+    return f"ark::{function}" + (f"[{compiling}]" if compiling is not None else "")
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:

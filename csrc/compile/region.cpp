@@ -184,6 +184,22 @@ void Region::check_overlaps(const std::vector<void*>& pointers) const {
   }
 }
 
+// A step that fails is in the trace too, as far as it came.
+void Region::run_traced(plan::Trace& trace, const void* const* inputs, void* const* outputs) {
+  std::call_once(traced_once_, [this] { traced_ = std::make_shared<const plan::TracedPlan>(plan_, options_.name); });
+  plan::StepStamps stamps;
+  const int lane = trace.enter();
+  const uint64_t begin = cpu::now_ns();
+  const auto leave = [&] { trace.leave(lane, traced_, std::move(stamps), begin, cpu::now_ns()); };
+  try {
+    kernel_->run(inputs, outputs, &stamps);
+  } catch (...) {
+    leave();
+    throw;
+  }
+  leave();
+}
+
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   RECORD_FUNCTION(options_.name, {});
   check(inputs);
@@ -200,7 +216,10 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
     results.push_back(outputs.back().data_ptr());
   }
   try {
-    kernel_->run(pointers.data(), results.data());
+    if (plan::Trace* trace = plan::Trace::current(); trace != nullptr)
+      run_traced(*trace, pointers.data(), results.data());
+    else
+      kernel_->run(pointers.data(), results.data());
   } catch (const Error&) {
     if (collective_failure) std::rethrow_exception(std::exchange(collective_failure, nullptr));
     throw;

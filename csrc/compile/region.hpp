@@ -15,6 +15,7 @@
 
 #include "plan/cpu_loop.hpp"
 #include "plan/plan.hpp"
+#include "plan/trace.hpp"
 
 namespace ark::compile {
 
@@ -47,6 +48,7 @@ class Region {
   };
   void check(const std::vector<at::Tensor>& inputs) const;
   void check_overlaps(const std::vector<void*>& pointers) const;
+  void run_traced(plan::Trace& trace, const void* const* inputs, void* const* outputs);
   Spec spec_of(int value) const;
   void add_collective(int node, const plan::CollectiveStage& ends);
   static bool run_collective(void* region, int32_t node, const void* input, void* output);
@@ -56,6 +58,8 @@ class Region {
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
   bool mutates_ = false;
+  std::once_flag traced_once_;
+  std::shared_ptr<const plan::TracedPlan> traced_;                                   // made when a trace asks for it
   std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by node
 };
 

@@ -93,7 +93,13 @@ void CpuLoop::set_collective(Collective collective, void* host) {
   collective_host_ = host;
 }
 
-void CpuLoop::run(const void* const* inputs, void* const* outputs, cpu::Stamp* stamps) {
+void CpuLoop::run(const void* const* inputs, void* const* outputs, StepStamps* stamps) {
+  if (stamps != nullptr) {
+    size_t waits = 1;  // never nullptr
+    for (const Task& task : plan_.tasks) waits += task.waits.size();
+    stamps->tasks.assign(plan_.tasks.size(), {});
+    stamps->wait_ends.assign(waits, 0);
+  }
   std::unique_ptr<Memory> memory;
   {
     const std::lock_guard lock(mutex_);
@@ -131,7 +137,10 @@ void CpuLoop::run(const void* const* inputs, void* const* outputs, cpu::Stamp* s
   launch.events = reinterpret_cast<cpu::EventCount*>(memory->events.data());
   launch.report = &memory->report;
   memory->report.collective_ns = 0;
-  launch.stamps = stamps;
+  if (stamps != nullptr) {
+    launch.stamps = stamps->tasks.data();
+    launch.wait_ends = stamps->wait_ends.data();
+  }
   launch.step = ++memory->step;
   launch.deadline_ns =
       timeout_.count() == 0 ? 0 : cpu::now_ns() + static_cast<uint64_t>(std::chrono::nanoseconds(timeout_).count());

@@ -18,6 +18,12 @@
 
 namespace ark::plan {
 
+// When everything of a step happened, of CLOCK_MONOTONIC. 0: it did not.
+struct StepStamps {
+  std::vector<cpu::Stamp> tasks;    // by task
+  std::vector<uint64_t> wait_ends;  // by place in the plan: the waits of its tasks, one after the other
+};
+
 class CpuLoop {
  public:
   // Throws Error(invalid_argument) for what the CPU target cannot run, Error(system) for what the compiler says.
@@ -26,8 +32,8 @@ class CpuLoop {
 
   // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: invalid_argument (an
   // index out of range), timeout (a wait that took longer than the limit), aborted. Any thread may call.
-  // `stamps`, where given, has a place for each task.
-  void run(const void* const* inputs, void* const* outputs, cpu::Stamp* stamps = nullptr);
+  // `stamps`, where given, is filled in.
+  void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
 
   // Makes the steps that run now end with Error(aborted).
   void abort();

@@ -34,6 +34,8 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_SPIN_US": "auto",
         "ARK_DISPATCH": str(table),
         "ARK_CACHE": str(tmp_path / "new" / "kernels"),
+        "ARK_TRACE": str(tmp_path / "trace.json"),
+        "ARK_TRACE_MB": "8",
         "ARK_NVRTC": str(table),
         "ARK_BUFFER_MB": "64",
         "ARK_REDUCTION": "fast",
@@ -52,6 +54,8 @@ def test_good_values(tmp_path: Path) -> None:
         64,
         "fast",
         values["ARK_CACHE"],
+        values["ARK_TRACE"],
+        8,
         str(table),
     )
     assert env.read(values) == expected
@@ -75,6 +79,8 @@ BAD = [
     ("ARK_DISPATCH", "/no/such/table.json", "the path of a readable file"),
     ("ARK_CACHE", "/dev/null", "the path of a folder"),
     ("ARK_CACHE", "/dev/null/kernels", "the path of a folder"),
+    ("ARK_TRACE", "/no/such/folder/trace.json", "its folder must exist"),
+    ("ARK_TRACE_MB", "0", "from 1 to 16384"),
     ("ARK_NVRTC", "/no/such/libnvrtc.so.13", "the path of a readable file"),
     ("ARK_BUFFER_MB", "-1", "from 0 to 1048576"),
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),

@@ -35,7 +35,7 @@
 namespace ark::cpu {
 
 // Number of everything here that host and generated source must agree on.
-inline constexpr uint32_t kAbi = 2;
+inline constexpr uint32_t kAbi = 3;
 
 struct alignas(64) EventCount {
   uint64_t value;
@@ -62,9 +62,9 @@ struct alignas(64) Report {
   uint64_t collective_ns;
 };
 
-// When a task began (after its waits) and ended.
+// When a worker came to a task, began it (after its waits) and ended it; of CLOCK_MONOTONIC.
 struct Stamp {
-  uint64_t begin_ns, end_ns;
+  uint64_t came_ns, begin_ns, end_ns;
 };
 
 struct Launch {
@@ -80,6 +80,7 @@ struct Launch {
   EventCount* events;
   Report* report;
   Stamp* stamps;         // by task; nullptr: not asked for
+  uint64_t* wait_ends;   // by place in the table of waits; there when stamps are
   uint64_t step;         // from 1
   uint64_t deadline_ns;  // of CLOCK_MONOTONIC; 0: none
   // Runs the collective of a node of the graph on the thread that called; false: it failed.
@@ -273,27 +274,39 @@ inline bool await(const Launch& launch, const WaitFor& wait, int worker, const T
   return true;
 }
 
-inline void run_worker(const Launch& launch, const Tables& tables, int worker) {
+// Stamps cost a clock's reading at each turn; without them the loop has no trace of them.
+template <bool stamped>
+inline void run_queue(const Launch& launch, const Tables& tables, int worker) {
   const QueueEntry& queue = tables.queues[worker];
   Fetcher fetcher(launch, queue, worker, tables.fetch_ahead);
   Context context{&launch, launch.scratch + worker * launch.scratch_stride, worker, -1, -1};
   char* p[kMostOperands];
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = queue.tasks[position];
+    if constexpr (stamped) launch.stamps[task.task].came_ns = now_ns();
     fetcher.reached(position);
-    for (int i = 0; i < task.wait_count; ++i)
+    for (int i = 0; i < task.wait_count; ++i) {
       if (!await(launch, tables.waits[task.waits + i], worker, task, fetcher)) return;
+      if constexpr (stamped) launch.wait_ends[task.waits + i] = now_ns();
+    }
     if (aborted(launch)) return;
     for (int i = 0; i < task.operand_count; ++i) p[i] = address_of(launch, worker, tables.operands[task.operands + i]);
     context.task = task.task;
     context.stage = task.stage;
-    const uint64_t begin = launch.stamps != nullptr ? now_ns() : 0;
+    if constexpr (stamped) launch.stamps[task.task].begin_ns = now_ns();
     task.function(context, p, task.begin, task.end);
-    if (launch.stamps != nullptr) launch.stamps[task.task] = {begin, now_ns()};
+    if constexpr (stamped) launch.stamps[task.task].end_ns = now_ns();
     if (aborted(launch)) return;
     for (int i = 0; i < task.signal_count; ++i)
       protocol::add_ordered(launch.events[tables.signals[task.signals + i]].value, uint64_t{1});
   }
+}
+
+inline void run_worker(const Launch& launch, const Tables& tables, int worker) {
+  if (launch.stamps != nullptr)
+    run_queue<true>(launch, tables, worker);
+  else
+    run_queue<false>(launch, tables, worker);
 }
 
 }  // namespace ark::cpu

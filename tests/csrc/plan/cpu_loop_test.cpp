@@ -84,17 +84,29 @@ TEST(CpuLoopTest, ManyStepsManyCallers) {
   EXPECT_EQ(wrong, 0);
 }
 
-TEST(CpuLoopTest, StampsOfEveryTask) {
+TEST(CpuLoopTest, StampsOfEveryTaskAndWait) {
   Chain chain(3);
   CpuLoop loop(chain.made.plan(2), cpu_compiler());
-  std::vector<cpu::Stamp> stamps(loop.plan().tasks.size());
   std::vector<float> x(Chain::kRows * Chain::kColumns), y(x.size());
   const void* in[] = {x.data()};
   void* out[] = {y.data()};
-  loop.run(in, out, stamps.data());
-  for (const cpu::Stamp& one : stamps) {
-    EXPECT_GT(one.begin_ns, 0u);
-    EXPECT_GE(one.end_ns, one.begin_ns);
+  StepStamps stamps;
+  for (int again = 0; again < 2; ++again) {
+    loop.run(in, out, &stamps);
+    ASSERT_EQ(stamps.tasks.size(), loop.plan().tasks.size());
+    size_t wait = 0;
+    for (size_t i = 0; i < stamps.tasks.size(); ++i) {
+      const cpu::Stamp& one = stamps.tasks[i];
+      EXPECT_GT(one.came_ns, 0u);
+      uint64_t last = one.came_ns;
+      for (size_t w = 0; w < loop.plan().tasks[i].waits.size(); ++w, ++wait) {
+        EXPECT_GE(stamps.wait_ends[wait], last);
+        last = stamps.wait_ends[wait];
+      }
+      EXPECT_GE(one.begin_ns, last);
+      EXPECT_GE(one.end_ns, one.begin_ns);
+    }
+    EXPECT_GT(wait, 0u);
   }
 }
 

@@ -1,0 +1,71 @@
+"""One step of a timeline as a drawing (SVG): a lane a worker, tasks coloured by kind, waits in grey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from ark_torch.tools._trace_files import Slice, Step
+
+WIDTH, MARGIN, TOP, LANE = 1400, 110, 58, 34
+COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
+WAIT = "#d3d3d3"
+
+
+def _colours(slices: Sequence[Slice]) -> dict[str, str]:
+    kinds = dict.fromkeys(one.kind for one in slices if one.kind != "wait")
+    return {kind: COLOURS[min(i, len(COLOURS) - 1)] for i, kind in enumerate(kinds)} | {"wait": WAIT}
+
+
+def _slice(one: Slice, x: float, y: float, width: float, colour: str) -> str:
+    told = f"{one.name}: {one.length:.2f} us"
+    if origin := one.arguments.get("origin"):
+        told += f", {origin}, {one.arguments['tile']}"
+    text = (
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.3):.2f}" height="{LANE - 6}" fill="{colour}" '
+        f'stroke="white" stroke-width="0.3"><title>{escape(told)}</title></rect>\n'
+    )
+    room = int(width / 5.6)
+    if room >= 5:
+        name = one.name if len(one.name) <= room else one.name[: room - 1] + "…"
+        text += (
+            f'<text x="{x + 3:.1f}" y="{y + 17:.1f}" font-size="10" pointer-events="none" '
+            f'fill="{"#555" if one.kind == "wait" else "white"}">{escape(name)}</text>\n'
+        )
+    return text
+
+
+def draw(steps: Sequence[Step]) -> str:
+    """Steps of several ranks share one axis, which begins with the first and ends with the last."""
+    begin, end = min(step.begin for step in steps), max(step.end for step in steps)
+    scale = (WIDTH - MARGIN - 12) / max(end - begin, 1e-3)
+    colours = _colours([one for step in steps for one in step.slices])
+    lanes = sum(step.workers for step in steps)
+    height = TOP + lanes * LANE + 28
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
+    ]
+    tasks = sum(one.kind != "wait" for step in steps for one in step.slices)
+    title = f"{steps[0].region}: one step, {end - begin:.0f} us, {tasks} tasks"
+    out.append(f'<text x="8" y="18" font-size="14">{escape(title)}</text>\n')
+    x = float(MARGIN)
+    for kind, colour in colours.items():
+        out.append(f'<rect x="{x:.0f}" y="30" width="12" height="12" fill="{colour}"/>')
+        out.append(f'<text x="{x + 16:.0f}" y="40">{escape(kind)}</text>\n')
+        x += 40 + 7 * len(kind)
+    y = TOP
+    several = len({step.rank for step in steps}) > 1
+    for step in steps:
+        for worker in range(step.workers):
+            label = f"rank {step.rank}, worker {worker}" if several else f"worker {worker}"
+            out.append(f'<text x="6" y="{y + 18}">{label}</text>\n')
+            for one in step.slices:
+                if one.worker == worker:
+                    place = MARGIN + (one.begin - begin) * scale
+                    out.append(_slice(one, place, y, one.length * scale, colours[one.kind]))
+            y += LANE
+    for tick in range(11):
+        x = MARGIN + (WIDTH - MARGIN - 12) * tick / 10
+        out.append(f'<text x="{x:.0f}" y="{y + 16}" text-anchor="middle">{(end - begin) * tick / 10:.0f} us</text>\n')
+    return "".join([*out, "</svg>\n"])

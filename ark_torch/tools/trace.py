@@ -1,0 +1,101 @@
+"""Timelines that ARK_TRACE made: `python -m ark_torch.tools.trace FILE...`.
+
+Tells for every region how long its steps took and what the workers did meanwhile. Files of several ranks are put on one
+clock; --output keeps them as one file for Perfetto (https://ui.perfetto.dev), --picture draws one step. Exit code: 0,
+or 2 when a file is no timeline or holds no step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ark_torch.tools._trace_files import Step, merge, read, steps_of
+from ark_torch.tools._trace_picture import draw
+
+
+def summary(region: str, steps: Sequence[Step]) -> Iterator[str]:
+    """Times are microseconds of all workers together, a step's mean; shares are of the workers' time in steps."""
+    lengths = sorted(step.length for step in steps)
+    ranks = len({step.rank for step in steps})
+    yield (
+        f"{region}: {len(steps)} steps on {ranks} rank(s), {max(step.workers for step in steps)} workers; a step takes "
+        f"{lengths[0]:.1f} us at least, {statistics.median(lengths):.1f} in the middle, {lengths[-1]:.1f} at most"
+    )
+    whole = sum(step.length * step.workers for step in steps) / len(steps)
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    waited: dict[str, float] = defaultdict(float)
+    estimated: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for one in step.slices:
+            by_kind[one.kind].append(one.length)
+            estimated[one.kind] += one.arguments.get("estimated_us", 0.0)
+            if one.kind == "wait":
+                waited[one.name] += one.length
+    waiting = sum(by_kind.pop("wait", [])) / len(steps)
+    busy = sum(map(sum, by_kind.values())) / len(steps)
+    yield f"  busy {busy / whole:.1%}, waiting {waiting / whole:.1%}, between tasks {1 - (busy + waiting) / whole:.1%}"
+    yield f"  {'kind':<14} {'tasks':>7} {'us':>10} {'share':>7} {'estimated us':>13}"
+    for kind, times in sorted(by_kind.items(), key=lambda item: -sum(item[1])):
+        each = sum(times) / len(steps)
+        shown = (
+            f"{len(times) / len(steps):>7.0f} {each:>10.1f} {each / whole:>7.1%} {estimated[kind] / len(steps):>13.1f}"
+        )
+        yield f"  {kind:<14} {shown}"
+    for name, total in sorted(waited.items(), key=lambda item: -item[1])[:5]:
+        yield f"  {name}: {total / len(steps):.1f} us"
+
+
+def choose(steps: Sequence[Step], number: int | None) -> list[Step]:
+    """The steps to draw: the one asked for, or the middling one of the region that took most; of all ranks."""
+    by_region: dict[str, list[Step]] = defaultdict(list)
+    for step in steps:
+        by_region[step.region].append(step)
+    most = max(by_region.values(), key=lambda some: sum(step.length for step in some))
+    mine = [step for step in most if step.rank == most[0].rank]
+    if number is None:
+        later = mine[len(mine) // 4 :]  # the first ones warm up
+        one = sorted(later, key=lambda step: step.length)[len(later) // 2]
+    else:
+        one = mine[number]
+    others: dict[int, Step] = {}
+    for step in most:
+        if step.rank != one.rank and step.begin < one.end and one.begin < step.end:
+            others.setdefault(step.rank, step)
+    return sorted([one, *others.values()], key=lambda step: step.rank)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m ark_torch.tools.trace", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what ARK_TRACE named, of every rank")
+    parser.add_argument("--output", type=Path, help="one file of all, on one clock")
+    parser.add_argument("--picture", type=Path, help="a drawing (SVG) of one step")
+    parser.add_argument("--step", type=int, help="which step to draw, from 0 (default: a typical one)")
+    chosen = parser.parse_args(argv)
+    try:
+        merged = merge([read(path) for path in chosen.files])
+        steps = steps_of(merged)
+        if not steps:
+            raise ValueError("there is no step in it; did the program end before its first call?")
+        drawn = choose(steps, chosen.step) if chosen.picture is not None else []
+    except (OSError, ValueError, IndexError) as error:
+        print(f"trace: {error}", file=sys.stderr)
+        return 2
+    for region in dict.fromkeys(step.region for step in steps):
+        print("\n".join(summary(region, [step for step in steps if step.region == region])))
+    if chosen.output is not None:
+        chosen.output.write_text(json.dumps(merged), encoding="utf-8")
+    if chosen.picture is not None:
+        chosen.picture.write_text(draw(drawn), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""ARK_TRACE: what is in the timeline, how large it gets, and what the tool makes of it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+
+import ark_torch
+from ark_torch import _C
+from ark_torch.compile import trace
+from ark_torch.tools import trace as tool
+from ark_torch.tools._trace_files import merge, read, steps_of
+
+pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with monkeypatch.context() as patch:
+        patch.setenv("ARK_TRACE", str(tmp_path / "trace.json"))
+        yield tmp_path / "trace.json"
+    trace.configure()
+    assert _C.plan.trace_path() == ""
+
+
+def run(compiled: Any, steps: int = 3) -> dict[str, Any]:
+    """Decoding steps of a small Llama on two workers; the plan of its region."""
+    model = models.Llama(models.Config()).eval()
+    call, report = compiled(model, threads=2)
+    for position in range(steps):
+        call(torch.tensor([[1]]), torch.tensor([position % 32]))
+    _C.plan.flush_trace()
+    (region,) = report.regions
+    plan: dict[str, Any] = json.loads(region.plan_json)
+    return plan
+
+
+def test_every_task_of_every_step(file: Path, compiled: Any) -> None:
+    plan = run(compiled, steps=3)
+    steps = steps_of(merge([read(file)]))
+    assert [step.region for step in steps] == ["ark::models.forward[0/0] 0"] * 3
+    kinds = [stage["kind"] for stage in plan["stages"]]
+    for step in steps:
+        tasks = {one.arguments["task"]: one for one in step.slices if one.kind != "wait"}
+        assert len(tasks) == len(plan["tasks"]) == sum(one.kind != "wait" for one in step.slices)
+        for number, planned in enumerate(plan["tasks"]):
+            one = tasks[number]
+            assert (one.kind, one.worker) == (kinds[planned["stage"]], planned["worker"])
+            assert one.arguments["origin"] == plan["stages"][planned["stage"]]["origin"]
+            assert step.begin <= one.begin and one.end <= step.end + 1e-3
+        # A worker does one thing at a time, in the order of its queue.
+        for worker, queue in enumerate(plan["queues"]):
+            mine = [one for one in step.slices if one.worker == worker]
+            in_time = sorted(mine, key=lambda one: one.begin)
+            assert all(a.end <= b.begin + 1e-3 for a, b in itertools.pairwise(in_time))
+            assert [one.arguments["task"] for one in in_time if one.kind != "wait"] == queue["tasks"]
+        for wait in (one for one in step.slices if one.kind == "wait"):
+            event, signaller = wait.arguments["event"], wait.arguments["of_task"]
+            assert event in plan["tasks"][wait.arguments["before_task"]]["waits"]
+            assert event in plan["tasks"][signaller]["signals"]
+            assert tasks[signaller].end <= wait.end + 1e-3  # what was waited for had ended
+            assert wait.name == "wait for " + tasks[signaller].name
+    names = {one.name for one in steps[0].slices}
+    assert "matmul layers.0.attn.wq" in names, names
+
+
+def test_regions_and_models_share_a_file(file: Path, compiled: Any) -> None:
+    run(compiled, steps=1)
+    call, _ = compiled(models.ResidualBlock().eval(), minimum=1)
+    call(torch.randn(1, 8, 5, 5))
+    _C.plan.flush_trace()
+    regions = {step.region for step in steps_of(merge([read(file)]))}
+    assert len(regions) > 1 and all(region.startswith("ark::models.forward[") for region in regions), regions
+
+
+def test_bounded(file: Path, compiled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ARK_TRACE_MB", "1")
+    with caplog.at_level("WARNING", logger="ark_torch.compile"):
+        run(compiled, steps=150)
+    assert 0 < file.stat().st_size <= 1 << 20
+    steps = steps_of(merge([read(file)]))  # still whole
+    assert 10 < len(steps) < 150
+    (said,) = [record.message for record in caplog.records if "trace" in record.message]
+    assert "has reached 1 MiB (ARK_TRACE_MB)" in said
+
+
+def test_off_writes_nothing(tmp_path: Path, compiled: Any) -> None:
+    run(compiled, steps=1)
+    assert _C.plan.trace_path() == "" and not list(tmp_path.glob("*.json"))
+
+
+def test_a_failed_step_is_in_it(file: Path, compiled: Any) -> None:
+    call, _ = compiled(lambda table, index: table[index] * 2 + 1)
+    with pytest.raises(ValueError, match="out of range"):
+        call(torch.ones(4, 3), torch.tensor([9]))
+    _C.plan.flush_trace()
+    assert len(steps_of(merge([read(file)]))) == 1
+
+
+def test_a_file_that_cannot_be_written(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "folder").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setenv("ARK_TRACE", str(tmp_path / "folder"))
+        with caplog.at_level("WARNING", logger="ark_torch.compile"):
+            run(compiled, steps=2)  # works all the same
+        assert any("cannot write the trace" in record.message for record in caplog.records)
+    trace.configure()
+
+
+def test_processes_do_not_share_a_file(file: Path, compiled: Any) -> None:
+    run(compiled, steps=1)
+    before = file.read_bytes()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        try:
+            path = _C.plan.trace_path()
+            os._exit(0 if path == f"{file}.{os.getpid()}" and Path(path).exists() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert file.read_bytes() == before
+
+
+def test_names_of_ranks() -> None:
+    assert trace.file_of("/a/trace.json", 0, 1) == "/a/trace.json"
+    assert trace.file_of("/a/trace.json", 3, 4) == "/a/trace.rank3.json"
+    assert trace.file_of("/a/trace", 3, 4) == "/a/trace.rank3.json"
+
+
+def test_tool(file: Path, compiled: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(compiled, steps=5)
+    picture, merged = tmp_path / "step.svg", tmp_path / "merged.json"
+    assert tool.main([str(file), "--picture", str(picture), "--output", str(merged)]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "ark::models.forward[0/0] 0: 5 steps on 1 rank(s), 2 workers" in said and "waiting" in said and "matmul" in said
+    )
+    tree = xml.etree.ElementTree.parse(picture)
+    assert len(tree.findall("{http://www.w3.org/2000/svg}rect")) > 50
+    assert tool.main([str(tmp_path / "no.json")]) == 2
+    file.write_text("{}")
+    assert tool.main([str(file)]) == 2
+
+
+def test_ranks_of_several_machines_share_a_clock(file: Path, compiled: Any) -> None:
+    run(compiled, steps=2)
+    one = read(file)
+    other = json.loads(json.dumps(one))
+    other["otherData"].update(rank=1, boot="another", monotonic_ns=one["otherData"]["monotonic_ns"] + 5_000_000)
+    for event in other["traceEvents"]:
+        if "ts" in event:
+            event["ts"] += 5000  # the same moments by a clock that is ahead
+    steps = steps_of(merge([one, other]))
+    assert [step.rank for step in steps].count(1) == 2
+    first = {step.rank: step.begin for step in reversed(steps)}
+    assert abs(first[0] - first[1]) < 0.01
+
+
+def test_profiler_names_the_region(compiled: Any) -> None:
+    model = models.Llama(models.Config()).eval()
+    call, _ = compiled(model)
+    call(torch.tensor([[1]]), torch.tensor([0]))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for position in range(3):
+            call(torch.tensor([[1]]), torch.tensor([position % 32]))
+    (event,) = [event for event in profile.key_averages() if event.key == "ark::models.forward[0/0] 0"]
+    assert event.count == 3
+
+
+def test_explain_takes_the_same_name() -> None:
+    model = models.Decoder().eval()
+    report = ark_torch.explain(model, torch.zeros(1, 4, dtype=torch.int64), ark_options={"choose": "ark"})
+    assert report.regions[0].region.name.startswith("ark::models.forward[")
