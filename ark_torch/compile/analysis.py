@@ -31,6 +31,13 @@ _CONSTANTS = frozenset(
         aten.new_zeros.default,
         aten.new_ones.default,
         aten.new_full.default,
+        # Memory that nobody has written may hold anything, zeros too.
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_permuted.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
     }
 )
 
@@ -136,9 +143,10 @@ def has_order_of_its_own(node: Node) -> bool:
 def waits(needed: Iterable[Node]) -> dict[Node, Node]:
     """Of each node that waits for a collective: the collective."""
     return {
-        node: _node(node.args[0])
+        node: started
         for node in needed
-        if node.target is torch.ops._c10d_functional.wait_tensor.default and not is_free(_node(node.args[0]))
+        if node.target is torch.ops._c10d_functional.wait_tensor.default
+        and not is_free(started := producer_of(root_of(_node(node.args[0]))))
     }
 
 

@@ -59,7 +59,8 @@ def _maker(node: Node) -> Callable[[list[Any]], Any]:
     target, arguments, keywords = node.target, node.args, node.kwargs
     if any(isinstance(argument, Node) for argument in node.args):  # full_like: of what, does not matter
         value = node.meta["val"]
-        fill: Any = node.args[-1] if "full" in str(target) else 0 if "zeros" in str(target) else 1
+        name = str(target)
+        fill: Any = node.args[-1] if "full" in name else 1 if "ones" in name else 0
         shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
         return lambda env: torch.empty_strided(shape, strides, dtype=dtype).fill_(fill)
     return lambda env: target(*arguments, **keywords)  # type: ignore[operator]

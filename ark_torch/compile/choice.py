@@ -2,7 +2,7 @@
 
 Results of the two differ in their last bits, so the choice must not follow the noise of the clock from run to run: what
 was measured is kept in the cache folder, one small file a region, under everything that could change the answer. Files
-are made by rename, readable by their owner alone; one that does not parse counts as absent.
+appear whole, the first one stays, readable by their owner alone; one that does not parse counts as absent.
 
 A region with collectives is not measured, it runs on ark: ranks would have to measure together, and a graph may be
 compiled again on one rank alone.
@@ -10,6 +10,7 @@ compiled again on one rank alone.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -79,11 +80,12 @@ def recall(name: str) -> Choice | None:
         return None
 
 
-def remember(name: str, choice: Choice) -> None:
-    """Best effort: without a cache folder every run measures for itself."""
+def remember(name: str, choice: Choice) -> Choice:
+    """What holds from now on: what another process has written meanwhile, or `choice`. Ranks that compute the same
+    beside each other must do so to the bit, so the first one decides. Without a cache folder each is on its own."""
     where = folder()
     if where is None:
-        return
+        return choice
     data = {"format": FORMAT, "machine": _machine(), "torch": torch.__version__, "ark": __version__, **vars(choice)}
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -92,12 +94,18 @@ def remember(name: str, choice: Choice) -> None:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 json.dump(data, file, indent=1)
-            os.replace(temporary, where / f"{name}.json")
-        except BaseException:
-            os.unlink(temporary)
-            raise
+            try:
+                os.link(temporary, where / f"{name}.json")
+            except FileExistsError:
+                if (earlier := recall(name)) is not None:
+                    return earlier
+                os.replace(temporary, where / f"{name}.json")  # it does not parse
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
     except OSError as error:
         log.info("the choice of a region is not kept: %s", error)
+    return choice
 
 
 class _Rehearsal:
@@ -160,7 +168,7 @@ class Contest:
             except Exception as error:  # these inputs cannot be run, which the call itself says better
                 log.info("a region was not measured: %s", error)
                 return self._ark(inputs)
-            remember(self._name, choice)
+            choice = remember(self._name, choice)
         self.run = self._ark if choice.runs_on == "ark" else self._inductor
         self._told(choice)
         return self.run(inputs)

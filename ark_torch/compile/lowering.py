@@ -204,7 +204,7 @@ class Lowering:
         assert tensor is not None
         check_tensor(tensor)
         name = node.target._schema.name  # type: ignore[union-attr]
-        if name.endswith(("zeros", "zeros_like", "new_zeros")):
+        if name.endswith(("zeros", "zeros_like", "new_zeros")) or "empty" in name:
             value: Any = 0
         elif name.endswith(("ones", "ones_like", "new_ones")):
             value = 1

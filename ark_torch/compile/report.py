@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,4 +123,8 @@ def title_of(graph_module: GraphModule) -> str:
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:
-    return Counter(str(node.target).removeprefix("aten.").removeprefix("prims.").partition(".")[0] for node in nodes)
+    """By name, without namespace ("aten.") and overload (".default")."""
+    return Counter(_NAMESPACES.sub("", str(node.target)).partition(".")[0] for node in nodes)
+
+
+_NAMESPACES = re.compile(r"^(aten|prims|_c10d_functional)\.")

@@ -59,6 +59,56 @@ def test_every_collective() -> None:
     run_ranks(_forms, 3)
 
 
+def _coalesced(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    world = group.size()
+    sums = funcol.all_reduce_coalesced([x * 2, x[0] + 1], "sum", group)
+    gathered = funcol.all_gather_into_tensor_coalesced([x[:, :3] * 2, sums[1] + 1], group)
+    parts = funcol.reduce_scatter_tensor_coalesced([x * 3, gathered[0] - 1], "sum", [0, 0], group)
+    return [t + 1 for t in (sums[0], gathered[0], gathered[1][: 2 * world], *parts)]
+
+
+def _written(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """torch.distributed's own calls into tensors; Dynamo makes functional collectives of them."""
+    world = group.size()
+    total = x * 2
+    dist.all_reduce(total, group=group)
+    gathered = torch.empty(world * x.shape[0], x.shape[1])
+    dist.all_gather_into_tensor(gathered, total - x, group=group)
+    part = torch.empty(x.shape[0] // world, x.shape[1])
+    dist.reduce_scatter_tensor(part, x * 3, group=group)
+    moved = torch.empty_like(x)
+    dist.all_to_all_single(moved, x + 5, group=group)
+    listed = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(listed, x * 4, group=group)
+    dist.all_reduce(x, group=group)  # an argument
+    return [total + 1, gathered + 1, part + 1, moved + 1, listed[-1] + x]
+
+
+def _waited(x: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    return [x * 2 + 1]
+
+
+def _other_forms(rank: Rank) -> None:
+    rank.init()
+    group = dist.group.WORLD
+    assert group is not None
+    for body in (_coalesced, _written, _waited):
+        compiled = torch.compile(body, backend="ark", options=ALONE)
+        with torch.no_grad():
+            for step in range(2):
+                x = torch.randn(2 * rank.world_size, 6, generator=torch.Generator().manual_seed(10 * step + rank.rank))
+                given = [funcol.all_reduce(x, "sum", group) if body is _waited else x.clone() for _ in range(2)]
+                wanted = body(given[0], group)
+                for a, b in zip(compiled(given[1], group), wanted, strict=True):
+                    torch.testing.assert_close(a, b, msg=lambda text, body=body: f"{body.__name__}: {text}")
+                assert torch.equal(*given)
+
+
+def test_coalesced_and_in_place() -> None:
+    """Also an argument that eager code has reduced and nobody has waited for (AsyncCollectiveTensor)."""
+    run_ranks(_other_forms, 2)
+
+
 def _llama(rank: Rank) -> None:
     rank.init()
     torch.set_num_threads(1)

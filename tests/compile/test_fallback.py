@@ -29,7 +29,7 @@ UNSUPPORTED = {
     "complex": (lambda a: torch.view_as_real(a * 2) + 1, lambda: (torch.randn(4, dtype=torch.complex64),), "complex64"),
     "uint8": (lambda a: a + 1 - 2, lambda: (torch.ones(4, dtype=torch.uint8),), "uint8"),
     "empty": (lambda a: a * 2 + 1, lambda: (torch.ones(0, 4),), "without elements"),
-    "two_indices": (lambda a, i: a[i, i] * 2 + 1, lambda: (torch.randn(4, 4), torch.tensor([1, 2])), "several"),
+    "apart": (lambda a, i: a[i, :, i] * 2 + 1, lambda: (torch.randn(4, 4, 4), torch.tensor([1, 2])), "neighbours"),
     "mask_index": (
         lambda a, m: torch.ops.aten.index_put(a, [m], torch.tensor(0.0)) * 2 + 1,
         lambda: (torch.randn(4), torch.tensor([True, False, True, False])),

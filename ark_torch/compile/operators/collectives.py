@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.fx import Node
 
-from ark_torch.compile.ir import Operand, Unsupported
+from ark_torch.compile import analysis
+from ark_torch.compile.ir import Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 
 functional = torch.ops._c10d_functional
@@ -35,11 +36,22 @@ def backend_of(name: Any) -> Any:
 
 
 def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> Operand:
+    return _run(low, op, group, low.operand(node.args[0]), low.result(node), **attributes)
+
+
+def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> tuple[Operand, ...]:
+    """Several at once are the same one by one: in a kernel none of them costs a launch."""
+    sources: Any = node.args[0]
+    return tuple(
+        _run(low, op, group, low.operand(source), low.result(node, i), **attributes) for i, source in enumerate(sources)
+    )
+
+
+def _run(low: Lowering, op: str, group: Any, given: Operand, out: Strided, **attributes: Any) -> Operand:
     index = low.group(backend_of(group))
-    source = low.stored(low.operand(node.args[0]))
+    source = low.stored(given)
     if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):
         source = low.copy(source, low.fresh(source.dtype, source.shape))
-    out = low.result(node)
     if out.strides != contiguous_strides(out.shape):
         raise Unsupported("a collective whose result is not contiguous")
     return low.node(op, [source], out, group=index, **attributes)
@@ -68,13 +80,29 @@ def all_to_all(low: Lowering, node: Node) -> Operand:
     return _collective(low, node, "all_to_all", node.args[3], output_splits=output_splits, input_splits=input_splits)
 
 
+@lowers(functional.all_reduce_coalesced.default)
+def all_reduce_coalesced(low: Lowering, node: Node) -> tuple[Operand, ...]:
+    return _coalesced(low, node, "all_reduce", node.args[2], reduce_op=str(node.args[1]))
+
+
+@lowers(functional.all_gather_into_tensor_coalesced.default)
+def all_gather_coalesced(low: Lowering, node: Node) -> tuple[Operand, ...]:
+    return _coalesced(low, node, "all_gather", node.args[2])
+
+
+@lowers(functional.reduce_scatter_tensor_coalesced.default)
+def reduce_scatter_coalesced(low: Lowering, node: Node) -> tuple[Operand, ...]:
+    return _coalesced(low, node, "reduce_scatter", node.args[3], reduce_op=str(node.args[1]))
+
+
 @lowers(functional.wait_tensor.default)
 def wait_tensor(low: Lowering, node: Node) -> Operand:
     source = node.args[0]
     assert isinstance(source, Node)
-    if source.target not in COLLECTIVES:
+    started = analysis.producer_of(analysis.root_of(source))
+    if started.target not in COLLECTIVES:
         raise Unsupported("a wait for what no collective of the graph has made")
-    backend_of(source.args[COLLECTIVES[source.target]])
+    backend_of(started.args[COLLECTIVES[started.target]])
     return low.operand(source)
 
 
@@ -84,4 +112,7 @@ COLLECTIVES = {
     functional.all_gather_into_tensor.default: 2,
     functional.reduce_scatter_tensor.default: 3,
     functional.all_to_all_single.default: 3,
+    functional.all_reduce_coalesced.default: 2,
+    functional.all_gather_into_tensor_coalesced.default: 2,
+    functional.reduce_scatter_tensor_coalesced.default: 3,
 }

@@ -1,7 +1,14 @@
-"""Lookups and updates by index: gather and scatter along one dimension."""
+"""Lookups and updates by index: gather and scatter along one dimension.
+
+A lookup by several dimensions at once is one along a single dimension of the same memory: positions are counted in
+steps of all their strides, and the index is the sum that the indices make. An index out of range is -1 then, which the
+kernel reports as it does any.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,6 +57,38 @@ def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int)
     return low.node("gather", [table, index], out, dim=dim)
 
 
+def _out_of_range(low: Lowering, index: Strided, length: int) -> list[Strided]:
+    """Where an index is wrong, which the sum of several would hide."""
+    bounds = (("lt", 0), ("ge", length))
+    return [low.pointwise(op, index, Literal(bound, torch.int64, ()), dtype=torch.bool) for op, bound in bounds]
+
+
+def _counting(low: Lowering, length: int) -> Strided:
+    """0, 1, 2, ..."""
+    return low.node("iota", [], low.fresh(torch.int64, (length,)), start=0, step=1)
+
+
+def _flattened(
+    low: Lowering, table: Strided, dims: Sequence[int], indices: Sequence[Strided], wrong: Sequence[Strided]
+) -> tuple[Strided, Strided]:
+    """The table with `dims` (neighbours) as one, and the index into that."""
+    strides = [table.strides[dim] for dim in dims]
+    unit = math.gcd(*strides) or 1
+    extent = 1 + sum((table.shape[dim] - 1) * table.strides[dim] for dim in dims) // unit
+    first, last = dims[0], dims[-1] + 1
+    flat = table._replace(
+        shape=(*table.shape[:first], extent, *table.shape[last:]),
+        strides=(*table.strides[:first], unit, *table.strides[last:]),
+    )
+    total: Operand = Literal(0, torch.int64, ())
+    for index, stride in zip(indices, strides, strict=True):
+        step = low.pointwise("mul", index, Literal(stride // unit, torch.int64, ()), dtype=torch.int64)
+        total = low.pointwise("add", total, step, dtype=torch.int64)
+    for where in wrong:
+        total = low.pointwise("where", where, Literal(-1, torch.int64, ()), total, dtype=torch.int64)
+    return flat, low.stored(total)
+
+
 @lowers(aten.embedding.default)
 def embedding(low: Lowering, node: Node) -> Operand:
     return _gather(low, node, low.operand(node.args[0]), _index(low, node.args[1]), 0)
@@ -57,9 +96,38 @@ def embedding(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(low: Lowering, node: Node) -> Operand:
-    dim, by = _one_index(node.args[1])
     table = low.stored(low.operand(node.args[0]))
+    dims = [dim for dim, by in enumerate(node.args[1]) if by is not None]  # type: ignore[arg-type]
+    if len(dims) > 1:
+        return _by_several(low, node, table, dims)
+    dim, by = _one_index(node.args[1])
     return _gather(low, node, table, _from_the_end(low, _index(low, by), table.shape[dim]), dim)
+
+
+def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> Operand:
+    """x[i, j]: the masks of Hugging Face's models look up so what is padding."""
+    if dims != list(range(dims[0], dims[-1] + 1)):
+        raise Unsupported("indexing along dimensions that are not neighbours")
+    indices = [_from_the_end(low, _index(low, node.args[1][dim]), table.shape[dim]) for dim in dims]  # type: ignore[index]
+    wrong = [w for i, dim in zip(indices, dims, strict=True) for w in _out_of_range(low, i, table.shape[dim])]
+    return _gather(low, node, *_flattened(low, table, dims, indices, wrong), dims[0])
+
+
+@lowers(aten.gather.default)
+def gather_along(low: Lowering, node: Node) -> Operand:
+    """out[i, j] = x[i, index[i, j]]: by all dimensions at once, all but one of which count up."""
+    table, index = low.stored(low.operand(node.args[0])), _index(low, node.args[2])
+    if not table.shape or len(index.shape) != len(table.shape):
+        raise Unsupported("gather from or by a single number")
+    dim = int(node.args[1]) % len(table.shape)  # type: ignore[arg-type]
+    dims = range(len(table.shape))
+    indices = [index] * len(dims)
+    for d in dims:
+        if d != dim:
+            shape = tuple(n if i == d else 1 for i, n in enumerate(index.shape))
+            indices[d] = _counting(low, index.shape[d])._replace(shape=shape, strides=tuple(int(i == d) for i in dims))
+    wrong = _out_of_range(low, index, table.shape[dim])
+    return _gather(low, node, *_flattened(low, table, dims, indices, wrong), 0)
 
 
 @lowers(aten.index_select.default)

@@ -1,0 +1,69 @@
+"""Lookups by several dimensions at once, as the masks and positions of Hugging Face's models make them; memory that
+nobody has written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.randn(shape)
+
+
+ROWS, COLUMNS = torch.tensor([[0], [2], [-1]]), torch.tensor([[3, -4, 1, 0]])
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "two": (lambda a, i, j: a[i, j], lambda: (numbers(3, 4), ROWS, COLUMNS)),
+    "transposed": (lambda a, i, j: a.t()[j, i], lambda: (numbers(3, 4), ROWS, COLUMNS)),
+    "of_three": (lambda a, i, j: a[i, j] * 2, lambda: (numbers(3, 4, 5), ROWS, COLUMNS)),
+    "last_two": (lambda a, i, j: a[:, i, j], lambda: (numbers(2, 3, 4), ROWS, COLUMNS)),
+    "all_three": (lambda a, i, j: a[i, j, j % 2], lambda: (numbers(3, 4, 2), ROWS, COLUMNS % 4)),
+    "with_gaps": (lambda a, i, j: a[:, ::2][i, j], lambda: (numbers(3, 8), ROWS, COLUMNS)),
+    "expanded": (lambda a, i, j: a.expand(3, 4)[i, j], lambda: (numbers(4), ROWS, COLUMNS)),
+    "padding": (lambda a, i, j: a[i, j] & (j <= i), lambda: (torch.rand(3, 4) < 0.5, ROWS, COLUMNS)),
+    "gather": (lambda a, i: a.gather(1, i), lambda: (numbers(3, 6), torch.randint(0, 6, (3, 4)))),
+    "gather_rows": (lambda a, i: a.gather(0, i), lambda: (numbers(3, 6), torch.randint(0, 3, (5, 4)))),
+    "gather_expanded": (
+        lambda a, i: a.expand(3, 6).gather(-1, i),
+        lambda: (torch.arange(6), torch.randint(0, 6, (3, 4))),
+    ),
+    "gather_three": (lambda a, i: a.gather(1, i), lambda: (numbers(2, 5, 3), torch.randint(0, 5, (2, 4, 2)))),
+    "empty": (lambda a: torch.empty(3, 4).copy_(a) + torch.empty_like(a).fill_(2), lambda: (numbers(3, 4),)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lookup(name: str, double: Any, compiled: Any) -> None:
+    function, make = CASES[name]
+    arguments = make()
+    call, report = compiled(function, fallback=False, minimum=1)
+    assert torch.equal(call(*arguments), function(*arguments))
+    assert len(report.regions) == 1
+
+
+def test_lookups_in_one_kernel(compiled: Any) -> None:
+    arguments = {name: make() for name, (_, make) in CASES.items()}
+
+    def together(given: dict[str, tuple[Any, ...]]) -> dict[str, Tensor]:
+        return {name: CASES[name][0](*one) for name, one in given.items()}
+
+    call, report = compiled(together, fallback=False)
+    got, wanted = call(arguments), together(arguments)
+    assert [name for name in CASES if not torch.equal(got[name], wanted[name])] == []
+    assert len(report.regions) == 1
+
+
+@pytest.mark.parametrize("i, j", [(0, 4), (0, -5), (3, 0), (-4, 1)])
+def test_an_index_out_of_range_is_told(plan: str, compiled: Any, i: int, j: int) -> None:
+    """Another dimension's part of the sum must not make it fit."""
+    call, report = compiled(lambda a, i, j: a[i, j] + 1, fallback=False)
+    with pytest.raises((ValueError, AssertionError)):
+        call(numbers(3, 4), torch.tensor([1, i]), torch.tensor([2, j]))
+    assert len(report.regions) == 1
