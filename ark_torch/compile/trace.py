@@ -45,7 +45,7 @@ def configure(settings: env.Settings | None = None) -> None:
     settings = settings or env.read()
     rank, ranks = rank_and_ranks() if settings.trace else (0, 1)
     path = os.path.abspath(file_of(settings.trace, rank, ranks)) if settings.trace else ""
-    wanted = (path, settings.trace_mb << 20, rank, ranks)
+    wanted = (path, settings.trace_mb << 20 if path else 0, rank, ranks)
     if wanted == _in_force:
         return
     _in_force = wanted

@@ -115,7 +115,7 @@ POINTWISE: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "zero_dim": (lambda a, b: a * b + 1, lambda: (torch.tensor(2.0), torch.tensor(3.0))),
     "odd_strides": (lambda a, b: a.t() + b[::2, 1:6], lambda: (x(5, 4), x(8, 7))),
     "expanded": (lambda a, b: a.expand(4, 5) * b, lambda: (x(1, 5), x(4, 5))),
-    "as_strided": (lambda a: torch.as_strided(a, (3, 4), (2, 1), 1) * 2, lambda: (x(5, 4),)),
+    "as_strided": (lambda a: torch.as_strided(a + 1, (3, 4), (2, 1), 1) * 2, lambda: (x(5, 4),)),
     "offset_input": (lambda a: a + 1, lambda: (x(40)[7:19].view(3, 4),)),
     "literal_bf16": (lambda a: a * torch.full((5,), 0.1, dtype=bf16), lambda: (x(4, 5, dtype=bf16),)),
 }
