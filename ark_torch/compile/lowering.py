@@ -185,7 +185,7 @@ class Lowering:
         storage = torch.empty_strided(base.shape, base.strides, dtype=base.dtype, device="meta")
         storage = storage.as_strided(base.shape, base.strides, base.offset)
         arguments = torch.fx.node.map_arg(tuple(node.args[1:]), _no_tensor)
-        if node.target is torch.ops.aten.as_strided.default and self.graph.buffers[base.buffer].kind == "input":
+        if node.target is torch.ops.aten.as_strided.default and analysis.is_source(analysis.root_of(node)):
             raise Unsupported("as_strided of an argument, whose place in its storage may change from call to call")
         result = node.target(storage, *arguments, **node.kwargs)  # type: ignore[operator]
         if isinstance(result, torch.Tensor):
