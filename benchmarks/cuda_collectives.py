@@ -99,6 +99,7 @@ def run(rank: int, ranks: int, arguments: argparse.Namespace, port: int) -> None
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=ranks, timeout=timedelta(seconds=60), device_id=device)
     groups = make_groups(device, timedelta(seconds=20))
+    torch.cuda.set_stream(torch.cuda.Stream())  # NCCL's copies by copy engine are not for the default stream
     rows = []
     for operation in arguments.operations:
         for size in arguments.sizes:

@@ -157,11 +157,11 @@ class Row:
         tensor = symmetric.empty(self.count // self.ranks * parts, dtype=torch.bfloat16, device="cuda")
         self.tensors.append(tensor)
         symmetric.rendezvous(tensor, group)
-        ops = torch.ops.symm_mem
+        ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
         if self.operation == "all_gather":
-            return lambda: ops._low_contention_all_gather(tensor, group)
+            return lambda: wait(ops._low_contention_all_gather(tensor, group))
         if self.operation == "reduce_scatter":
-            return lambda: ops._low_contention_reduce_scatter(tensor, "sum", group)
+            return lambda: wait(ops._low_contention_reduce_scatter(tensor, "sum", group))
         if name == "symm_one_shot":
             return lambda: ops.one_shot_all_reduce(tensor, "sum", group)
         return lambda: ops.two_shot_all_reduce_(tensor, "sum", group)

@@ -47,8 +47,10 @@ def _values(count: int, dtype: torch.dtype, rank: int, seed: int) -> torch.Tenso
     return torch.randn(count, generator=generator).to(dtype)
 
 
-def _every_operation(out: torch.Tensor, source: torch.Tensor, rank: Rank, what: str, captured: bool = False) -> None:
-    """`out` and `source` have world * n elements each; what lies in them is written over."""
+def _every_operation(
+    out: torch.Tensor, source: torch.Tensor, rank: Rank, what: str, captured: bool = False, but: str = ""
+) -> None:
+    """`out` and `source` have world * n elements each; what lies in them is written over. `but`: is left out."""
     world, n = rank.world_size, out.numel() // rank.world_size
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         "all_reduce": lambda o, s: dist.all_reduce(o),
@@ -59,6 +61,7 @@ def _every_operation(out: torch.Tensor, source: torch.Tensor, rank: Rank, what: 
         "reduce": lambda o, s: dist.reduce(o, world - 1),
         "gather": lambda o, s: dist.gather(s[:n], list(o.chunk(world)) if rank.rank == 0 else None),
     }
+    calls.pop(but, None)
     for seed, (name, call) in enumerate(calls.items()):
         outs, sources = (_values(out.numel(), out.dtype, rank.rank, seed + k) for k in (0, 50))
         source.copy_(sources)
@@ -86,7 +89,7 @@ def _every_operation(out: torch.Tensor, source: torch.Tensor, rank: Rank, what: 
 def _operations(rank: Rank, early: bool) -> None:
     device, backend = _begin(rank, early)
     world = rank.world_size
-    counts = (world * 700, world * 33333, world * (3 * MB // 2 + 8)) if early else (world * 5 * MB,)
+    counts = (world * 700, world * 33333, world * (3 * MB // 2 + 8)) if early else (world * 7 * MB,)
     dtype = torch.bfloat16
     most = max(counts) + 4096
     mine, other = (_pooled(most, dtype, device) for _ in range(2))
@@ -97,7 +100,9 @@ def _operations(rank: Rank, early: bool) -> None:
         for offset in (0, 24 + 8 * rank.rank, 3) if early else (8,):  # one place, another on each rank, unaligned
             _every_operation(mine[offset : offset + count], other[offset : offset + count], rank, f"at {offset}")
         mixed = mine if rank.rank % 2 == 0 else plain
-        _every_operation(mixed[:count], other[:count], rank, "some ranks' out is registered")
+        # By copy engines, as the measured table has large all_gathers, that is an error: test_copy_engines.py.
+        large = "" if early else "all_gather"
+        _every_operation(mixed[:count], other[:count], rank, "some ranks' out is registered", but=large)
         _every_operation(mine[:count], mine[:count].clone(), rank, "in a graph", captured=True)
         if not early:
             continue
