@@ -1,6 +1,7 @@
 """Decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
 
     python benchmarks/decode.py [--ranks 1 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
+    python benchmarks/decode.py --readme    measures nothing: renews the README's table and the picture from the JSON
 
 One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
 all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
@@ -31,6 +32,7 @@ from ark_torch.tools.bench import report
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
 
+import decode_report  # noqa: E402
 from llama.model import Llama, LlamaConfig, shard  # noqa: E402  (lies beside, in examples/)
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -141,10 +143,14 @@ def main() -> int:
     parser.add_argument("--positions", type=int, nargs="+", default=[32, 256, 500])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and Inductor in its default mode only")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: table and picture from the JSON")
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rows is not None:
         run_rank(arguments, arguments.rows)
+        return 0
+    if arguments.readme:
+        renew_readme(arguments.output)
         return 0
     about = report.surroundings(report.shown_command("benchmarks/decode.py"))
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
@@ -160,7 +166,20 @@ def main() -> int:
     name = "decode-quick.json" if arguments.quick else "decode.json"
     report.write_json(arguments.output / name, about, measured)
     print(f"# written to {arguments.output}: {name}")
+    if not arguments.quick:
+        print(decode_report.draw({**about, "rows": measured}, arguments.output / "decode.png"), end="")
     return 0
+
+
+def renew_readme(folder: Path) -> None:
+    about = json.loads((folder / "decode.json").read_text(encoding="utf-8"))
+    readme, begin, end = FOLDER.parent / "README.md", "<!-- decode: begin -->\n", "<!-- decode: end -->"
+    head, found, rest = readme.read_text(encoding="utf-8").partition(begin)
+    if not found:
+        raise SystemExit(f"{readme} has no line {begin!r}")
+    table = decode_report.table(about)
+    readme.write_text(head + begin + table + "\n" + end + rest.partition(end)[2], encoding="utf-8")
+    print(decode_report.draw(about, folder / "decode.png"), end="")
 
 
 if __name__ == "__main__":
