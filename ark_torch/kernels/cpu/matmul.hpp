@@ -2,8 +2,9 @@
 //
 // Two kernels. Where b's depth is adjacent (weights [N, K] seen transposed) 16 lanes run along the depth, a tile of
 // rows times columns of accumulators is kept in registers, and lanes are added at the end. Elsewhere 16 lanes are 16
-// columns and the depth is walked one by one. Either way an element's sum has one order, whatever tile it is computed
-// in: bits depend neither on the number of workers nor on how many rows there are.
+// columns and the depth is walked one by one, kDepthBlock of it at a time: sums of blocks are added up, or a deep
+// product would lose a digit to one long chain of additions. Either way an element's sum has one order, whatever tile
+// it is computed in: bits depend neither on the number of workers nor on how many rows there are.
 //
 // One row is bound by memory: b is read once, in as many streams as hardware prefetchers follow. With many rows a block
 // of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
@@ -34,6 +35,7 @@ inline constexpr int kTileRows = 1, kTileColumns = 2;
 #endif
 inline constexpr int kStreams = 8;  // of b, with one row
 inline constexpr int64_t kRowBlock = 8 * kTileRows;
+inline constexpr int64_t kDepthBlock = 256;
 
 // Bytes of scratch memory that a product needs: a block of rows as float32.
 constexpr int64_t product_scratch(int64_t rows, int64_t depth) {
@@ -73,19 +75,24 @@ ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, cons
                            int64_t r0, int64_t c0, Last last) {
   Floats total[Rows][Vectors] = {};
   const B* weights = b + c0 * s.b_column;
-  for (int64_t d = 0; d < s.depth; ++d) {
-    Floats w[Vectors];
-    ARK_UNROLL for (int v = 0; v < Vectors; ++v) {
-      const B* at = weights + d * s.b_depth + v * kLanes * s.b_column;
-      if (s.b_column == 1)
-        w[v] = v == Vectors - 1 ? load(at, last) : load(at, All{});
-      else
-        w[v] = v == Vectors - 1 ? load_strided(at, s.b_column, last) : load_strided(at, s.b_column, All{});
+  for (int64_t d0 = 0; d0 < s.depth; d0 += kDepthBlock) {
+    const int64_t d1 = s.depth - d0 > kDepthBlock ? d0 + kDepthBlock : s.depth;
+    Floats sum[Rows][Vectors] = {};
+    for (int64_t d = d0; d < d1; ++d) {
+      Floats w[Vectors];
+      ARK_UNROLL for (int v = 0; v < Vectors; ++v) {
+        const B* at = weights + d * s.b_depth + v * kLanes * s.b_column;
+        if (s.b_column == 1)
+          w[v] = v == Vectors - 1 ? load(at, last) : load(at, All{});
+        else
+          w[v] = v == Vectors - 1 ? load_strided(at, s.b_column, last) : load_strided(at, s.b_column, All{});
+      }
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+        const Floats x = splat(a[r * a_row + d]);
+        ARK_UNROLL for (int v = 0; v < Vectors; ++v) sum[r][v] += x * w[v];
+      }
     }
-    ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-      const Floats x = splat(a[r * a_row + d]);
-      ARK_UNROLL for (int v = 0; v < Vectors; ++v) total[r][v] += x * w[v];
-    }
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int v = 0; v < Vectors; ++v) total[r][v] += sum[r][v];
   }
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vectors; ++v)
@@ -99,7 +106,7 @@ template <int Rows, class B, class Out, class Bias>
 ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                            int64_t r0, int64_t c0, int64_t c1) {
   constexpr int64_t kRun = 1024;
-  alignas(64) float total[Rows][kRun];
+  alignas(64) float total[Rows][kRun], part[Rows][kRun];
   auto add = [&]<int Depth>(std::integral_constant<int, Depth>, int64_t d, int64_t from, int64_t columns) ARK_BODY {
     const B* weights = b + d * s.b_depth + from;
     Floats x[Rows][Depth];
@@ -112,18 +119,26 @@ ARK_INLINE void outer_runs(const Product& s, const float* a, int64_t a_row, cons
         __builtin_prefetch(weights + (i + Depth) * s.b_depth + c, 0, 2);
       }
       ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-        Floats sum = load(&total[r][c], All{});
+        Floats sum = load(&part[r][c], All{});
         ARK_UNROLL for (int i = 0; i < Depth; ++i) sum += x[r][i] * w[i];
-        store(&total[r][c], sum, All{});
+        store(&part[r][c], sum, All{});
       }
     });
   };
   for (int64_t from = c0; from < c1; from += kRun) {
     const int64_t columns = c1 - from < kRun ? c1 - from : kRun;
-    std::memset(total, 0, sizeof(total));
-    int64_t d = 0;
-    for (; d + 4 <= s.depth; d += 4) add(std::integral_constant<int, 4>{}, d, from, columns);
-    for (; d < s.depth; ++d) add(std::integral_constant<int, 1>{}, d, from, columns);
+    for (int64_t d0 = 0; d0 < s.depth; d0 += kDepthBlock) {
+      const int64_t d1 = s.depth - d0 > kDepthBlock ? d0 + kDepthBlock : s.depth;
+      std::memset(part, 0, sizeof(part));
+      int64_t d = d0;
+      for (; d + 4 <= d1; d += 4) add(std::integral_constant<int, 4>{}, d, from, columns);
+      for (; d < d1; ++d) add(std::integral_constant<int, 1>{}, d, from, columns);
+      for (int r = 0; r < Rows; ++r)
+        for (int64_t c = 0; c < columns; c += kLanes) {
+          const Floats sum = load(&part[r][c], All{});
+          store(&total[r][c], d0 == 0 ? sum : load(&total[r][c], All{}) + sum, All{});
+        }
+    }
     for (int r = 0; r < Rows; ++r)
       for (int64_t c = 0; c < columns; ++c) finish_one(s, out, bias, r0 + r, from + c, total[r][c]);
   }

@@ -93,6 +93,35 @@ TEST(CpuMatmulTest, RandomAgainstDouble) {
   for (const MatmulCase& one : all) expect_product(made, one);
 }
 
+// Sums of positive numbers, where a single chain of 16384 additions is off by 4e-6.
+TEST(CpuMatmulTest, DeepSumsKeepTheirDigits) {
+  CpuCase made(11);
+  const CpuCase::Fill uniform = [](std::mt19937_64& random) { return std::uniform_real_distribution<>(0, 1)(random); };
+  constexpr int64_t kDepth = 16384, kColumns = 40;
+  std::vector<MatmulStage> all;
+  for (const int64_t rows : {1, 3, 7}) {
+    for (const bool deep_adjacent : {false, true}) {
+      MatmulStage body;
+      body.a = made.input(ScalarType::f32, {1, rows, kDepth}, uniform);
+      const Shape strides = deep_adjacent ? Shape{kDepth * kColumns, 1, kDepth} : Shape{};
+      body.b = made.input(ScalarType::f32, {1, kDepth, kColumns}, uniform, strides);
+      body.out = made.output(ScalarType::f32, {1, rows, kColumns});
+      body.m = rows, body.n = kColumns, body.k = kDepth;
+      made.stage(body, {{body.a, -1, false}, {body.b, 2, false}, {body.out, 2, true}}, kColumns);
+      all.push_back(body);
+    }
+  }
+  made.run(2);
+  for (const MatmulStage& one : all) {
+    for_each_index({one.m, one.n}, [&](const std::vector<int64_t>& at) {
+      if (at[0] % 3 != 0 || at[1] % 13 != 0) return;
+      double sum = 0;
+      for (int64_t d = 0; d < kDepth; ++d) sum += made.get(one.a, {0, at[0], d}) * made.get(one.b, {0, d, at[1]});
+      EXPECT_NEAR(made.get(one.out, {0, at[0], at[1]}) / sum, 1, 5e-7) << one.m << " rows, column " << at[1];
+    });
+  }
+}
+
 TEST(CpuMatmulTest, WorkersDoNotChangeBits) {
   std::vector<std::vector<std::vector<char>>> results;
   for (int workers = 1; workers <= 4; ++workers) {
