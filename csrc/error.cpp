@@ -28,6 +28,7 @@ std::string render(const std::string& what, const ErrorContext& context) {
 const char* name_of(ErrorKind kind) {
   switch (kind) {
     case ErrorKind::invalid_argument: return "invalid_argument";
+    case ErrorKind::out_of_range: return "out_of_range";
     case ErrorKind::type_error: return "type_error";
     case ErrorKind::mismatch: return "mismatch";
     case ErrorKind::peer_lost: return "peer_lost";

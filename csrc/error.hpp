@@ -13,6 +13,7 @@ namespace ark {
 
 enum class ErrorKind : uint8_t {
   invalid_argument,  // bad value from the caller; found before any byte moved (ValueError)
+  out_of_range,      // an index that a tensor does not have (IndexError)
   type_error,        // bad type, dtype or layout from the caller (TypeError)
   mismatch,          // ranks called different operations, sizes, dtypes, reduce ops or roots
   peer_lost,         // a peer's process ended

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, choice, in_place, regions, rest
+from ark_torch.compile import analysis, choice, decompositions, in_place, regions, rest
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, reason_against
@@ -80,8 +80,6 @@ def _capture(
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import RestartAnalysis
-    from torch._inductor.decomposition import select_decomp_table
-
     def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise _WholeGraph(TRAINS)
 
@@ -102,7 +100,7 @@ def _capture(
         captured: Callable[..., Any] = aot_autograd(
             fw_compiler=trains,
             inference_compiler=infers,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions.table(),
             keep_inference_input_mutations=True,
         )(graph_module, example_inputs)
     except (_WholeGraph, UnsupportedGraph, RestartAnalysis):  # the last: Dynamo's own way of trying again

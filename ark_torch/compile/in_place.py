@@ -1,10 +1,10 @@
 """Updates of inputs become writes in place again.
 
-AOTAutograd's graphs are functional: a KV cache comes out as `new = index_put(cache, ...)`, with `copy_(cache, new)` at
+AOTAutograd's graphs are functional: a KV cache comes out as `new = index_copy(cache, ...)`, with `copy_(cache, new)` at
 the end. Run as it stands, each step would copy the whole cache twice. Where nobody reads the old contents after the
 update, the update may write the cache itself, and the copy goes.
 
-index_put becomes index_put_, slice_scatter and select_scatter become copy_ into a slice of the input; both forms are
+index_put and index_copy become index_put_ and index_copy_, slice_scatter and select_scatter become copy_ into a slice of the input; both forms are
 what Inductor makes of them too, so a piece that falls back may hold them.
 """
 
@@ -20,7 +20,11 @@ _SCATTER_VIEWS: dict[Any, Any] = {
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
 }
-_SCATTERS = frozenset({aten.index_put.default, *_SCATTER_VIEWS})
+_BY_INDEX: dict[Any, Any] = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.index_copy.default: aten.index_copy_.default,
+}
+_SCATTERS = frozenset({*_BY_INDEX, *_SCATTER_VIEWS})
 
 
 def restore(graph_module: GraphModule) -> int:
@@ -57,11 +61,16 @@ def _simplify(graph_module: GraphModule) -> int:
             where = (node.args[2:], node.kwargs)
             if part.target is view and part.args[0] is node.args[0] and (part.args[1:], part.kwargs) == where:
                 same = node.args[0]
-        if isinstance(same, Node) and not any(user.op == "output" for user in node.users):
+        if isinstance(same, Node) and not _returned(node):
             node.replace_all_uses_with(same)
             graph_module.graph.erase_node(node)
             gone += 1
     return gone
+
+
+def _returned(node: Node) -> bool:
+    """The caller gets it or a view of it, so that it may not become a part of another tensor."""
+    return any(user.op == "output" or (is_view(user) and _returned(user)) for user in node.users)
 
 
 def _chain(target: Node, last: Node) -> list[Node]:
@@ -106,8 +115,8 @@ def _readers(node: Node) -> set[Node]:
 
 def _write(graph_module: GraphModule, target: Node, update: Node) -> None:
     graph = graph_module.graph
-    if update.target is aten.index_put.default:
-        update.target = aten.index_put_.default
+    if update.target in _BY_INDEX:
+        update.target = _BY_INDEX[update.target]
         update.args = (target, *update.args[1:])
         return
     source, dim, rest = update.args[1], update.args[2] if len(update.args) > 2 else 0, update.args[3:]

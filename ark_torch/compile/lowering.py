@@ -64,6 +64,15 @@ def check_tensor(tensor: torch.Tensor) -> None:
         raise Unsupported("a quantized, conjugated or negated tensor")
 
 
+def check_apart(target: Strided) -> None:
+    """Raises Unsupported for a target of which two elements may be one: what is written is undefined."""
+    span = 1
+    for stride, length in sorted((s, n) for n, s in zip(target.shape, target.strides, strict=True) if n > 1):
+        if stride < span:
+            raise Unsupported("a write into a tensor that overlaps itself")
+        span += stride * (length - 1)
+
+
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
     for length in reversed(shape):
@@ -84,7 +93,6 @@ class Lowering:
         self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
         self._origin = ""
         self._members: frozenset[Node] = frozenset()
-        self.notes: dict[str, dict[Any, Any]] = {}  # what lowerings remember within a region
 
     # The walk.
 

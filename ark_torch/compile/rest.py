@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ark_torch.compile import analysis
+from ark_torch.compile import analysis, decompositions
 from ark_torch.compile.report import log
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -91,6 +91,7 @@ def compile_piece(piece: GraphModule, static: Sequence[int]) -> tuple[Boxed, str
         try:
             with _surroundings(torch._guards.detect_fake_mode(fakes)), torch.no_grad():
                 copied = GraphModule(piece, _copy(piece.graph))
+                decompositions.for_inductor(copied.graph)
                 if not any(analysis.written_roots(node) for node in computing):
                     joint_graph_passes(copied)
                 code = compile_fx_inner(copied, fakes, static_input_idxs=list(static), is_inference=True)

@@ -187,7 +187,7 @@ void CpuLoop::raise(const cpu::Report& report) const {
   switch (static_cast<cpu::Failure>(protocol::load_acquire(report.failure))) {
     case cpu::Failure::index_too_large: {
       const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
-      throw Error(ErrorKind::invalid_argument,
+      throw Error(ErrorKind::out_of_range,
                   "index " + std::to_string(report.value) + " is out of range for a dimension of size " +
                       std::to_string(report.limit) + " in " + stage.name + " (" + stage.origin + ")",
                   context);

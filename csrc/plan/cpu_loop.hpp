@@ -30,8 +30,8 @@ class CpuLoop {
   CpuLoop(Plan plan, jit::HostCompiler& compiler);
   ~CpuLoop();
 
-  // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: invalid_argument (an
-  // index out of range), timeout (a wait that took longer than the limit), aborted. Any thread may call.
+  // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: out_of_range (an
+  // index), timeout (a wait that took longer than the limit), aborted. Any thread may call.
   // `stamps`, where given, is filled in.
   void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
 

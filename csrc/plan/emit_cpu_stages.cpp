@@ -66,6 +66,14 @@ class Nest {
   int open_ = 0;
 };
 
+// Defines `index`, and returns from the task where a dimension of `size` has no such element.
+void emit_index(FunctionWriter& to, const std::string& place, int64_t size, bool wrap) {
+  to.line("const int64_t given = load_one(" + place + ");");
+  to.line("const int64_t index = " +
+          (wrap ? "given < 0 ? given + " + number(size) + " : given;" : std::string("given;")));
+  to.line("if (!index_fits(context, index, " + number(size) + ", given)) return;");
+}
+
 Shape slice(const Shape& shape, size_t from, size_t to) {
   return Shape(shape.begin() + static_cast<int64_t>(from), shape.begin() + static_cast<int64_t>(to));
 }
@@ -185,11 +193,8 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   const size_t dim = static_cast<size_t>(gather.dim), many = index.shape.size();
   Nest nest(to, out.shape.empty() ? Shape{} : slice(out.shape, 0, dim + many), to.axis_of(gather.out, true), "i");
   const std::vector<std::string>& names = nest.names();
-  to.line("const int64_t index = load_one(" +
-          at(to.pointer(gather.index, false),
-             std::vector<std::string>(names.begin() + static_cast<int64_t>(dim), names.end()), index.strides) +
-          ");");
-  to.line("if (!index_fits(context, index, " + number(table.shape[dim]) + ")) return;");
+  const std::vector<std::string> behind(names.begin() + static_cast<int64_t>(dim), names.end());
+  emit_index(to, at(to.pointer(gather.index, false), behind, index.strides), table.shape[dim], gather.wrap);
   // What lies behind the indexed dimension: loops, and a run.
   Shape rest = slice(out.shape, dim + many, out.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
@@ -224,9 +229,8 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   const int axis = to.axis_of(scatter.source, false);
   Nest nest(to, slice(source.shape, 0, dim + 1), axis, "i");
   const std::vector<std::string>& names = nest.names();
-  to.line("const int64_t index = load_one(" +
-          at(to.pointer(scatter.index, false), {names[dim]}, {index.shape.empty() ? 0 : index.strides.back()}) + ");");
-  to.line("if (!index_fits(context, index, " + number(base.shape[dim]) + ")) return;");
+  const int64_t step = index.shape.empty() ? 0 : index.strides.back();
+  emit_index(to, at(to.pointer(scatter.index, false), {names[dim]}, {step}), base.shape[dim], scatter.wrap);
   Shape rest = slice(source.shape, dim + 1, source.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
   const int inner_axis = axis - static_cast<int>(dim) - 1;

@@ -70,7 +70,7 @@ Stage gather_stage(Graph& graph, const Node& node) {
   const Value &index = values[node.inputs[1]], &out = values[node.outputs[0]];
   const auto dim = static_cast<int>(node.integer("dim"));
   const auto index_rank = static_cast<int>(index.shape.size());
-  GatherStage body{node.inputs[0], node.inputs[1], node.outputs[0], dim};
+  GatherStage body{node.inputs[0], node.inputs[1], node.outputs[0], dim, node.flag("wrap")};
   Stage stage;
   const int axis = longest_dimension(out, 0, 0, stage.grain);
   if (axis >= 0) stage.extent = out.shape[axis];
@@ -81,14 +81,15 @@ Stage gather_stage(Graph& graph, const Node& node) {
   stage.accesses.push_back({body.out, axis, true});
   stage.bytes = bytes_of(graph, {body.out, body.out, body.index});
   stage.kind = "gather";
-  stage.name = dim == 0 && graph.buffer_of(body.table).parameter ? "embedding" : "gather";
+  stage.name = node.text("called");
+  if (stage.name.empty()) stage.name = dim == 0 && graph.buffer_of(body.table).parameter ? "embedding" : "gather";
   stage.body = body;
   return stage;
 }
 
 Stage scatter_stage(Graph& graph, const Node& node) {
   const auto dim = static_cast<int>(node.integer("dim"));
-  ScatterStage body{node.outputs[0], node.inputs[1], node.inputs[2], dim};
+  ScatterStage body{node.outputs[0], node.inputs[1], node.inputs[2], dim, node.flag("wrap")};
   const Value& source = graph.values()[body.source];
   Stage stage;
   // Positions are not cut: of several sources for one position the last wins, in order.
@@ -99,7 +100,8 @@ Stage scatter_stage(Graph& graph, const Node& node) {
   stage.accesses.push_back({body.base, axis, true, true});
   stage.bytes = bytes_of(graph, {body.source, body.source, body.index});
   stage.kind = "scatter";
-  stage.name = "cache_write";
+  stage.name = node.text("called");
+  if (stage.name.empty()) stage.name = "cache_write";
   stage.body = body;
   return stage;
 }

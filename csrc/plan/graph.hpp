@@ -61,6 +61,7 @@ using Attributes = std::map<std::string, Attribute>;
 //   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim
 //   scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the
 //                                                     output lies on base's buffer
+//                both: wrap (bool: negative indices count from the end); called (text: the user's name for it)
 //   all_reduce, all_gather, reduce_scatter, all_to_all
 //                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
 //                ...);

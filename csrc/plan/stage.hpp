@@ -68,13 +68,15 @@ struct AttentionStage {
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };
 
-// Tiles cut the dimension of `out` that its Access names.
+// Tiles cut the dimension of `out` that its Access names. `wrap`: negative indices count from the end.
 struct GatherStage {
   int table = -1, index = -1, out = -1, dim = 0;
+  bool wrap = false;
 };
 // Tiles cut the dimension of `source` that its Access names (dim itself: positions; then base's axis is -1).
 struct ScatterStage {
   int base = -1, index = -1, source = -1, dim = 0;
+  bool wrap = false;
 };
 
 // One tile, on worker 0: the thread that called, which is the one that an eager collective runs on too. Collectives

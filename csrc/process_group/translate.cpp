@@ -91,6 +91,7 @@ Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, 
 void throw_torch(const Error& error) {
   switch (error.kind()) {
     case ErrorKind::invalid_argument: C10_THROW_ERROR(ValueError, error.what());
+    case ErrorKind::out_of_range: C10_THROW_ERROR(IndexError, error.what());
     case ErrorKind::type_error: C10_THROW_ERROR(TypeError, error.what());
     default: C10_THROW_ERROR(DistBackendError, error.what());
   }

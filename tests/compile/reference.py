@@ -171,13 +171,15 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
         return attributes["start"] + attributes["step"] * torch.arange(n, dtype=torch.int64)
     if op == "scatter":
         base, index, source = inputs
-        assert index.min() >= 0 and index.max() < base.shape[attributes["dim"]]
+        assert index.min() >= (-base.shape[attributes["dim"]] if attributes["wrap"] else 0)
+        assert index.max() < base.shape[attributes["dim"]]
         assert index.dim() == 1 and base.data_ptr() == out.data_ptr() and source.dtype == base.dtype
         out[(slice(None),) * attributes["dim"] + (index.long(),)] = source.clone()
         return None
     if op == "gather":
         table, index = inputs
-        assert index.min() >= 0 and index.max() < table.shape[attributes["dim"]]
+        assert index.min() >= (-table.shape[attributes["dim"]] if attributes["wrap"] else 0)
+        assert index.max() < table.shape[attributes["dim"]]
         return table[(slice(None),) * attributes["dim"] + (index.long(),)]
     if op == "matmul":
         product = torch.matmul(wide(inputs[0]), wide(inputs[1]))

@@ -86,3 +86,77 @@ def test_a_cache_with_gaps_is_measured(compiled: Any) -> None:
     )
     assert not whole[:, 32:].any()
     assert report.regions[0].ark_us > 0
+
+
+LOOKUPS: dict[str, tuple[Callable[..., Any], str]] = {
+    "embedding": (lambda t, i, s: torch.nn.functional.embedding(i, t) * 2 + 1, "embedding"),
+    "index": (lambda t, i, s: t[i] * 2 + 1, "index"),
+    "index_select": (lambda t, i, s: t.index_select(0, i) * 2 + 1, "index_select"),
+    "index_put_": (lambda t, i, s: t.index_put_((i,), s * 2) + 1, "index_put_"),
+    "index_copy_": (lambda t, i, s: t.index_copy_(0, i, s * 2) + 1, "index_copy_"),
+    "index_copy": (lambda t, i, s: t.index_copy(0, i, s * 2) + 1, "index_copy"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+@pytest.mark.parametrize("bad", [7, -1, -7, -8, 1 << 40])
+def test_an_index_is_what_it_is_in_eager(name: str, bad: int, compiled: Any) -> None:
+    """The same answer, or IndexError that names what the user gave, the operator and its line."""
+    program, operator_name = LOOKUPS[name]
+    call, report = compiled(program)
+    source = torch.randn(3, 4)
+    good = torch.tensor([0, 6, 2])
+    for index in (good, torch.tensor([3, bad, 0]), good):
+        ours, theirs = torch.arange(28.0).view(7, 4), torch.arange(28.0).view(7, 4)
+        try:
+            wanted = program(theirs, index, source)
+        except (IndexError, RuntimeError):
+            assert index is not good
+            with pytest.raises(IndexError, match=rf"index {bad} .* size 7 in {operator_name} \(.*test_corners.py:\d+\)"):
+                call(ours, index, source)
+        else:
+            torch.testing.assert_close(call(ours, index, source), wanted)
+            assert torch.equal(ours, theirs)
+    assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark"], report
+
+
+def test_inductors_pieces_have_every_lookup(compiled: Any) -> None:
+    """What only ark knows whole is taken apart for Inductor."""
+
+    def program(t: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        sorted_ = torch.sort(s, dim=0)[0]
+        return t.index_copy_(-2, i, sorted_).cumsum(0), torch.sort(t.index_select(-2, i))[0]
+
+    call, report = compiled(program, minimum=99)
+    ours, theirs, s = torch.zeros(7, 4), torch.zeros(7, 4), torch.randn(3, 4)
+    i = torch.tensor([4, 0, 6])
+    torch.testing.assert_close(call(ours, i, s), program(theirs, i, s))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("view", [lambda b: b, lambda b: b.view(-1), lambda b: b.t()[1:]], ids=["itself", "flat", "part"])
+def test_a_copy_that_is_returned_is_no_alias(view: Callable[[Tensor], Tensor], compiled: Any) -> None:
+    """A copy over all of a tensor is worth nothing, unless its reader could then write the original."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        b = torch.empty_like(x) * 0
+        b.copy_(x)
+        return view(b), x * 2 + 1
+
+    call, _ = compiled(program)
+    x = torch.arange(12.0).view(3, 4)
+    got = call(x)[0]
+    torch.testing.assert_close(got, program(x)[0])
+    got.zero_()
+    assert torch.equal(x, torch.arange(12.0).view(3, 4))
+
+
+def test_a_part_put_back_where_it_was_is_no_alias(compiled: Any) -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        whole = torch.slice_scatter(x, x[1:3], 0, 1, 3)
+        return whole.view(-1), x * 2 + 1
+
+    call, _ = compiled(program)
+    x = torch.arange(12.0).view(3, 4)
+    call(x)[0].zero_()
+    assert torch.equal(x, torch.arange(12.0).view(3, 4))

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
-from ark_torch.compile.lowering import Lowering, lowers
+from ark_torch.compile.lowering import Lowering, check_apart, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
 
@@ -49,12 +49,18 @@ def _one_index(indices: Any) -> tuple[int, Any]:
     return given[0]
 
 
-def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int) -> Strided:
+def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int, wrap: bool = False) -> Strided:
+    """`wrap`: x[-1] is the last."""
     out = low.result(node)
     table = low.stored(table)
     if out.shape != (*table.shape[:dim], *index.shape, *table.shape[dim + 1 :]):
         raise Unsupported("indexing with a result of another shape")
-    return low.node("gather", [table, index], out, dim=dim)
+    return low.node("gather", [table, index], out, dim=dim, wrap=wrap, called=_name(node))
+
+
+def _name(node: Node) -> str:
+    """What a user calls the operator, for messages."""
+    return str(node.target._schema.name).removeprefix("aten::").removeprefix("_unsafe_")  # type: ignore[union-attr]
 
 
 def _out_of_range(low: Lowering, index: Strided, length: int) -> list[Strided]:
@@ -101,7 +107,7 @@ def index(low: Lowering, node: Node) -> Operand:
     if len(dims) > 1:
         return _by_several(low, node, table, dims)
     dim, by = _one_index(node.args[1])
-    return _gather(low, node, table, _from_the_end(low, _index(low, by), table.shape[dim]), dim)
+    return _gather(low, node, table, _index(low, by), dim, wrap=True)
 
 
 def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> Operand:
@@ -146,9 +152,8 @@ def index_put(low: Lowering, node: Node) -> Operand:
     if keyword(node, "accumulate", False):
         raise Unsupported("index_put that accumulates")
     dim, by = _one_index(node.args[1])
-    base = low.operand(node.args[0])
-    index = _from_the_end(low, _index(low, by), base.shape[dim])
-    return scatter(low, node, dim, index, low.operand(node.args[2]), node.target is aten.index_put_.default)
+    source, in_place = low.operand(node.args[2]), node.target is aten.index_put_.default
+    return scatter(low, node, dim, _index(low, by), source, in_place, wrap=True)
 
 
 @lowers(aten.index_copy_.default, aten.index_copy.default)
@@ -163,7 +168,9 @@ def index_copy(low: Lowering, node: Node) -> Operand:
     return scatter(low, node, dim, by, source, node.target is aten.index_copy_.default)
 
 
-def scatter(low: Lowering, node: Node, dim: int, index: Strided, source: Operand, in_place: bool) -> Operand:
+def scatter(
+    low: Lowering, node: Node, dim: int, index: Strided, source: Operand, in_place: bool, wrap: bool = False
+) -> Operand:
     base = low.operand(node.args[0])
     target = base if in_place else low.copy(base, low.result(node))
     if not isinstance(target, Strided):
@@ -172,8 +179,12 @@ def scatter(low: Lowering, node: Node, dim: int, index: Strided, source: Operand
         raise Unsupported("an update by an index of several dimensions")
     if source.dtype != target.dtype:
         raise Unsupported("an update of another type")
+    check_apart(target)
+    # What is read while the target is written: a copy, where both lie in one tensor.
     if isinstance(source, Strided) and source.buffer == target.buffer:
         source = low.copy(source, low.fresh(source.dtype, source.shape))
+    if index.buffer == target.buffer:
+        index = low.copy(index, low.fresh(index.dtype, index.shape))
     rest = (target.shape[:dim], target.shape[dim + 1 :])
     source = low.stored(low.expand(low.stored(source), (*rest[0], *index.shape, *rest[1])))
     if not index.shape:  # x[i] = ... with one number
@@ -182,4 +193,4 @@ def scatter(low: Lowering, node: Node, dim: int, index: Strided, source: Operand
         shape.insert(dim, 1)
         strides.insert(dim, 0)
         source = source._replace(shape=tuple(shape), strides=tuple(strides))
-    return low.node("scatter", [target, index, source], target, dim=dim)
+    return low.node("scatter", [target, index, source], target, dim=dim, wrap=wrap, called=_name(node))

@@ -11,7 +11,7 @@ from torch.fx import Node
 from ark_torch.compile import analysis
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
-from ark_torch.compile.lowering import Lowering, lowers
+from ark_torch.compile.lowering import Lowering, check_apart, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
 
@@ -106,6 +106,7 @@ def copy(low: Lowering, node: Node) -> Operand:
         if not isinstance(base, Strided):
             raise Unsupported("a write into a constant")
         target = base
+        check_apart(target)
         if isinstance(source, Strided) and source.buffer == target.buffer:
             if source.same_place(target):
                 return target

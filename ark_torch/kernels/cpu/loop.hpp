@@ -177,10 +177,10 @@ inline void fail(const Launch& launch, Failure failure, int worker, int task, in
   protocol::store_release(report.abort, uint32_t{1});
 }
 
-// For gather and scatter: true when the index may be used.
-ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit) {
+// For gather and scatter: true when the index may be used. `given` is what the user wrote for it.
+ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given) {
   if (static_cast<uint64_t>(index) < static_cast<uint64_t>(limit)) return true;
-  fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, index, limit);
+  fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit);
   return false;
 }
 

@@ -164,6 +164,21 @@ ARK_INLINE Ints round(Ints x) {
 ARK_INLINE Ints sign(Ints x) {
   return (x < 0) - (x > 0);
 }
+// Of whole numbers, as PyTorch's: what does not fit wraps around, and 1 over anything but 1 and -1 is 0.
+ARK_INLINE Ints pow(Ints x, Ints y) {
+  using Wrapping = uint64_t __attribute__((vector_size(kLanes * 8)));
+  Wrapping result = Wrapping{} + 1, base = same_bits<Wrapping>(x);
+  Ints left = y < 0 ? Ints{} : y;
+  for (int64_t any = 1; any != 0;) {
+    result = (left & 1) != 0 ? result * base : result;
+    base *= base;
+    left >>= 1;
+    any = 0;
+    for (int lane = 0; lane < kLanes; ++lane) any |= left[lane];
+  }
+  const Ints inverse = x == 1 ? Ints{} + 1 : x == -1 ? 1 - 2 * (y & 1) : Ints{};
+  return y < 0 ? inverse : same_bits<Ints>(result);
+}
 // Whole numbers are never divided by 0: plans divide them by a literal alone.
 ARK_INLINE Ints floor_divide(Ints x, Ints y) {
   const Ints quotient = x / y, rest = x - quotient * y;

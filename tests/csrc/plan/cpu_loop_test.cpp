@@ -128,7 +128,7 @@ TEST(CpuLoopTest, IndexOutOfRangeNamesStageAndValue) {
         made.run(loop);
         FAIL();
       } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::invalid_argument);
+        EXPECT_EQ(error.kind(), ErrorKind::out_of_range);
         for (const std::string& part :
              {"index " + std::to_string(bad), std::string("size 8"), std::string("model.py:7")})
           EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();

@@ -75,7 +75,8 @@ inline void run_gather(Memory& memory, const GatherStage& body, const std::vecto
     if (!part.has(at)) return;
     const Shape of_index(at.begin() + body.dim, at.begin() + body.dim + rank);
     Shape from(at.begin(), at.begin() + body.dim);
-    from.push_back(static_cast<int64_t>(read_value(memory, index, of_index)));
+    const auto given = static_cast<int64_t>(read_value(memory, index, of_index));
+    from.push_back(body.wrap && given < 0 ? given + table.shape[body.dim] : given);
     from.insert(from.end(), at.begin() + body.dim + rank, at.end());
     write_value(memory, out, at, read_value(memory, table, from));
   });
@@ -87,7 +88,8 @@ inline void run_scatter(Memory& memory, const ScatterStage& body, const std::vec
   each_index(source.shape, [&](const Shape& at) {
     if (!part.has(at)) return;
     Shape to = at;
-    to[body.dim] = static_cast<int64_t>(read_value(memory, index, {at[body.dim]}));
+    const auto given = static_cast<int64_t>(read_value(memory, index, {at[body.dim]}));
+    to[body.dim] = body.wrap && given < 0 ? given + base.shape[body.dim] : given;
     write_value(memory, base, to, read_value(memory, source, at));
   });
 }
@@ -137,11 +139,11 @@ inline void run_node(Memory& memory, const Graph& graph, const Node& node) {
         node.outputs[0], node.real("scale"), node.flag("causal")};
     run_attention(memory, body, values, {});
   } else if (node.op == "gather") {
-    run_gather(memory, {node.inputs[0], node.inputs[1], node.outputs[0], static_cast<int>(node.integer("dim"))}, values,
-               {});
+    const auto dim = static_cast<int>(node.integer("dim"));
+    run_gather(memory, {node.inputs[0], node.inputs[1], node.outputs[0], dim, node.flag("wrap")}, values, {});
   } else if (node.op == "scatter") {
-    run_scatter(memory, {node.outputs[0], node.inputs[1], node.inputs[2], static_cast<int>(node.integer("dim"))},
-                values, {});
+    const auto dim = static_cast<int>(node.integer("dim"));
+    run_scatter(memory, {node.outputs[0], node.inputs[1], node.inputs[2], dim, node.flag("wrap")}, values, {});
   } else {
     throw std::logic_error("the interpreter does not know " + node.op);
   }

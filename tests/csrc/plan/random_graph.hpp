@@ -33,9 +33,11 @@ class RandomGraph {
         memory.cells[b][byte] = static_cast<double>(static_cast<int>(random_() % 9)) - 4;
         memory.written[b][byte] = 1;
       }
-      for (const auto& [buffer, limit] : indices_) {
-        if (buffer != static_cast<int>(b)) continue;
-        for (double& cell : memory.cells[b]) cell = static_cast<double>(random_() % limit);
+      for (const Indices& one : indices_) {
+        if (one.buffer != static_cast<int>(b)) continue;
+        const int64_t least = one.wrap ? -one.limit : 0;
+        for (double& cell : memory.cells[b])
+          cell = static_cast<double>(least + static_cast<int64_t>(random_() % (one.limit - least)));
       }
       for (const Value& value : graph().values()) {
         if (value.buffer != static_cast<int>(b) || value.type != ScalarType::boolean) continue;
@@ -262,9 +264,9 @@ class RandomGraph {
     add(builder_.matmul(a, b, bias));
   }
 
-  int index_input(int64_t count, int64_t limit) {
+  int index_input(int64_t count, int64_t limit, bool wrap) {
     const int index = builder_.input({count}, ScalarType::i64);
-    indices_.emplace_back(at(index).buffer, limit);
+    indices_.push_back({at(index).buffer, limit, wrap});
     return index;
   }
 
@@ -273,11 +275,12 @@ class RandomGraph {
     const Shape from = at(table).shape;
     if (from.empty()) return;
     const int64_t dim = pick(0, static_cast<int>(from.size()) - 1);
-    const int index = index_input(length(), from[dim]);
+    const bool wrap = pick(0, 1) == 1;
+    const int index = index_input(length(), from[dim], wrap);
     Shape to = from;
     to[dim] = at(index).shape[0];
     const int out = builder_.temporary(to, at(table).type);
-    add(builder_.into(out, "gather", {table, index}, {{"dim", dim}}));
+    add(builder_.into(out, "gather", {table, index}, {{"dim", dim}, {"wrap", wrap}}));
   }
 
   void cache() {
@@ -288,8 +291,9 @@ class RandomGraph {
     Shape whole = from;
     whole[dim] += 3;
     const int base = builder_.input(whole, at(source).type, true);
-    const int index = index_input(from[dim], whole[dim]);
-    builder_.into(base, "scatter", {base, index, source}, {{"dim", dim}});
+    const bool wrap = pick(0, 1) == 1;
+    const int index = index_input(from[dim], whole[dim], wrap);
+    builder_.into(base, "scatter", {base, index, source}, {{"dim", dim}, {"wrap", wrap}});
     add(base);
   }
 
@@ -306,7 +310,12 @@ class RandomGraph {
   std::mt19937 random_;
   GraphBuilder builder_;
   std::vector<int> values_;
-  std::vector<std::pair<int, int64_t>> indices_;
+  struct Indices {
+    int buffer;
+    int64_t limit;
+    bool wrap;
+  };
+  std::vector<Indices> indices_;
 };
 
 }  // namespace ark::plan

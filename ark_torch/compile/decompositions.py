@@ -1,0 +1,54 @@
+"""Which operators AOTAutograd takes apart: those that Inductor takes apart, but for a few.
+
+index_copy and index_select refuse negative indices, and their decompositions (index_put, index) take them from the end.
+What ark runs is as strict as eager PyTorch, so both stay whole; a piece that goes to Inductor has them taken apart
+again, since Inductor knows them no other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from ark_torch.compile.analysis import aten
+
+# Where the index stands among the arguments; the dimension stands before it.
+_KEPT: dict[Any, Any] = {
+    aten.index_copy.default: aten.index_put.default,
+    aten.index_copy_.default: aten.index_put_.default,
+    aten.index_select.default: aten.index.Tensor,
+}
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    from torch._inductor.decomposition import select_decomp_table
+
+    made = dict(select_decomp_table())
+    for operator in _KEPT:
+        if (decomposition := made.get(operator)) is not None:
+            made[operator] = _unless_simple(decomposition)
+    return made
+
+
+def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Single numbers in place of a dimension are for the decomposition."""
+
+    def maybe(base: Any, dim: int, index: Any, *rest: Any) -> Any:
+        if base.ndim and index.ndim == 1 and all(r.ndim == base.ndim for r in rest):
+            return NotImplemented
+        return decomposition(base, dim, index, *rest)
+
+    return maybe
+
+
+def for_inductor(graph: Graph) -> None:
+    """Takes the operators that were kept apart after all."""
+    for node in graph.nodes:
+        if node.target in _KEPT:
+            base, dim, index, *source = node.args
+            assert isinstance(base, Node) and isinstance(dim, int)
+            dim %= base.meta["val"].ndim
+            node.args = (base, [*[None] * dim, index], *source)
+            node.target = _KEPT[node.target]
