@@ -28,6 +28,7 @@ from ark_torch.compile.ir import (
     Unsupported,
 )
 from ark_torch.compile.ir import Node as GraphNode
+from ark_torch.compile.report import log
 
 Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
 RULES: dict[Any, Rule] = {}
@@ -93,6 +94,7 @@ class Lowering:
         self.mutated = frozenset(mutated)  # roots that the whole graph writes somewhere
         self._origin = ""
         self._members: frozenset[Node] = frozenset()
+        self.notes: dict[str, dict[Any, Any]] = {}  # what lowerings remember within a region
 
     # The walk.
 
@@ -324,4 +326,7 @@ def reason_against(node: Node, mutated: Iterable[Node] = ()) -> str | None:
                 trial.operand(user)
     except Unsupported as reason:
         return str(reason)
+    except Exception as error:  # a mistake of ours: this operator falls back, not the graph
+        log.debug("the lowering of %s failed", node.target, exc_info=True)
+        return f"its lowering failed ({type(error).__name__}: {error})"
     return None

@@ -40,6 +40,18 @@ UNSUPPORTED = {
         lambda: (torch.randn(4), torch.tensor([1, 1])),
         "accumulates",
     ),
+    "int_by_tensor": (lambda a, b: (a + 1) // b * 2, lambda: (torch.arange(4), torch.tensor([1, -2, 3, 2])), "hold 0"),
+    "int_rest": (lambda a, b: (a + 1) % b * 2, lambda: (torch.arange(4), torch.tensor([1, -2, 3, 2])), "hold 0"),
+    "int_floor": (
+        lambda a, b: torch.div(a + 1, b, rounding_mode="floor") * 2,
+        lambda: (torch.arange(4), torch.tensor([1, -2, 3, 2])),
+        "hold 0",
+    ),
+    "wide_heads": (
+        lambda q: torch.nn.functional.scaled_dot_product_attention(q * 2, q, q) + 1,
+        lambda: (torch.randn(1, 2, 3, 520),),
+        "heads of more than 512",
+    ),
     "dtype_view": (lambda a: a.view(torch.int32) + 1 - 2, lambda: (torch.randn(4),), "element type"),
     "sort": (lambda a: a.sort()[0] * 2 + 1, lambda: (torch.randn(9),), "no lowering"),
     "topk": (lambda a: (a * 2 + 1).topk(3)[1] + 1, lambda: (torch.randn(9),), "no lowering"),

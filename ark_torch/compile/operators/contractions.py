@@ -15,6 +15,10 @@ from ark_torch.compile.lowering import Lowering, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
 
+# A row's running result stays in registers (csrc/plan/emit_cpu_stages.cpp).
+LARGEST_HEAD = 512
+
+
 def _matmul(low: Lowering, out: Strided, left: Operand, right: Operand, bias: Operand | None = None) -> Strided:
     operands = [low.stored(o) for o in (left, right)]
     if any(not o.dtype.is_floating_point for o in operands) or operands[0].dtype != operands[1].dtype:
@@ -83,6 +87,8 @@ def _attention(low: Lowering, node: Node, out: Strided) -> Strided:
         raise Unsupported("attention that is not over [batch, heads, positions, size] of one floating type")
     if q.shape[1] % k.shape[1] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[3] != q.shape[3]:
         raise Unsupported("attention whose keys or values are shaped unlike its queries")
+    if q.shape[3] > LARGEST_HEAD:
+        raise Unsupported(f"attention with heads of more than {LARGEST_HEAD} numbers (here {q.shape[3]})")
     causal = bool(keyword(node, "is_causal", False))
     mask = keyword(node, "attn_mask", None)
     scale = keyword(node, "scale", None)

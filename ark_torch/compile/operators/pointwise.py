@@ -147,8 +147,21 @@ def test(low: Lowering, node: Node) -> Operand:
     return into_result(low, node, TESTS[node.target], operand_as(low, node.args[0], torch.float32))
 
 
+def _divides(low: Lowering, dtype: torch.dtype, divisor: Any) -> None:
+    """Raises Unsupported where whole numbers may be divided by 0, which in eager is an error while it runs."""
+    if dtype.is_floating_point or dtype == torch.bool:
+        return
+    operand = low.operand(divisor)
+    if not isinstance(operand, Literal):
+        raise Unsupported("a division of integers by a tensor, which may hold 0")
+    if operand.value == 0:
+        raise Unsupported("a division of integers by 0")
+
+
 def arithmetic(low: Lowering, node: Node, op: str, left: Any, right: Any) -> Strided:
     dtype = promoted(node, Promotion.DEFAULT, left, right)
+    if op in ("floor_divide", "remainder"):
+        _divides(low, dtype, right)
     if dtype == torch.bool and not op.startswith("bitwise"):
         if op not in ON_BOOLEANS:
             raise Unsupported(f"{op} of booleans")
@@ -168,6 +181,8 @@ def power(low: Lowering, node: Node) -> Operand:
     base, exponent = node.args[:2]
     dtype = promoted(node, Promotion.DEFAULT, base, exponent)
     operand = operand_as(low, base, dtype)
+    if not dtype.is_floating_point and isinstance(exponent, int) and exponent < 0:
+        raise Unsupported("a negative power of integers")
     # What PyTorch computes for these: exactly this, not a power.
     if exponent == 2:
         return into_result(low, node, "mul", operand, operand)
@@ -221,6 +236,7 @@ def divide_rounding(low: Lowering, node: Node) -> Operand:
     dtype = promoted(node, Promotion.DEFAULT, *node.args[:2])
     operands = [operand_as(low, a, dtype) for a in node.args[:2]]
     if mode == "floor":
+        _divides(low, dtype, node.args[1])
         return into_result(low, node, "floor_divide", *operands)
     if not dtype.is_floating_point:
         raise Unsupported("integer division that truncates")

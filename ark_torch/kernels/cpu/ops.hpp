@@ -179,17 +179,22 @@ ARK_INLINE Ints pow(Ints x, Ints y) {
   const Ints inverse = x == 1 ? Ints{} + 1 : x == -1 ? 1 - 2 * (y & 1) : Ints{};
   return y < 0 ? inverse : same_bits<Ints>(result);
 }
-// Whole numbers are never divided by 0: plans divide them by a literal alone.
+// Whole numbers are never divided by 0: plans divide them by a literal alone. The least of all by -1 would trap.
+ARK_INLINE Ints quotient_of(Ints x, Ints y) {
+  using Wrapping = uint64_t __attribute__((vector_size(kLanes * 8)));
+  const Ints quotient = x / (y == -1 ? Ints{} + 1 : y);
+  return y == -1 ? same_bits<Ints>(-same_bits<Wrapping>(x)) : quotient;
+}
 ARK_INLINE Ints floor_divide(Ints x, Ints y) {
-  const Ints quotient = x / y, rest = x - quotient * y;
+  const Ints quotient = quotient_of(x, y), rest = x - quotient * y;
   return quotient + ((rest != 0) & ((rest < 0) != (y < 0)));
 }
 ARK_INLINE Ints remainder(Ints x, Ints y) {
-  const Ints rest = x - x / y * y;
+  const Ints rest = x - quotient_of(x, y) * y;
   return rest + (y & (rest != 0) & ((rest < 0) != (y < 0)));
 }
 ARK_INLINE Ints fmod(Ints x, Ints y) {
-  return x - x / y * y;
+  return x - quotient_of(x, y) * y;
 }
 
 ARK_INLINE Mask maximum(Mask x, Mask y) {
