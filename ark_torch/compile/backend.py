@@ -80,6 +80,7 @@ def _capture(
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import RestartAnalysis
+
     def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise _WholeGraph(TRAINS)
 

@@ -4,8 +4,8 @@ AOTAutograd's graphs are functional: a KV cache comes out as `new = index_copy(c
 the end. Run as it stands, each step would copy the whole cache twice. Where nobody reads the old contents after the
 update, the update may write the cache itself, and the copy goes.
 
-index_put and index_copy become index_put_ and index_copy_, slice_scatter and select_scatter become copy_ into a slice of the input; both forms are
-what Inductor makes of them too, so a piece that falls back may hold them.
+index_put and index_copy become index_put_ and index_copy_, slice_scatter and select_scatter become copy_ into a slice
+of the input. Inductor makes the same of them, so a piece that falls back may hold them.
 """
 
 from __future__ import annotations

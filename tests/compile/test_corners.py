@@ -112,7 +112,8 @@ def test_an_index_is_what_it_is_in_eager(name: str, bad: int, compiled: Any) -> 
             wanted = program(theirs, index, source)
         except (IndexError, RuntimeError):
             assert index is not good
-            with pytest.raises(IndexError, match=rf"index {bad} .* size 7 in {operator_name} \(.*test_corners.py:\d+\)"):
+            told = rf"index {bad} .* size 7 in {operator_name} \(.*test_corners.py:\d+\)"
+            with pytest.raises(IndexError, match=told):
                 call(ours, index, source)
         else:
             torch.testing.assert_close(call(ours, index, source), wanted)
@@ -127,14 +128,14 @@ def test_inductors_pieces_have_every_lookup(compiled: Any) -> None:
         sorted_ = torch.sort(s, dim=0)[0]
         return t.index_copy_(-2, i, sorted_).cumsum(0), torch.sort(t.index_select(-2, i))[0]
 
-    call, report = compiled(program, minimum=99)
+    call, _ = compiled(program, minimum=99)
     ours, theirs, s = torch.zeros(7, 4), torch.zeros(7, 4), torch.randn(3, 4)
     i = torch.tensor([4, 0, 6])
     torch.testing.assert_close(call(ours, i, s), program(theirs, i, s))
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("view", [lambda b: b, lambda b: b.view(-1), lambda b: b.t()[1:]], ids=["itself", "flat", "part"])
+@pytest.mark.parametrize("view", [lambda b: b, lambda b: b.view(-1), lambda b: b.t()[1:]], ids=["all", "flat", "part"])
 def test_a_copy_that_is_returned_is_no_alias(view: Callable[[Tensor], Tensor], compiled: Any) -> None:
     """A copy over all of a tensor is worth nothing, unless its reader could then write the original."""
 

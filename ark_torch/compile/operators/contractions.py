@@ -14,7 +14,6 @@ from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
-
 # A row's running result stays in registers (csrc/plan/emit_cpu_stages.cpp).
 LARGEST_HEAD = 512
 
