@@ -89,6 +89,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.name = name;
   settings.workers = take(options, "threads", 0);
   settings.groups = take(options, "groups", settings.groups);
+  settings.otherwise = take(options, "otherwise", settings.otherwise);
   py::gil_scoped_release no_gil;
   return ark::with_torch_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);

@@ -129,21 +129,6 @@ def _check_static(graph_module: GraphModule) -> None:
             )
 
 
-def _check_apart(graph_module: GraphModule, mutated: set[Node]) -> None:
-    """AOTAutograd merges inputs that overlap; parts of one tensor that do not, it leaves. Plans order accesses by
-    argument, so what is written must lie in memory of its own."""
-    inputs = [
-        node for node in graph_module.graph.nodes if node.op == "placeholder" and analysis.tensor_of(node) is not None
-    ]
-    places: dict[Any, list[Node]] = {}
-    for node in inputs:
-        places.setdefault(node.meta["val"].untyped_storage()._cdata, []).append(node)
-    for sharing in places.values():
-        if len(sharing) > 1 and not mutated.isdisjoint(sharing):
-            names = ", ".join(node.name for node in sharing)
-            raise _WholeGraph(f"inputs {names} are parts of one tensor, and the graph writes one of them")
-
-
 def static_inputs(graph_module: GraphModule) -> list[Node]:
     """Placeholders of parameters and buffers."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -159,7 +144,6 @@ def compile_inference(graph_module: GraphModule, options: Options, report: Graph
     report.in_place = in_place.restore(graph_module)
     needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
-    _check_apart(graph_module, mutated)
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
@@ -247,7 +231,8 @@ class _Builder:
         try:
             with unset_fake_temporarily():
                 lowering.run(piece.nodes, results)
-            region = make_region(lowering, f"{self._title} {number}", self._threads)
+            otherwise = self._otherwise(lowering, piece, results) if self._options.fallback else None
+            region = make_region(lowering, f"{self._title} {number}", self._threads, otherwise)
         except (CompilerNotAvailable, Unsupported, RuntimeError, ValueError) as error:
             if not self._options.fallback:
                 raise
@@ -263,6 +248,25 @@ class _Builder:
         if self._options.choose == "measure" and not lowering.graph.groups:
             run = self._contest(lowering, region, piece, results, told)
         return Step(run, lowering.inputs, lowering.outputs)
+
+    def _otherwise(self, lowering: Lowering, piece: regions.Piece, results: list[Node]) -> rest.Boxed | None:
+        """Runs calls whose arguments overlap where the region writes: node by node, in the program's order. Guards see
+        to it that there are none, but not where the user leaves guards out."""
+        if self._mutated.isdisjoint(lowering.inputs):
+            return None
+
+        @functools.cache
+        def made() -> tuple[rest.Boxed, list[int], list[int]]:
+            extracted, arguments = rest.extract(self._module, piece.nodes, results)
+            order = [lowering.inputs.index(node) for node in arguments]
+            return rest.interpreted(extracted), order, [results.index(node) for node in lowering.outputs]
+
+        def run(inputs: list[Any]) -> Sequence[Any]:
+            interpreted, order, back = made()
+            given = interpreted([inputs[i] for i in order])
+            return [given[i] for i in back]
+
+        return run
 
     def _view_of(self, root: Node, node: Node) -> Strided:
         """Where an output lies within the result that it is a view of."""
@@ -311,8 +315,9 @@ class _Builder:
         return choice.Contest(name, ark, inductor, written, tell)
 
 
-def make_region(lowering: Lowering, name: str, threads: int) -> Any:
-    """The C++ side: plans, validates, compiles (or takes from the cache) and loads."""
+def make_region(lowering: Lowering, name: str, threads: int, otherwise: rest.Boxed | None = None) -> Any:
+    """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose
+    arguments share memory that the region writes."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -323,4 +328,4 @@ def make_region(lowering: Lowering, name: str, threads: int) -> Any:
     trace.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
-    return plan.Region(graph, name, {"threads": threads, "groups": lowering.graph.groups})
+    return plan.Region(graph, name, {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise})

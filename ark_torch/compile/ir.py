@@ -96,7 +96,7 @@ class LoweredGraph:
     values: list[Operand] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     arguments: list[int] = field(default_factory=list)  # values that are the region's inputs, in their order
-    groups: list[Any] = field(default_factory=list)  # backends of the groups whose collectives are among the nodes
+    groups: list[str] = field(default_factory=list)  # names of the groups whose collectives are among the nodes
     results: list[int] = field(default_factory=list)  # values, in order of the region's outputs
     _known: dict[tuple[Operand, int], int] = field(default_factory=dict)
     _writes: dict[int, int] = field(default_factory=dict)  # of each buffer

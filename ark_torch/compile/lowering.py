@@ -257,11 +257,11 @@ class Lowering:
         self.graph.nodes.append(GraphNode(op, read, [self.graph.write(out)], attributes, self._origin))
         return out
 
-    def group(self, backend: Any) -> int:
-        """The number of a process group's backend among the region's."""
-        if backend not in self.graph.groups:
-            self.graph.groups.append(backend)
-        return self.graph.groups.index(backend)
+    def group(self, name: str) -> int:
+        """The number of a process group among the region's."""
+        if name not in self.graph.groups:
+            self.graph.groups.append(name)
+        return self.graph.groups.index(name)
 
     def pointwise(
         self, op: str, *inputs: Operand, dtype: torch.dtype = torch.float32, out: Strided | None = None

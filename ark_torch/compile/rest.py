@@ -98,13 +98,18 @@ def compile_piece(piece: GraphModule, static: Sequence[int]) -> tuple[Boxed, str
                 return lambda inputs: code(list(inputs)), "inductor"
         except Exception as error:
             log.warning("Inductor does not compile a piece (%s); it runs eagerly.", first_line(error))
+    return interpreted(piece), "eager"
+
+
+def interpreted(piece: GraphModule) -> Boxed:
+    """The piece node by node."""
     interpreter = Interpreter(piece)
 
     def run(inputs: list[Any]) -> Sequence[Any]:
         with torch.no_grad():
             return interpreter.run(*inputs)  # type: ignore[no-any-return]
 
-    return run, "eager"
+    return run
 
 
 def keep_apart(run: Boxed, written: Sequence[int]) -> Boxed:

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <cstring>
 #include <exception>
@@ -90,11 +91,22 @@ bool Region::run_collective(void* region, int32_t node, const void* input, void*
   }
 }
 
+c10::intrusive_ptr<c10d::Backend> Region::group(int64_t number) const {
+  const std::string& name = options_.groups.at(static_cast<size_t>(number));
+  try {
+    return c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CPU);
+  } catch (const c10::Error&) {
+    throw Error(ErrorKind::closed,
+                options_.name + ": there is no process group '" + name + "' for CPU tensors any more",
+                ErrorContext{-1, -1, "", 0, "Make it again, or compile again (torch._dynamo.reset())."});
+  }
+}
+
 // The group's own call, made synchronously on the caller's thread: over shared memory it runs there and then, after
 // whatever else was issued to the group, on the channels that eager collectives use.
 void Region::add_collective(int index, const plan::CollectiveStage& ends) {
   const plan::Node& node = plan_.graph.nodes()[index];
-  const auto group = options_.groups.at(node.integer("group"));
+  const auto group = [this, number = node.integer("group")] { return this->group(number); };
   const Spec in = spec_of(ends.input), out = spec_of(ends.output);
   const auto wrap = [](const void* data, const Spec& spec) {
     return at::from_blob(const_cast<void*>(data), spec.sizes, spec.strides, at::TensorOptions(spec.type));
@@ -106,14 +118,14 @@ void Region::add_collective(int index, const plan::CollectiveStage& ends) {
     collectives_[index] = [=, send = node.integers("input_splits"), receive = node.integers("output_splits")](
                               const void* input, void* output) mutable {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
-      finish(group->alltoall_base(to, from, receive, send, {.asyncOp = false}));
+      finish(group()->alltoall_base(to, from, receive, send, {.asyncOp = false}));
     };
   } else if (node.op == "all_gather") {
     collectives_[index] = [=](const void* input, void* output) {
       at::Tensor to = wrap(output, out), from = wrap(input, in);
       c10d::AllgatherOptions options;
       options.asyncOp = false;
-      finish(group->_allgather_base(to, from, options));
+      finish(group()->_allgather_base(to, from, options));
     };
   } else if (node.op == "reduce_scatter") {
     collectives_[index] = [=, op = reduce_op(node.text("reduce_op"))](const void* input, void* output) {
@@ -121,7 +133,7 @@ void Region::add_collective(int index, const plan::CollectiveStage& ends) {
       c10d::ReduceScatterOptions options;
       options.reduceOp = op;
       options.asyncOp = false;
-      finish(group->_reduce_scatter_base(to, from, options));
+      finish(group()->_reduce_scatter_base(to, from, options));
     };
   } else {
     collectives_[index] = [=, op = reduce_op(node.text("reduce_op")),
@@ -133,7 +145,7 @@ void Region::add_collective(int index, const plan::CollectiveStage& ends) {
       c10d::AllreduceOptions options;
       options.reduceOp = op;
       options.asyncOp = false;
-      finish(group->allreduce(tensors, options));
+      finish(group()->allreduce(tensors, options));
     };
   }
 }
@@ -141,7 +153,7 @@ void Region::add_collective(int index, const plan::CollectiveStage& ends) {
 Region::Spec Region::spec_of(int index) const {
   const plan::Value& value = plan_.graph.values()[index];
   const plan::Buffer& buffer = plan_.graph.buffer_of(index);
-  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, buffer.bytes};
+  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, plan::footprint(value)};
 }
 
 void Region::check(const std::vector<at::Tensor>& inputs) const {
@@ -168,20 +180,22 @@ void Region::check(const std::vector<at::Tensor>& inputs) const {
   }
 }
 
-// What is written in place must lie apart from every other argument: the plan orders accesses by argument.
-void Region::check_overlaps(const std::vector<void*>& pointers) const {
+// What is written in place must lie apart from every other argument, byte for byte: the plan orders accesses by
+// argument. (Tensors that lie interleaved, as halves of one cache may, are apart.)
+bool Region::overlap(const std::vector<void*>& pointers) const {
   for (size_t i = 0; i < pointers.size(); ++i) {
     if (!inputs_[i].mutated) continue;
-    const auto* begin = static_cast<const char*>(pointers[i]);
+    const auto at = reinterpret_cast<intptr_t>(pointers[i]);
     for (size_t k = 0; k < pointers.size(); ++k) {
-      const auto* other = static_cast<const char*>(pointers[k]);
-      if (k == i || begin + inputs_[i].bytes <= other || other + inputs_[k].bytes <= begin) continue;
-      throw Error(ErrorKind::invalid_argument,
-                  options_.name + ": inputs " + std::to_string(i) + " and " + std::to_string(k) +
-                      " share memory, and the compiled region writes one of them",
-                  ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or compile with backend=\"inductor\"."});
+      const auto other = reinterpret_cast<intptr_t>(pointers[k]);
+      const plan::Footprint &mine = inputs_[i].bytes, &its = inputs_[k].bytes;
+      if (k == i || at + mine.end() <= other || other + its.end() <= at) continue;
+      plan::Footprint one = mine, two = its;
+      (at < other ? two : one).first += at < other ? other - at : at - other;
+      if (plan::may_overlap(one, two)) return true;
     }
   }
+  return false;
 }
 
 // A step that fails is in the trace too, as far as it came.
@@ -206,7 +220,12 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   std::vector<void*> pointers;
   pointers.reserve(inputs.size());
   for (const at::Tensor& input : inputs) pointers.push_back(input.data_ptr());
-  if (mutates_) check_overlaps(pointers);
+  if (mutates_ && overlap(pointers)) {
+    if (options_.otherwise) return options_.otherwise(inputs);
+    throw Error(ErrorKind::invalid_argument,
+                options_.name + ": two inputs share memory that the compiled region writes",
+                ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
+  }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
   std::vector<void*> results;

@@ -2,7 +2,8 @@
 //
 // This folder is what of the compiler knows torch. A region is compiled for shapes, strides and types; every call is
 // held against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor).
-// Pointers are taken anew with each call, so that a parameter whose data was swapped is read where it lies now.
+// Pointers are taken anew with each call, so that a parameter whose data was swapped is read where it lies now; process
+// groups are looked up by name, so that one that was destroyed and made again is the new one.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -14,15 +15,18 @@
 #include <vector>
 
 #include "plan/cpu_loop.hpp"
+#include "plan/overlap.hpp"
 #include "plan/plan.hpp"
 #include "plan/trace.hpp"
 
 namespace ark::compile {
 
 struct RegionOptions {
-  std::string name;                                       // in profiles, traces and errors
-  int workers = 0;                                        // threads; 0: as many as PyTorch uses
-  std::vector<c10::intrusive_ptr<c10d::Backend>> groups;  // what the graph's collectives number
+  std::string name;                 // in profiles, traces and errors
+  int workers = 0;                  // threads; 0: as many as PyTorch uses
+  std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
+  // What runs a call whose arguments share memory that the region writes; none: such a call is an error.
+  std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
 };
 
 class Region {
@@ -44,10 +48,11 @@ class Region {
     at::ScalarType type;
     std::vector<int64_t> sizes, strides;
     bool mutated = false;
-    int64_t bytes = 0;
+    plan::Footprint bytes;
   };
   void check(const std::vector<at::Tensor>& inputs) const;
-  void check_overlaps(const std::vector<void*>& pointers) const;
+  bool overlap(const std::vector<void*>& pointers) const;
+  c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;
   void run_traced(plan::Trace& trace, const void* const* inputs, void* const* outputs);
   Spec spec_of(int value) const;
   void add_collective(int node, const plan::CollectiveStage& ends);

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -184,3 +187,56 @@ def test_a_killed_rank_is_named() -> None:
         for outcome in outcomes:
             check_message(outcome, 2, "all_reduce")
         assert max(outcome.ended - sent for outcome in outcomes) < KILL_BOUND_S
+
+
+def _again(rank: Rank) -> None:
+    """The group of a name is another one: the region looks it up, and holds none alive."""
+    compiled = torch.compile(
+        lambda x: funcol.all_reduce(x * 2, "sum", "0") + 1, backend="ark", options={**ALONE, "minimum": 1}
+    )
+    with torch.no_grad():
+        for _ in range(3):
+            rank.init()
+            group = dist.group.WORLD
+            assert group is not None and group.group_name == "0"
+            got = compiled(torch.ones(5))
+            assert got.tolist() == [2.0 * rank.world_size + 1] * 5
+            dist.destroy_process_group()
+            with pytest.raises(RuntimeError, match="no process group '0'"):
+                compiled(torch.ones(5))
+        rank.init()
+
+
+def test_a_group_made_again() -> None:
+    run_ranks(_again, 2)
+
+
+def _aborted(rank: Rank) -> None:
+    """A kernel that waits for a rank ends when another thread aborts the group."""
+    rank.init(timeout=120)
+    group = dist.group.WORLD
+    assert group is not None
+
+    @torch.compile(backend="ark", options=ALONE)
+    def step(x: Tensor) -> Tensor:
+        return funcol.all_reduce(x * 0.5, "sum", group) + 1
+
+    with torch.no_grad():
+        x = step(torch.ones(100))
+        if rank.rank == 1:
+            rank.wait_for("aborted")
+            return
+        threading.Timer(0.3, group.abort).start()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match="abort"):
+            for _ in range(2):
+                x = step(x)
+        assert time.monotonic() - begin < 20
+        rank.report("aborted")
+
+
+def test_an_abort_ends_a_kernel() -> None:
+    with Job(_aborted, 2, destroy=False) as job:
+        job.wait_event(0, "aborted")
+        job.go(1, "aborted")
+        job.finish()

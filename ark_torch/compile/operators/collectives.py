@@ -19,8 +19,9 @@ from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 functional = torch.ops._c10d_functional
 
 
-def backend_of(name: Any) -> Any:
-    """The ark group that carries CPU tensors of the process group of that name."""
+def name_of(name: Any) -> str:
+    """The name of a process group, of which an ark group carries CPU tensors. Regions look it up when they run, so that
+    a group that was destroyed and made again is the new one."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     from ark_torch import _C
@@ -32,7 +33,7 @@ def backend_of(name: Any) -> Any:
     if not isinstance(backend, _C.ProcessGroupArk):
         kind = backend.name() if hasattr(backend, "name") else type(backend).__name__
         raise Unsupported(f"a collective on a group of backend {kind}, not ark")
-    return backend
+    return group.group_name
 
 
 def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> Operand:
@@ -48,7 +49,7 @@ def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any
 
 
 def _run(low: Lowering, op: str, group: Any, given: Operand, out: Strided, **attributes: Any) -> Operand:
-    index = low.group(backend_of(group))
+    index = low.group(name_of(group))
     source = low.stored(given)
     if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):
         source = low.copy(source, low.fresh(source.dtype, source.shape))
@@ -102,7 +103,7 @@ def wait_tensor(low: Lowering, node: Node) -> Operand:
     started = analysis.producer_of(analysis.root_of(source))
     if started.target not in COLLECTIVES:
         raise Unsupported("a wait for what no collective of the graph has made")
-    backend_of(started.args[COLLECTIVES[started.target]])
+    name_of(started.args[COLLECTIVES[started.target]])
     return low.operand(source)
 
 
