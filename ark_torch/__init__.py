@@ -7,7 +7,7 @@ PyTorch and the extension belong together, and register the backend; the extensi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ark_torch import _autoload
@@ -16,10 +16,11 @@ from ark_torch._version import __version__
 if TYPE_CHECKING:
     from ark_torch._C import Options
     from ark_torch.compile.report import Report
+    from ark_torch.compile.resident import Resident
 
 _autoload.on_import()
 
-__all__ = ["Options", "__version__", "explain", "flight_record"]
+__all__ = ["Options", "__version__", "explain", "flight_record", "resident"]
 
 
 def flight_record() -> dict[str, Any]:
@@ -38,6 +39,25 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     from ark_torch.compile.explain import explain as implementation
 
     return implementation(model, *args, **kwargs)
+
+
+def resident(
+    step: Callable[..., Any],
+    /,
+    *,
+    keep: Sequence[int] = (0,),
+    stop: Callable[..., Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Resident:
+    """Many steps of a function of tensors in one launch: `loop = ark_torch.resident(step)`, then
+    `loop(token, position, steps=50)`.
+
+    `step(*state)` returns as many tensors as it takes, of the same shapes and types: what the next step is given.
+    See ark_torch.compile.resident.Resident for sampling with noise, for `keep` and for `stop`, the early end.
+    """
+    from ark_torch.compile.resident import Resident
+
+    return Resident(step, keep=keep, stop=stop, options=options)
 
 
 def __getattr__(name: str) -> Any:

@@ -90,10 +90,29 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.workers = take(options, "threads", 0);
   settings.groups = take(options, "groups", settings.groups);
   settings.otherwise = take(options, "otherwise", settings.otherwise);
+  settings.chained = take(options, "chained", false);
   py::gil_scoped_release no_gil;
   return ark::with_torch_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
   });
+}
+
+// Ctrl-C reaches a launch of many steps: Python's handlers run between two tasks, several times a second.
+uint64_t run_steps(ark::compile::Region& region, const std::vector<at::Tensor>& inputs, uint64_t most) {
+  std::exception_ptr raised;
+  const auto interrupted = [&] {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() == 0) return false;
+    raised = std::make_exception_ptr(py::error_already_set());
+    return true;
+  };
+  try {
+    const py::gil_scoped_release no_gil;
+    return ark::with_torch_errors([&] { return region.run_steps(inputs, most, interrupted); });
+  } catch (...) {
+    if (raised) std::rethrow_exception(raised);
+    throw;
+  }
 }
 
 }  // namespace
@@ -145,6 +164,8 @@ void bind_plan(py::module_& m) {
             return ark::with_torch_errors([&] { return self.run(inputs); });
           },
           py::arg("inputs"))
+      .def("steps", &run_steps, py::arg("inputs"), py::arg("most"),
+           "Many steps in one launch, of a chained region without results; how many were done.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })

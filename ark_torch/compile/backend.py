@@ -42,10 +42,23 @@ class _WholeGraph(Exception):
     """The graph goes to Inductor as it came; the text says why."""
 
 
+class NotOneRegion(Exception):
+    """A graph that was to be one region is not; the text says why."""
+
+
+# What calls a region whose steps are chained: with the region and its inputs, instead of the region itself.
+Launcher = Callable[[Any, list[Any]], None]
+
+
 def compile_graph(
-    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: Report | None = None
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: Report | None = None,
+    launcher: Launcher | None = None,
 ) -> Callable[..., Any]:
-    """What torch._dynamo calls for each of its graphs."""
+    """What torch._dynamo calls for each of its graphs. With a `launcher` all of it must be one region, which is made to
+    run many steps a launch: NotOneRegion otherwise."""
     graph_report = GraphReport()
     if report is not None:
         report.graphs.append(graph_report)
@@ -55,9 +68,11 @@ def compile_graph(
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
             _say_once(TRAINS)
             raise _WholeGraph(TRAINS)
-        return _capture(graph_module, example_inputs, options, graph_report)
+        return _capture(graph_module, example_inputs, options, graph_report, launcher)
     except _WholeGraph as reason:
         graph_report.whole = str(reason)
+        if launcher is not None:
+            raise NotOneRegion(str(reason)) from None
         if not options.fallback:
             raise UnsupportedGraph(
                 f'options={{"fallback": False}}, and the graph cannot run on ark: {reason}.'
@@ -76,7 +91,11 @@ def _say_once(text: str) -> None:
 
 
 def _capture(
-    graph_module: GraphModule, example_inputs: Sequence[Any], options: Options, report: GraphReport
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    report: GraphReport,
+    launcher: Launcher | None,
 ) -> Callable[..., Any]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import RestartAnalysis
@@ -86,8 +105,8 @@ def _capture(
 
     def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         try:
-            call = compile_inference(graph, options, report)
-        except (_WholeGraph, UnsupportedGraph):
+            call = compile_inference(graph, options, report, launcher)
+        except (_WholeGraph, UnsupportedGraph, NotOneRegion):
             raise
         except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
             if not options.fallback:
@@ -104,7 +123,7 @@ def _capture(
             decompositions=decompositions.table(),
             keep_inference_input_mutations=True,
         )(graph_module, example_inputs)
-    except (_WholeGraph, UnsupportedGraph, RestartAnalysis):  # the last: Dynamo's own way of trying again
+    except (_WholeGraph, UnsupportedGraph, NotOneRegion, RestartAnalysis):  # the last: Dynamo's own way of trying again
         raise
     except Exception as error:
         # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
@@ -138,7 +157,9 @@ def static_inputs(graph_module: GraphModule) -> list[Node]:
     return [placeholders[i] for i in indices or () if i < len(placeholders)]
 
 
-def compile_inference(graph_module: GraphModule, options: Options, report: GraphReport) -> Callable[..., Any]:
+def compile_inference(
+    graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None
+) -> Callable[..., Any]:
     """A functional ATen graph as a function of a list of its arguments."""
     _check_static(graph_module)
     report.in_place = in_place.restore(graph_module)
@@ -153,7 +174,17 @@ def compile_inference(graph_module: GraphModule, options: Options, report: Graph
         raise UnsupportedGraph(_forbidden(report.fallbacks))
     if not any(piece.ark for piece in pieces):
         raise _WholeGraph(_nothing(report.fallbacks, given))
-    return _Builder(graph_module, pieces, mutated, options, report).build()
+    if launcher is not None:
+        _check_one_region(pieces, report.fallbacks)
+    return _Builder(graph_module, pieces, mutated, options, report, launcher).build()
+
+
+def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:
+    if len(pieces) == 1 and pieces[0].ark:
+        return
+    alike = list(dict.fromkeys(str(fallback) for fallback in fallbacks))
+    more = f", and {len(alike) - 5} more" if len(alike) > 5 else ""
+    raise NotOneRegion(f"a step is {len(pieces)} regions: {'; '.join(alike[:5]) or 'some are too small'}{more}")
 
 
 def _forbidden(fallbacks: Sequence[Fallback]) -> str:
@@ -178,9 +209,10 @@ class _Builder:
         mutated: set[Node],
         options: Options,
         report: GraphReport,
+        launcher: Launcher | None = None,
     ) -> None:
         self._module, self._pieces, self._mutated = graph_module, pieces, mutated
-        self._options, self._report = options, report
+        self._options, self._report, self._launcher = options, report, launcher
         self._static = static_inputs(graph_module)
         self._threads = options.threads or torch.get_num_threads()
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -231,9 +263,13 @@ class _Builder:
         try:
             with unset_fake_temporarily():
                 lowering.run(piece.nodes, results)
-            otherwise = self._otherwise(lowering, piece, results) if self._options.fallback else None
-            region = make_region(lowering, f"{self._title} {number}", self._threads, otherwise)
+            fallback = self._options.fallback and self._launcher is None
+            otherwise = self._otherwise(lowering, piece, results) if fallback else None
+            name = f"{self._title} {number}"
+            region = make_region(lowering, name, self._threads, otherwise, self._launcher is not None)
         except (CompilerNotAvailable, Unsupported, RuntimeError, ValueError) as error:
+            if self._launcher is not None:
+                raise NotOneRegion(rest.first_line(error)) from error
             if not self._options.fallback:
                 raise
             log.warning("A region falls back to Inductor: %s", rest.first_line(error))
@@ -245,7 +281,10 @@ class _Builder:
             if root in results:
                 self._views[node] = self._view_of(root, node)
         run = region
-        if self._options.choose == "measure" and not lowering.graph.groups:
+        if (launcher := self._launcher) is not None:
+            told.reason = "all steps in one launch"
+            run = functools.partial(launcher, region)
+        elif self._options.choose == "measure" and not lowering.graph.groups:
             run = self._contest(lowering, region, piece, results, told)
         return Step(run, lowering.inputs, lowering.outputs)
 
@@ -315,9 +354,11 @@ class _Builder:
         return choice.Contest(name, ark, inductor, written, tell)
 
 
-def make_region(lowering: Lowering, name: str, threads: int, otherwise: rest.Boxed | None = None) -> Any:
+def make_region(
+    lowering: Lowering, name: str, threads: int, otherwise: rest.Boxed | None = None, chained: bool = False
+) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose
-    arguments share memory that the region writes."""
+    arguments share memory that the region writes; `chained` makes a region that runs many steps a launch."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -328,4 +369,5 @@ def make_region(lowering: Lowering, name: str, threads: int, otherwise: rest.Box
     trace.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
-    return plan.Region(graph, name, {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise})
+    options = {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise, "chained": chained}
+    return plan.Region(graph, name, options)

@@ -142,7 +142,8 @@ class LoweredGraph:
         kept: list[Node] = []
         for node in reversed(self.nodes):
             written = [self.buffer_of(value) for value in node.outputs]
-            if "group" in node.attributes or any(self.buffers[b].kind != "temporary" or b in needed for b in written):
+            acts = "group" in node.attributes or node.op == "stop"
+            if acts or any(self.buffers[b].kind != "temporary" or b in needed for b in written):
                 needed.update(self.buffer_of(value) for value in node.inputs)
                 kept.append(node)
         self.nodes = kept[::-1]

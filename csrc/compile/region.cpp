@@ -69,7 +69,7 @@ std::string text_of(const List& list) {
 Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
   graph.check();
-  plan_ = plan::make_plan(std::move(graph), cpu_target(options.workers));
+  plan_ = plan::make_plan(std::move(graph), cpu_target(options.workers), options.chained);
   plan::validate(plan_);
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
@@ -198,15 +198,18 @@ bool Region::overlap(const std::vector<void*>& pointers) const {
   return false;
 }
 
-// A step that fails is in the trace too, as far as it came.
-void Region::run_traced(plan::Trace& trace, const void* const* inputs, void* const* outputs) {
+// Steps that fail are in the trace too, as far as they came.
+template <class Run>
+void Region::traced(Run&& run) {
+  plan::Trace* trace = plan::Trace::current();
+  if (trace == nullptr) return run(nullptr);
   std::call_once(traced_once_, [this] { traced_ = std::make_shared<const plan::TracedPlan>(plan_, options_.name); });
   plan::StepStamps stamps;
-  const int lane = trace.enter();
+  const int lane = trace->enter();
   const uint64_t begin = cpu::now_ns();
-  const auto leave = [&] { trace.leave(lane, traced_, std::move(stamps), begin, cpu::now_ns()); };
+  const auto leave = [&] { trace->leave(lane, traced_, std::move(stamps), begin, cpu::now_ns()); };
   try {
-    kernel_->run(inputs, outputs, &stamps);
+    run(&stamps);
   } catch (...) {
     leave();
     throw;
@@ -214,17 +217,40 @@ void Region::run_traced(plan::Trace& trace, const void* const* inputs, void* con
   leave();
 }
 
-std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
-  RECORD_FUNCTION(options_.name, {});
+std::vector<void*> Region::pointers_of(const std::vector<at::Tensor>& inputs) const {
   check(inputs);
   std::vector<void*> pointers;
   pointers.reserve(inputs.size());
   for (const at::Tensor& input : inputs) pointers.push_back(input.data_ptr());
+  return pointers;
+}
+
+void Region::fail_overlap() const {
+  throw Error(ErrorKind::invalid_argument, options_.name + ": two inputs share memory that the compiled region writes",
+              ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
+}
+
+// What a collective threw goes on from here, rather than the kernel's report of it.
+template <class Launch>
+void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
+  // As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
+  // kernel failed.
+  for (size_t i = 0; i < inputs.size(); ++i)
+    if (inputs_[i].mutated && !inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+  try {
+    traced(call);
+  } catch (const Error&) {
+    if (collective_failure) std::rethrow_exception(std::exchange(collective_failure, nullptr));
+    throw;
+  }
+}
+
+std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
+  RECORD_FUNCTION(options_.name, {});
+  const std::vector<void*> pointers = pointers_of(inputs);
   if (mutates_ && overlap(pointers)) {
     if (options_.otherwise) return options_.otherwise(inputs);
-    throw Error(ErrorKind::invalid_argument,
-                options_.name + ": two inputs share memory that the compiled region writes",
-                ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
+    fail_overlap();
   }
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
@@ -234,19 +260,38 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
     outputs.push_back(at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.type)));
     results.push_back(outputs.back().data_ptr());
   }
+  launch(inputs, [&](plan::StepStamps* stamps) { kernel_->run(pointers.data(), results.data(), stamps); });
+  return outputs;
+}
+
+uint64_t Region::run_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
+                           const std::function<bool()>& interrupted) {
+  RECORD_FUNCTION(options_.name, {});
+  if (!outputs_.empty()) throw Error(ErrorKind::invalid_argument, options_.name + " has results of each step");
+  const std::vector<void*> pointers = pointers_of(inputs);
+  if (mutates_ && overlap(pointers)) fail_overlap();
+  struct Asker {
+    const std::function<bool()>& question;
+    bool answer = false;
+  } asker{interrupted};
+  plan::CpuLoop::Steps steps;
+  steps.most = most;
+  steps.asker = &asker;
+  if (interrupted)
+    steps.interrupted = [](void* argument) {
+      Asker& one = *static_cast<Asker*>(argument);
+      return one.answer = one.question();
+    };
+  uint64_t done = 0;
   try {
-    if (plan::Trace* trace = plan::Trace::current(); trace != nullptr)
-      run_traced(*trace, pointers.data(), results.data());
-    else
-      kernel_->run(pointers.data(), results.data());
+    launch(inputs,
+           [&](plan::StepStamps* stamps) { done = kernel_->run_steps(pointers.data(), nullptr, steps, stamps); });
   } catch (const Error&) {
-    if (collective_failure) std::rethrow_exception(std::exchange(collective_failure, nullptr));
+    if (asker.answer)
+      for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
     throw;
   }
-  // As any operator that writes in place: autograd must see that what it saved has changed.
-  for (size_t i = 0; i < inputs.size(); ++i)
-    if (inputs_[i].mutated && !inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
-  return outputs;
+  return done;
 }
 
 }  // namespace ark::compile

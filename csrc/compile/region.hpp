@@ -27,6 +27,7 @@ struct RegionOptions {
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
   // What runs a call whose arguments share memory that the region writes; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
+  bool chained = false;  // for run_steps()
 };
 
 class Region {
@@ -39,6 +40,11 @@ class Region {
   // for, naming it, and what the kernel found (an index out of range); what a group's collective throws.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
 
+  // A chained region without results: `most` steps in one launch, each on what the one before left in the inputs, or
+  // until its graph says stop; how many were done. `interrupted` is asked now and then on this thread: true ends the
+  // launch in the middle of a step, with Error(aborted), and aborts the groups, whose ranks would wait for this one.
+  uint64_t run_steps(const std::vector<at::Tensor>& inputs, uint64_t most, const std::function<bool()>& interrupted);
+
   const plan::Plan& plan() const { return plan_; }
   const plan::CpuLoop& kernel() const { return *kernel_; }
   const std::string& name() const { return options_.name; }
@@ -50,10 +56,15 @@ class Region {
     bool mutated = false;
     plan::Footprint bytes;
   };
+  std::vector<void*> pointers_of(const std::vector<at::Tensor>& inputs) const;
+  template <class Launch>
+  void launch(const std::vector<at::Tensor>& inputs, Launch&& call);
   void check(const std::vector<at::Tensor>& inputs) const;
   bool overlap(const std::vector<void*>& pointers) const;
+  [[noreturn]] void fail_overlap() const;
   c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;
-  void run_traced(plan::Trace& trace, const void* const* inputs, void* const* outputs);
+  template <class Run>
+  void traced(Run&& run);
   Spec spec_of(int value) const;
   void add_collective(int node, const plan::CollectiveStage& ends);
   static bool run_collective(void* region, int32_t node, const void* input, void* output);

@@ -94,11 +94,19 @@ void CpuLoop::set_collective(Collective collective, void* host) {
 }
 
 void CpuLoop::run(const void* const* inputs, void* const* outputs, StepStamps* stamps) {
+  run_steps(inputs, outputs, {}, stamps);
+}
+
+uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps) {
+  if (steps.most < 1 || (steps.most > 1 && !plan_.chained))
+    throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(steps.most) + " steps of a plan that is " +
+                                                 (plan_.chained ? "" : "not ") + "chained");
+  size_t waits = 1;  // never nullptr
+  for (const Task& task : plan_.tasks) waits += task.waits.size() + task.carried.size();
+  const uint64_t stamped = stamps == nullptr ? 0 : std::min(steps.most, steps.stamped);
   if (stamps != nullptr) {
-    size_t waits = 1;  // never nullptr
-    for (const Task& task : plan_.tasks) waits += task.waits.size();
-    stamps->tasks.assign(plan_.tasks.size(), {});
-    stamps->wait_ends.assign(waits, 0);
+    stamps->tasks.assign(plan_.tasks.size() * stamped, {});
+    stamps->wait_ends.assign(waits * stamped, 0);
   }
   std::unique_ptr<Memory> memory;
   {
@@ -140,32 +148,33 @@ void CpuLoop::run(const void* const* inputs, void* const* outputs, StepStamps* s
   if (stamps != nullptr) {
     launch.stamps = stamps->tasks.data();
     launch.wait_ends = stamps->wait_ends.data();
+    launch.stamped = stamped;
+    launch.waits = waits;
   }
-  launch.step = ++memory->step;
-  launch.deadline_ns =
-      timeout_.count() == 0 ? 0 : cpu::now_ns() + static_cast<uint64_t>(std::chrono::nanoseconds(timeout_).count());
+  launch.step = memory->step + 1;
+  launch.steps = steps.most;
+  launch.timeout_ns = static_cast<uint64_t>(std::chrono::nanoseconds(timeout_).count());
   launch.collective = collective_;
   launch.host = collective_host_;
+  launch.interrupted = steps.interrupted;
+  launch.asker = steps.asker;
   struct Job {
     void (*run)(const cpu::Launch*, int);
     const cpu::Launch* launch;
   } job{run_, &launch};
-  try {
-    WorkerPool::run(
-        static_cast<int>(info_.workers),
-        [](void* argument, int worker) {
-          const Job& mine = *static_cast<const Job*>(argument);
-          mine.run(mine.launch, worker);
-        },
-        &job);
-  } catch (...) {
-    --memory->step;  // nobody has begun
-    throw;
-  }
+  WorkerPool::run(
+      static_cast<int>(info_.workers),
+      [](void* argument, int worker) {
+        const Job& mine = *static_cast<const Job*>(argument);
+        mine.run(mine.launch, worker);
+      },
+      &job);
   if (protocol::load_acquire(memory->report.abort) != 0) {
     memory->begin_anew();
     raise(memory->report);
   }
+  memory->step += memory->report.steps;
+  return memory->report.steps;
 }
 
 void CpuLoop::abort() {

@@ -1,8 +1,8 @@
 // A plan on the CPU: emitted, compiled, loaded, and run by worker threads, step after step.
 //
-// The thread that calls run() is worker 0. Memory of a step (arena, own arenas, scratch, events) is a set that is made
-// on first use and taken again by the next call; callers at the same time have a set each. A step that fails leaves
-// nothing behind: its set begins anew.
+// A chained plan may run many steps in one launch (resident mode). The thread that calls run() is worker 0. Memory of a
+// step (arena, own arenas, scratch, events) is a set that is made on first use and taken again by the next call;
+// callers at the same time have a set each. A step that fails leaves nothing behind: its set begins anew.
 #pragma once
 
 #include <chrono>
@@ -18,10 +18,12 @@
 
 namespace ark::plan {
 
-// When everything of a step happened, of CLOCK_MONOTONIC. 0: it did not.
+// When everything of a step happened, of CLOCK_MONOTONIC. 0: it did not. Of a launch's first steps, one after the
+// other.
 struct StepStamps {
-  std::vector<cpu::Stamp> tasks;    // by task
-  std::vector<uint64_t> wait_ends;  // by place in the plan: the waits of its tasks, one after the other
+  std::vector<cpu::Stamp> tasks;  // by task
+  // By place in the plan: the waits of its tasks one after the other, then those for the step before, and one more.
+  std::vector<uint64_t> wait_ends;
 };
 
 class CpuLoop {
@@ -34,6 +36,16 @@ class CpuLoop {
   // index), timeout (a wait that took longer than the limit), aborted. Any thread may call.
   // `stamps`, where given, is filled in.
   void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
+
+  // A chained plan's steps, at most so many, until a task says stop: how many were done. `interrupted`, where given, is
+  // asked now and then on this thread; true ends the launch with Error(aborted), in the middle of a step.
+  struct Steps {
+    uint64_t most = 1;
+    uint64_t stamped = 64;  // so many of them, where stamps are asked for
+    bool (*interrupted)(void* asker) = nullptr;
+    void* asker = nullptr;
+  };
+  uint64_t run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps = nullptr);
 
   // Makes the steps that run now end with Error(aborted).
   void abort();

@@ -45,9 +45,10 @@ class CpuEmitter {
   void check() const {
     ErrorContext context;
     context.remedy = "This is a defect of the planner: please report it.";
-    if (plan_.chained)
-      throw Error(ErrorKind::invalid_argument, "the CPU target runs one step a launch, and this plan is chained",
-                  context);
+    for (const Placement& placement : plan_.placements)
+      if (placement.packets || placement.parity)
+        throw Error(ErrorKind::invalid_argument, "the CPU target has neither packets nor copies that take turns",
+                    context);
     if (plan_.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
   }
 
@@ -62,6 +63,7 @@ class CpuEmitter {
           if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
           if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
           if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
+          if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
         },
         stage.body);
     scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
@@ -90,7 +92,7 @@ class CpuEmitter {
   }
 
   static const char* kinds(const Stage& stage) {
-    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter", "collective"};
+    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter", "collective", "stop"};
     return names[stage.body.index()];
   }
 
@@ -139,13 +141,15 @@ class CpuEmitter {
       out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
     }
     out << "    {}};\n\n// Events and how often each is bumped in a step.\nconstexpr WaitFor kWaits[] = {\n    ";
-    std::vector<int> first_wait, first_signal;
+    std::vector<int> first_wait, first_carried, first_signal;
     int waits = 0, signals = 0;
-    for (const Task& task : plan_.tasks) {
-      first_wait.push_back(waits);
-      for (const int event : task.waits) {
-        out << "{" << event << ", " << plan_.events.at(static_cast<size_t>(event)).threshold << "}, ";
-        if (++waits % 12 == 0) out << "\n    ";
+    for (const bool carried : {false, true}) {
+      for (const Task& task : plan_.tasks) {
+        (carried ? first_carried : first_wait).push_back(waits);
+        for (const int event : carried ? task.carried : task.waits) {
+          out << "{" << event << ", " << plan_.events.at(static_cast<size_t>(event)).threshold << "}, ";
+          if (++waits % 12 == 0) out << "\n    ";
+        }
       }
     }
     out << "{}};\nconstexpr int32_t kSignals[] = {\n    ";
@@ -160,7 +164,8 @@ class CpuEmitter {
     for (size_t q = 0; q < plan_.queues.size(); ++q) {
       const Queue& queue = plan_.queues[q];
       std::map<int, int> position;
-      out << "\n// Function, tile, task and stage; first and number of operands, waits and signals.\n"
+      out << "\n// Function, tile, task and stage; first and number of operands, waits, waits for the step\n// before "
+             "and signals.\n"
           << "constexpr TaskEntry kTasks" << q << "[] = {\n";
       for (const int index : queue.tasks) {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
@@ -168,7 +173,8 @@ class CpuEmitter {
         position.try_emplace(index, static_cast<int>(position.size()));
         out << "    {" << names_[function_of_[s]] << ", " << task.begin << ", " << task.end << ", " << index << ", "
             << task.stage << ", " << first[s] << ", " << operands_[s].size() << ", " << first_wait[t] << ", "
-            << task.waits.size() << ", " << first_signal[t] << ", " << task.signals.size() << "},\n";
+            << task.waits.size() << ", " << first_carried[t] << ", " << task.carried.size() << ", " << first_signal[t]
+            << ", " << task.signals.size() << "},\n";
       }
       out << "    {}};\nconstexpr LoadEntry kLoads" << q << "[] = {\n";
       for (const Load& load : merged(queue.loads)) {
@@ -184,7 +190,7 @@ class CpuEmitter {
       out << "    {kTasks" << q << ", " << plan_.queues[q].tasks.size() << ", kLoads" << q << ", "
           << "std::size(kLoads" << q << ") - 1},\n";
     out << "};\nconstexpr Tables kTables{kQueues, kOperands, kWaits, kSignals, "
-        << plan_.target.pages * plan_.target.page_bytes << "};\n\n}  // namespace\n\n"
+        << plan_.target.pages * plan_.target.page_bytes << ", " << plan_.tasks.size() << "};\n\n}  // namespace\n\n"
         << "extern \"C\" __attribute__((visibility(\"default\"))) const PlanInfo " << kInfoSymbol << "{kAbi, "
         << plan_.queues.size() << ", " << plan_.events.size() << ", " << plan_.tasks.size() << ", " << scratch_bytes_
         << "};\n"

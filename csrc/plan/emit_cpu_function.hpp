@@ -69,5 +69,6 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective);
+void emit_stop(FunctionWriter& to, const StopStage& stop);
 
 }  // namespace ark::plan

@@ -186,6 +186,10 @@ void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
   to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }
 
+void emit_stop(FunctionWriter& to, const StopStage& stop) {
+  to.line("if (load_one(" + to.pointer(stop.value, false) + ") != 0) *context.stop = true;");
+}
+
 void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   const Value &table = to.value(gather.table), &index = to.value(gather.index), &out = to.value(gather.out);
   if (table.type != out.type) to.refuse("it gathers into another type");

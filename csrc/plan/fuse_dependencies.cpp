@@ -91,7 +91,7 @@ Dependencies find_dependencies(const Graph& graph) {
     auto& readers = result.readers[n];
     readers.erase(std::remove_if(readers.begin(), readers.end(), [&](int reader) { return !result.live[reader]; }),
                   readers.end());
-    result.live[n] = !readers.empty() || is_collective(nodes[n].op);
+    result.live[n] = !readers.empty() || is_collective(nodes[n].op) || nodes[n].op == "stop";
     for (int output : nodes[n].outputs) {
       if (graph.buffer_of(output).kind != Buffer::Kind::temporary) result.live[n] = true;
     }

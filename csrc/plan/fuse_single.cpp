@@ -133,6 +133,12 @@ Stage single_stage(Graph& graph, int index) {
     stage = scatter_stage(graph, node);
   } else if (is_collective(node.op)) {
     stage = collective_stage(graph, index);
+  } else if (node.op == "stop") {
+    stage.body = StopStage{node.inputs[0]};
+    stage.accesses = {{node.inputs[0], -1, false}};
+    stage.bytes = bytes_of(graph, {node.inputs[0]});
+    stage.replicable = true;
+    stage.kind = stage.name = "stop";
   } else {
     fail_node(node, "has no stage");
   }

@@ -66,6 +66,7 @@ using Attributes = std::map<std::string, Attribute>;
 //                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
 //                ...);
 //                                           input_splits, output_splits (ints; all_to_all; empty: even)
+//   stop         one element                -         where steps are chained: no step follows where it is not zero
 //   (more are added with the operator's stage: embedding_bag, topk)
 struct Node {
   std::string op;

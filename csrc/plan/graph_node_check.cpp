@@ -32,6 +32,7 @@ class NodeChecker {
     if (node_.op == "gather") return gather();
     if (node_.op == "scatter") return scatter();
     if (is_collective(node_.op)) return collective();
+    if (node_.op == "stop") return stop();
     fail_node(node_, "there is no such operator");
   }
 
@@ -205,6 +206,12 @@ class NodeChecker {
     expect_type(in(2), base.type, "the source");
   }
 
+  void stop() const {
+    if (node_.inputs.size() != 1 || !node_.outputs.empty()) fail("takes one operand and gives no result");
+    if (in(0).is_literal()) fail("takes no literal");
+    if (in(0).elements() != 1) fail("takes one element, not " + to_string(in(0).shape));
+  }
+
   void collective() const {
     count(1, 1);
     if (in(0).is_literal()) fail("takes no literal");
@@ -213,6 +220,7 @@ class NodeChecker {
 
   // What it writes is none of what it still has to read: for pointwise operators, but the element itself.
   void check_in_place() const {
+    if (node_.outputs.empty()) return;
     for (size_t i = node_.op == "scatter" ? 1 : 0; i < node_.inputs.size(); ++i) {
       if (in(i).is_literal() || !may_overlap(in(i), out())) continue;
       const bool itself = in(i).offset == out().offset && in(i).type == out().type && in(i).shape == out().shape &&

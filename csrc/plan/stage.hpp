@@ -85,11 +85,18 @@ struct CollectiveStage {
   int input = -1, output = -1;  // dense; may be the same value
 };
 
+// The end of a loop of steps, in chained plans: every worker looks at a number once a step, on its queue wherever that
+// is, and begins no other step where it was not zero. A replica on every worker; nobody may write the number again
+// before all have looked, so all workers end after the same step.
+struct StopStage {
+  int value = -1;  // one element
+};
+
 // Of one stage: emitters hand operands to a task in an array of this length.
 inline constexpr int kMostOperands = 64;
 
 struct Stage {
-  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, CollectiveStage> body;
+  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, CollectiveStage, StopStage> body;
   std::vector<Access> accesses;
   int64_t extent = 1;  // of the tile axis
   int64_t grain = 1;   // tiles begin at multiples of it

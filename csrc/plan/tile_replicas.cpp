@@ -30,6 +30,10 @@ ReplicaGroups::ReplicaGroups(const Graph& graph, const std::vector<Stage>& stage
   for (int stage = 0; stage < static_cast<int>(stages.size()); ++stage) {
     group_[stage] = root(stage);
     const bool collective = std::holds_alternative<CollectiveStage>(stages[stage].body);
+    if (std::holds_alternative<StopStage>(stages[stage].body)) {
+      choice_[stage] = Choice::replicated;
+      continue;
+    }
     if (!stages[stage].replicable || collective || target.workers == 1) may_replicate_[group_[stage]] = 0;
   }
   each_write([&](int stage, int buffer) {
@@ -46,7 +50,7 @@ void drop_unread_replicas(const Graph& graph, const std::vector<Stage>& stages, 
   for (size_t index = cut.tasks.size(); index-- > 0;) {
     const Task& task = cut.tasks[index];
     const Stage& stage = stages[task.stage];
-    if (task.replica && left[task.stage] > 1) {
+    if (task.replica && left[task.stage] > 1 && !std::holds_alternative<StopStage>(stage.body)) {
       const bool needed = std::any_of(stage.accesses.begin(), stage.accesses.end(), [&](const Access& access) {
         return access.write && read[task.worker][graph.values()[access.value].buffer];
       });

@@ -1,4 +1,4 @@
-// Stages that every worker may run for itself, and which of those copies nobody needs.
+// Stages that every worker may run for itself (or must: StopStage), and which of those copies nobody needs.
 #pragma once
 
 #include <vector>

@@ -84,7 +84,7 @@ TracedPlan::TracedPlan(const Plan& plan, std::string called) : name(std::move(ca
     std::snprintf(tail, sizeof(tail), ",\"task\":%zu,\"tile\":\"%lld to %lld of %lld\",\"estimated_us\":%.3f}}", index,
                   static_cast<long long>(task.begin), static_cast<long long>(task.end),
                   static_cast<long long>(plan.stages[static_cast<size_t>(task.stage)].extent), task.cost_us);
-    tasks.push_back({task.stage, task.worker, tail, task.waits});
+    tasks.push_back({task.stage, task.worker, tail, task.waits, task.carried});
     for (const int event : task.signals) signalling[static_cast<size_t>(event)].push_back(static_cast<int>(index));
   }
 }
@@ -231,31 +231,39 @@ void Trace::thread_names(const Step& step, std::string& out) {
   named_[lane] = std::max(named_[lane], workers);
 }
 
+// Of a launch that ran several steps, all that have stamps.
 void Trace::write_step(const Step& step, std::string& out) {
   const TracedPlan& plan = *step.plan;
-  const auto slice = [&](int worker, uint64_t begin, uint64_t end) {
-    out += ",\n{\"ph\":\"X\",\"pid\":" + std::to_string(process_) +
-           ",\"tid\":" + std::to_string(step.lane * kLane + worker + 1) + ",\"ts\":" + microseconds(begin) +
-           ",\"dur\":" + microseconds(end - begin) + ",";
-  };
-  slice(0, step.begin_ns, step.end_ns);
-  out +=
-      "\"name\":" + quoted(plan.name) + ",\"cat\":\"region\",\"args\":{\"step\":" + std::to_string(step.number) + "}}";
-  size_t place = 0;
+  out += slice(step, 0, step.begin_ns, step.end_ns) + "\"name\":" + quoted(plan.name) +
+         ",\"cat\":\"region\",\"args\":{\"step\":" + std::to_string(step.number) + "}}";
+  const size_t turns = plan.tasks.empty() ? 0 : step.stamps.tasks.size() / plan.tasks.size();
+  for (size_t turn = 0; turn < turns; ++turn) write_tasks(step, turn, out);
+}
+
+std::string Trace::slice(const Step& step, int worker, uint64_t begin, uint64_t end) const {
+  return ",\n{\"ph\":\"X\",\"pid\":" + std::to_string(process_) +
+         ",\"tid\":" + std::to_string(step.lane * kLane + worker + 1) + ",\"ts\":" + microseconds(begin) +
+         ",\"dur\":" + microseconds(end - begin) + ",";
+}
+
+void Trace::write_tasks(const Step& step, size_t turn, std::string& out) {
+  const TracedPlan& plan = *step.plan;
+  const cpu::Stamp* stamps = step.stamps.tasks.data() + turn * plan.tasks.size();
+  const size_t turns = step.stamps.tasks.size() / plan.tasks.size();
+  const uint64_t* wait_ends = step.stamps.wait_ends.data() + turn * (step.stamps.wait_ends.size() / turns);
+  size_t waits = 0, carried = 0;  // places
+  for (const TracedPlan::Task& task : plan.tasks) carried += task.waits.size();
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     const TracedPlan::Task& task = plan.tasks[index];
-    const cpu::Stamp& stamp = step.stamps.tasks[index];
+    const cpu::Stamp& stamp = stamps[index];
     uint64_t from = stamp.came_ns;
-    for (const int event : task.waits) {
-      const uint64_t until = step.stamps.wait_ends[place++];
-      if (until <= from) continue;  // a step that failed
+    const auto wait = [&](int event, uint64_t until, const cpu::Stamp* signallers) {
+      if (until <= from) return;  // a step that failed
       if (until - from >= kShortWait) {
         int last = -1;  // who was waited for: the last to signal
         for (const int other : plan.signalling[static_cast<size_t>(event)])
-          if (last < 0 || step.stamps.tasks[static_cast<size_t>(other)].end_ns >
-                              step.stamps.tasks[static_cast<size_t>(last)].end_ns)
-            last = other;
-        slice(task.worker, from, until);
+          if (last < 0 || signallers[other].end_ns > signallers[last].end_ns) last = other;
+        out += slice(step, task.worker, from, until);
         JsonWriter json;
         json.open('{');
         json.field("name", "wait for " + (last < 0 ? "event " + std::to_string(event)
@@ -266,10 +274,15 @@ void Trace::write_step(const Step& step, std::string& out) {
         out += inside(json);
       }
       from = until;
+    };
+    for (const int event : task.carried) {
+      const uint64_t until = wait_ends[carried++];
+      if (turn > 0) wait(event, until, stamps - plan.tasks.size());
     }
+    for (const int event : task.waits) wait(event, wait_ends[waits++], stamps);
     if (stamp.end_ns == 0) continue;
-    slice(task.worker, stamp.begin_ns, stamp.end_ns);
-    out += plan.heads[static_cast<size_t>(task.stage)] + task.tail;
+    out += slice(step, task.worker, stamp.begin_ns, stamp.end_ns) + plan.heads[static_cast<size_t>(task.stage)] +
+           task.tail;
   }
 }
 

@@ -31,7 +31,7 @@ struct TracedPlan {
   struct Task {
     int stage = -1, worker = 0;
     std::string tail;  // of its slice: tile, estimate
-    std::vector<int> waits;
+    std::vector<int> waits, carried;
   };
   std::string name;                          // of the region
   std::vector<std::string> heads, labels;    // of the stages' slices; for those that wait for them
@@ -71,6 +71,8 @@ class Trace {
   explicit Trace(Settings settings, const std::string& mark);
   std::string header() const;
   void write_step(const Step& step, std::string& out);
+  std::string slice(const Step& step, int worker, uint64_t begin, uint64_t end) const;
+  void write_tasks(const Step& step, size_t turn, std::string& out);
   void thread_names(const Step& step, std::string& out);
   void flush_locked();
   bool put(const std::string& text);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <variant>
 
 #include "error.hpp"
 #include "plan/place.hpp"
@@ -37,6 +38,18 @@ void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) 
   }
 }
 
+// Everybody must hear of the end.
+void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
+  if (!plan.chained) tiles_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
+  for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
+    const auto here = [&](int index) { return plan.tasks[index].worker == static_cast<int>(worker); };
+    if (std::none_of(tasks.begin(), tasks.end(), here)) {
+      tiles_error("worker " + to_string(worker) + " does not run " + name_of_stage(plan, stage) +
+                  " and would go on where others end");
+    }
+  }
+}
+
 }  // namespace
 
 void check_tiles(const Plan& plan) {
@@ -47,6 +60,7 @@ void check_tiles(const Plan& plan) {
   for (int stage = 0; stage < static_cast<int>(plan.stages.size()); ++stage) {
     std::vector<int>& tasks = tasks_of[stage];
     const int64_t extent = plan.stages[stage].extent;
+    if (std::holds_alternative<StopStage>(plan.stages[stage].body)) check_stop(plan, stage, tasks);
     if (std::any_of(tasks.begin(), tasks.end(), [&](int index) { return plan.tasks[index].replica; })) {
       check_replicas(plan, stage, tasks);
       continue;

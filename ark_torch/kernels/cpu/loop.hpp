@@ -1,4 +1,5 @@
-// The loop that a worker runs: its queue of tasks, from the plan's tables, once through.
+// The loop that a worker runs: its queue of tasks, from the plan's tables, once through; in resident mode (a chained
+// plan) `steps` times, until a task has said stop.
 //
 // A step. The host fills in a Launch, wakes the workers, and every one of them calls run_worker with its number. A task
 // waits for its events, runs, and bumps the events that others wait for. Tables and functions are constants of the
@@ -7,9 +8,10 @@
 // Memory order. A task's stores come before the bump of its events (a release), and a wait ends with an acquire load of
 // the count, so whoever has waited sees what the tasks before stored. A bump is a read-modify-write: all bumps of an
 // event are one release sequence, so the count that several tasks reached together orders behind each of them. Events
-// only grow: step s waits for s * threshold, so nothing is reset between steps. Two steps are ordered by the host,
+// only grow: step s waits for s * threshold, so nothing is reset between steps. Two launches are ordered by the host,
 // which starts none before all workers have left the one before; that covers buffers written again, and counts after a
-// failed step, which the host may then set to zero.
+// failed step, which the host may then set to zero. Two steps of one launch are ordered by what tasks carry: waits for
+// events of the step before, (s - 1) * threshold, which the plan's validator has found to be enough.
 //
 // Every wait has a bound: it spins, then yields its processor, looks at the abort word each time, and ends at the
 // deadline with a report of who waited and for what. The first report wins; it raises the abort word, so that all
@@ -60,6 +62,7 @@ struct alignas(64) Report {
   // those of this step that have ended.
   uint32_t in_collective;
   uint64_t collective_ns;
+  uint64_t steps;  // done by worker 0, and so by all where nothing failed
 };
 
 // When a worker came to a task, began it (after its waits) and ended it; of CLOCK_MONOTONIC.
@@ -79,19 +82,26 @@ struct Launch {
   int64_t scratch_stride;
   EventCount* events;
   Report* report;
-  Stamp* stamps;         // by task; nullptr: not asked for
-  uint64_t* wait_ends;   // by place in the table of waits; there when stamps are
-  uint64_t step;         // from 1
-  uint64_t deadline_ns;  // of CLOCK_MONOTONIC; 0: none
+  // Of the first `stamped` steps; nullptr: not asked for.
+  Stamp* stamps;        // by step and task
+  uint64_t* wait_ends;  // by step and place in the table of waits, of which there are `waits`; there when stamps are
+  uint64_t stamped, waits;
+  uint64_t step;        // from 1: the first of this launch
+  uint64_t steps;       // at most; 1 where the plan is not chained
+  uint64_t timeout_ns;  // for all waits of a step together; 0: none
   // Runs the collective of a node of the graph on the thread that called; false: it failed.
   bool (*collective)(void* host, int32_t node, const void* input, void* output);
   void* host;
+  // Whether to end early; asked now and then on the thread that called, in resident mode. nullptr: never.
+  bool (*interrupted)(void* asker);
+  void* asker;
 };
 
 // What a task's function may need beside its operands.
 struct Context {
   const Launch* launch;
   char* scratch;
+  bool* stop;  // the worker's own: no step follows
   int32_t worker, task, stage;
 };
 
@@ -114,6 +124,7 @@ struct TaskEntry {
   int32_t task, stage;
   int32_t operands, operand_count;  // first of them in the table, and how many
   int32_t waits, wait_count;
+  int32_t carried, carried_count;  // waits for the step before
   int32_t signals, signal_count;
 };
 
@@ -146,6 +157,7 @@ struct Tables {
   const WaitFor* waits;
   const int32_t* signals;
   int64_t fetch_ahead;  // bytes
+  uint64_t tasks;       // of all queues
 };
 
 inline constexpr int kMostOperands = 64;
@@ -243,9 +255,29 @@ class Fetcher {
   int64_t row_ = 0, byte_ = 0, fetched_ = 0;
 };
 
+// Where a worker is.
+struct Progress {
+  uint64_t step;           // from 1
+  uint64_t deadline_ns;    // of this step, on CLOCK_MONOTONIC; 0: none
+  uint64_t collective_ns;  // what collectives had taken when it began
+  uint64_t asked_ns;       // when the host was last asked whether to end
+};
+
+// Asks the host, worker 0 alone and not often: it may need a lock of its own for the answer.
+inline bool interrupted(const Launch& launch, int worker, Progress& progress) {
+  if (launch.interrupted == nullptr || worker != 0) return false;
+  const uint64_t now = now_ns();
+  if (now < progress.asked_ns + 50'000'000u) return false;
+  progress.asked_ns = now;
+  if (!launch.interrupted(launch.asker)) return false;
+  fail(launch, Failure::aborted, worker, -1, -1, -1, 0, 0);
+  return true;
+}
+
 // False when the step ends early.
-inline bool await(const Launch& launch, const WaitFor& wait, int worker, const TaskEntry& task, Fetcher& fetcher) {
-  const uint64_t target = launch.step * wait.threshold;
+inline bool await(const Launch& launch, const WaitFor& wait, uint64_t step, int worker, const TaskEntry& task,
+                  Fetcher& fetcher, Progress& progress) {
+  const uint64_t target = step * wait.threshold;
   const uint64_t& count = launch.events[wait.event].value;
   // About 10 us of spinning, since tasks are short. Then others may have the processor: perhaps the one waited for.
   constexpr uint32_t kSpins = 200;
@@ -263,9 +295,11 @@ inline bool await(const Launch& launch, const WaitFor& wait, int worker, const T
       const timespec pause{0, 50'000};
       nanosleep(&pause, nullptr);
     }
+    if (interrupted(launch, worker, progress)) return false;
     const Report& report = *launch.report;
     if (protocol::load_acquire(report.in_collective) != 0) continue;
-    if (launch.deadline_ns != 0 && now_ns() > launch.deadline_ns + protocol::load_relaxed(report.collective_ns)) {
+    const uint64_t collectives = protocol::load_relaxed(report.collective_ns) - progress.collective_ns;
+    if (progress.deadline_ns != 0 && now_ns() > progress.deadline_ns + collectives) {
       fail(launch, Failure::deadline, worker, task.task, task.stage, wait.event,
            static_cast<int64_t>(protocol::load_relaxed(count)), static_cast<int64_t>(target));
       return false;
@@ -274,39 +308,63 @@ inline bool await(const Launch& launch, const WaitFor& wait, int worker, const T
   return true;
 }
 
-// Stamps cost a clock's reading at each turn; without them the loop has no trace of them.
+// One step. False when it ends early. Stamps cost a clock's reading at each turn; without them the loop has no trace of
+// them.
 template <bool stamped>
-inline void run_queue(const Launch& launch, const Tables& tables, int worker) {
+inline bool run_step(const Launch& launch, const Tables& tables, Context& context, Progress& progress) {
+  const int worker = context.worker;
+  [[maybe_unused]] const uint64_t done = progress.step - launch.step;
+  [[maybe_unused]] Stamp* stamps = stamped ? launch.stamps + done * tables.tasks : nullptr;
+  [[maybe_unused]] uint64_t* wait_ends = stamped ? launch.wait_ends + done * launch.waits : nullptr;
   const QueueEntry& queue = tables.queues[worker];
   Fetcher fetcher(launch, queue, worker, tables.fetch_ahead);
-  Context context{&launch, launch.scratch + worker * launch.scratch_stride, worker, -1, -1};
   char* p[kMostOperands];
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = queue.tasks[position];
-    if constexpr (stamped) launch.stamps[task.task].came_ns = now_ns();
+    if constexpr (stamped) stamps[task.task].came_ns = now_ns();
     fetcher.reached(position);
-    for (int i = 0; i < task.wait_count; ++i) {
-      if (!await(launch, tables.waits[task.waits + i], worker, task, fetcher)) return;
-      if constexpr (stamped) launch.wait_ends[task.waits + i] = now_ns();
+    for (int i = 0; i < task.carried_count; ++i) {
+      const int at = task.carried + i;
+      if (!await(launch, tables.waits[at], progress.step - 1, worker, task, fetcher, progress)) return false;
+      if constexpr (stamped) wait_ends[at] = now_ns();
     }
-    if (aborted(launch)) return;
+    for (int i = 0; i < task.wait_count; ++i) {
+      const int at = task.waits + i;
+      if (!await(launch, tables.waits[at], progress.step, worker, task, fetcher, progress)) return false;
+      if constexpr (stamped) wait_ends[at] = now_ns();
+    }
+    if (aborted(launch)) return false;
     for (int i = 0; i < task.operand_count; ++i) p[i] = address_of(launch, worker, tables.operands[task.operands + i]);
     context.task = task.task;
     context.stage = task.stage;
-    if constexpr (stamped) launch.stamps[task.task].begin_ns = now_ns();
+    if constexpr (stamped) stamps[task.task].begin_ns = now_ns();
     task.function(context, p, task.begin, task.end);
-    if constexpr (stamped) launch.stamps[task.task].end_ns = now_ns();
-    if (aborted(launch)) return;
+    if constexpr (stamped) stamps[task.task].end_ns = now_ns();
+    if (aborted(launch)) return false;
     for (int i = 0; i < task.signal_count; ++i)
       protocol::add_ordered(launch.events[tables.signals[task.signals + i]].value, uint64_t{1});
   }
+  return true;
 }
 
 inline void run_worker(const Launch& launch, const Tables& tables, int worker) {
-  if (launch.stamps != nullptr)
-    run_queue<true>(launch, tables, worker);
-  else
-    run_queue<false>(launch, tables, worker);
+  bool stop = false;
+  Context context{&launch, launch.scratch + worker * launch.scratch_stride, &stop, worker, -1, -1};
+  Progress progress{launch.step, 0, 0, 0};
+  for (uint64_t done = 0; done < launch.steps && !stop; ++progress.step) {
+    const uint64_t now = now_ns();
+    if (done == 0) progress.asked_ns = now;
+    progress.deadline_ns = launch.timeout_ns == 0 ? 0 : now + launch.timeout_ns;
+    progress.collective_ns = protocol::load_relaxed(launch.report->collective_ns);
+    const bool stamped = launch.stamps != nullptr && done < launch.stamped;
+    const bool ended = stamped ? !run_step<true>(launch, tables, context, progress)
+                               : !run_step<false>(launch, tables, context, progress);
+    if (ended) return;
+    ++done;
+    if (worker != 0) continue;
+    launch.report->steps = done;
+    if (done < launch.steps && !stop && interrupted(launch, worker, progress)) return;
+  }
 }
 
 }  // namespace ark::cpu
