@@ -124,7 +124,7 @@ class Resident:
         except torch._dynamo.exc.Unsupported as error:
             self._cannot(f"it is not one graph ({_first_line(error)})", error)
         except Exception as error:
-            reason = _find(error, NotOneRegion)
+            reason = _find(error, NotOneRegion, UnsupportedGraph)
             if reason is None:
                 raise
             self._cannot(str(reason), error)
@@ -133,7 +133,9 @@ class Resident:
     def _cannot(self, reason: str, error: Exception) -> None:
         self.reason = reason
         if not self._options.fallback:
-            raise UnsupportedGraph(f'options={{"fallback": False}}, and steps cannot share a launch: {reason}.') from error
+            raise UnsupportedGraph(
+                f'options={{"fallback": False}}, and steps cannot share a launch: {reason}.'
+            ) from error
         log.warning("Each step of a loop is a launch of its own: %s.", reason)
 
     def _compile(self, graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -161,9 +163,7 @@ class Resident:
         return done, state
 
 
-def _loop_body(
-    step: Callable[..., Any], stop: Callable[..., Any] | None, keep: tuple[int, ...]
-) -> Callable[..., None]:
+def _loop_body(step: Callable[..., Any], stop: Callable[..., Any] | None, keep: tuple[int, ...]) -> Callable[..., None]:
     from ark_torch.compile.operators import loop  # registers ark_torch::stop
 
     del loop
@@ -213,9 +213,9 @@ def _rows(tensor: Tensor, capacity: int) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros((capacity - tensor.shape[0], *tensor.shape[1:]))])
 
 
-def _find(error: BaseException | None, kind: type[Exception]) -> BaseException | None:
+def _find(error: BaseException | None, *kinds: type[Exception]) -> BaseException | None:
     """Dynamo wraps what a backend raises."""
-    while error is not None and not isinstance(error, kind):
+    while error is not None and not isinstance(error, kinds):
         error = error.__cause__ or error.__context__
     return error
 
