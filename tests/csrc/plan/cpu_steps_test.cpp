@@ -193,7 +193,8 @@ TEST(CpuStepsTest, EndsFromOutside) {
 TEST(CpuStepsTest, AWaitForAnotherStepHasADeadline) {
   Loop made(false);
   Plan plan = made.plan(2);
-  ASSERT_TRUE(std::any_of(plan.tasks.begin(), plan.tasks.end(), [](const Task& task) { return !task.carried.empty(); }));
+  ASSERT_TRUE(
+      std::any_of(plan.tasks.begin(), plan.tasks.end(), [](const Task& task) { return !task.carried.empty(); }));
   for (Task& task : plan.tasks)
     for (const int event : task.carried) ++plan.events[static_cast<size_t>(event)].threshold;
   CpuLoop loop(plan, cpu_compiler());
