@@ -47,7 +47,7 @@ class NotOneRegion(Exception):
 
 
 # What calls a region whose steps are chained: with the region and its inputs, instead of the region itself.
-Launcher = Callable[[Any, list[Any]], None]
+Launcher = Callable[[Any, list[Any]], Sequence[Any]]
 
 
 def compile_graph(

@@ -83,7 +83,7 @@ class Resident:
         self._loop: Callable[..., Any] | None = None
         self._single: Callable[..., Any] | None = None
 
-    @torch._dynamo.disable
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def __call__(self, *state: Tensor, steps: int, inputs: Sequence[Tensor] = ()) -> Steps:
         self._check(state, steps, inputs)
