@@ -189,6 +189,15 @@ VARIABLES = (
         "The NVRTC library (libnvrtc.so.12 or .13) that compiles CUDA kernels. Unset: the one of PyTorch's wheels, "
         "then CUDA_HOME's, then the system's.",
     ),
+    Variable(
+        "ARK_OPTIMISE",
+        "int",
+        3,
+        "How far the host's compiler (CXX, or the first of c++, g++ and clang++) optimises what torch.compile makes for "
+        "the CPU (its -O): 1 compiles in half the time and runs slower.",
+        minimum=0,
+        maximum=3,
+    ),
 )
 
 
@@ -210,6 +219,7 @@ class Settings:
     trace: str
     trace_mb: int
     nvrtc: str
+    optimise: int
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -100,7 +100,7 @@ Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
 
-// The compiler of CUDA kernels; ark_torch/_jit.py calls these.
+// The compilers of kernels; ark_torch/_jit.py calls these.
 void bind_jit(py::module_& m) {
   using ark::jit::Settings;
   py::class_<Settings>(m, "_JitSettings")
@@ -113,6 +113,8 @@ void bind_jit(py::module_& m) {
       .def_readwrite("library_roots", &Settings::library_roots)
       .def_readwrite("toolkit_dirs", &Settings::toolkit_dirs)
       .def_readwrite("options", &Settings::options)
+      .def_readwrite("cxx", &Settings::cxx)
+      .def_readwrite("cxx_options", &Settings::cxx_options)
       .def_readwrite("log", &Settings::log);
   m.def("_configure_jit", &ark::jit::configure);
   m.def("_has_cuda_driver", &ark::has_driver);

@@ -60,6 +60,15 @@ class Strided(NamedTuple):
             expected *= length
         return True
 
+    def may_overlap_itself(self) -> bool:
+        """False where every element certainly lies in a place of its own."""
+        reach = 0
+        for stride, length in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if n > 1):
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+        return False
+
 
 class Literal(NamedTuple):
     """One number that fills `shape`."""

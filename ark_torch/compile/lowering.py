@@ -253,6 +253,8 @@ class Lowering:
 
     def node(self, op: str, inputs: Sequence[Operand], out: Strided, **attributes: Any) -> Strided:
         """Appends a node that writes `out`; returns `out`."""
+        if out.may_overlap_itself():
+            raise Unsupported("a write into a tensor that may hold an element twice")
         read = [self.graph.read(operand) for operand in inputs]
         self.graph.nodes.append(GraphNode(op, read, [self.graph.write(out)], attributes, self._origin))
         return out

@@ -1,0 +1,299 @@
+"""Runs a random program by eager PyTorch and by ark, and holds the two against each other and against float64.
+
+Three runs give what to expect: eager's (types, shapes, strides, which result lies in which storage, integers and
+booleans), one in float64 (the values), and a few in float64 in which every operand and result is off by as much as
+rounding to its type might make it. How far the last wander is how far rounding may take any implementation. What is
+further off must be no further than 1.5 times eager's own error, or Inductor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from random_graphs import NAMES, Line, Program
+from torch import Tensor
+
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
+
+WIDE = {**NAMES, **{name: torch.float64 for name in ("f32", "bf16", "f16")}}
+WANDERINGS = 4
+
+
+@dataclass
+class Outcome:
+    """Of one program: what ran where."""
+
+    regions: int = 0
+    operators: int = 0  # that ark ran
+    fallen: list[str] = field(default_factory=list)  # reasons
+    inductor_asked: str = ""  # why Inductor's own result had to be looked at
+
+
+class Wrong(AssertionError):
+    pass
+
+
+def arguments(scope: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+    bases, given = scope["arguments"]()
+    return bases, given
+
+
+def run(program: Any, scope: dict[str, Any]) -> list[Tensor]:
+    """Results, and after them the tensors that the arguments are parts of."""
+    bases, given = arguments(scope)
+    return [*program(*given), *bases]
+
+
+# What to expect.
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+
+
+def _factors(whole: Tensor, epsilon: float, generator: torch.Generator) -> Tensor:
+    noise = torch.rand(whole.shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return noise.mul_(epsilon).add_(1)
+
+
+def _shift(tensor: Tensor, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """All of a storage, off by a rounding to `dtype`, of itself and of its smallest numbers."""
+    whole, limits = _whole(tensor), torch.finfo(dtype)
+    tiny = (torch.rand(whole.shape, generator=generator, dtype=torch.float64) - 0.5) * limits.smallest_normal
+    whole.mul_(_factors(whole, limits.eps, generator)).add_(tiny * limits.eps)
+
+
+def _shifted(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """A copy, off by a rounding to float32, laid out as the original."""
+    whole = _whole(tensor)
+    copy = whole * _factors(whole, torch.finfo(torch.float32).eps, generator)
+    return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _own(result: Tensor, scope: dict[str, Any]) -> Tensor:
+    """A result whose storage is an operand's because a cast to float64 was none."""
+    known = {t.untyped_storage()._cdata for t in scope.values() if isinstance(t, Tensor)}
+    return result.clone() if result.untyped_storage()._cdata in known else result
+
+
+def wide(program: Program, types: dict[str, torch.dtype], wandering: int) -> list[Tensor]:
+    """The program in float64; `wandering` > 0: with rounding's errors."""
+    generator = torch.Generator().manual_seed(wandering)
+    scope: dict[str, Any] = dict(WIDE)
+    made: dict[str, Any] = {**NAMES, "g": torch.Generator().manual_seed(0)}
+    for text in program.bases:
+        exec(text, made)
+    for name in program.base_names:
+        made[name] = made[name].double() if made[name].is_floating_point() else made[name]
+    for text in program.views:
+        exec(text, made)
+    scope.update({name: made[name] for name in program.arguments})
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what integers divided by integers are
+    try:
+        for line in program.body:
+            _step(line, scope, types, generator if wandering else None)
+    finally:
+        torch.set_default_dtype(usual)
+    return [*(scope[name] for name in program.returns), *(made[name] for name in program.base_names)]
+
+
+def _step(line: Line, scope: dict[str, Any], types: dict[str, torch.dtype], generator: Any) -> None:
+    if line.before is not None:
+        scope[line.target] = line.before.clone()
+        return
+    noisy = generator is not None and not line.exact
+    if not line.target:
+        exec(line.text, scope)
+        changed = scope[line.reads[0]]
+        if noisy and changed.is_floating_point():
+            _shift(changed, types[line.reads[0]], generator)
+        return
+    given = dict(scope)
+    if noisy and line.fresh:  # sums are rounded at every term
+        for name in line.reads:
+            if scope[name].is_floating_point():
+                given[name] = _shifted(scope[name], generator)
+    result = eval(line.text, given)
+    if line.fresh:
+        result = _own(result, scope)
+    scope[line.target] = result
+    if noisy and line.fresh and result.is_floating_point():
+        _shift(result, types[line.target], generator)
+
+
+# Comparing.
+
+
+def _classes(t: Tensor) -> Tensor:
+    """0 for numbers, else which of NaN, inf, -inf."""
+    return torch.isnan(t) * 1 + torch.isposinf(t) * 2 + torch.isneginf(t) * 3
+
+
+def wrong_elements(got: Tensor, eager: Tensor, exact: Tensor, wandered: Sequence[Tensor]) -> Tensor:
+    """Where a floating result is further from `exact` than rounding explains."""
+    limits = torch.finfo(eager.dtype)
+    g, e = got.double(), eager.double()
+    spread = torch.stack([(w - exact).abs() for w in wandered]).amax(0)
+    spread = torch.maximum(spread, torch.nan_to_num(spread).mean() * 0.25)
+    allowed = 8 * spread + 4 * limits.eps * exact.abs() + 8 * limits.smallest_normal * limits.eps
+    allowed = torch.maximum(allowed, 1.5 * (e - exact).abs())
+    close = (g - exact).abs() <= allowed
+    kinds = _classes(exact)
+    shaky = torch.stack([_classes(w) != kinds for w in wandered]).any(0)
+    same = (_classes(g) == kinds) & (kinds > 0)
+    as_eager = (_classes(g) == _classes(e)) & (_classes(e) > 0)
+    # Beyond the type's range, or so near that rounding decides: eager may overflow where a wider type does not.
+    overflow = exact.abs() * (1 + 8 * limits.eps) + allowed.nan_to_num(0) >= limits.max
+    eager_overflows = (_classes(e) > 0) & (kinds == 0) & ((_classes(g) == 0) & close)
+    return ~(close | same | as_eager | shaky | (overflow & (g.abs() >= limits.max * 0.9)) | eager_overflows)
+
+
+def errors(got: Tensor, exact: Tensor) -> float:
+    difference = (got.double() - exact).abs()
+    finite = difference[torch.isfinite(exact) & torch.isfinite(difference)]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _strides(t: Tensor) -> list[int]:
+    return [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
+
+
+def _places(tensors: Sequence[Tensor]) -> list[Any]:
+    """Which storage each lies in, by the first that lies there, and where in it."""
+    first: dict[int, int] = {}
+    found = []
+    for i, t in enumerate(tensors):
+        owner = first.setdefault(t.untyped_storage()._cdata, i)
+        found.append((owner, t.storage_offset() - tensors[owner].storage_offset() if t.numel() else 0))
+    return found
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    left, right = (t.contiguous().view(kinds[t.element_size()]) if t.dim() else t.reshape(1) for t in (a, b))
+    if not a.dim():
+        left, right = (t.view(kinds[t.element_size()]) for t in (left, right))
+    return torch.equal(left, right)
+
+
+class Check:
+    """One program. `verify` raises Wrong, or whatever the compiler raised."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.scope: dict[str, Any] = {}
+        exec(program.source(), self.scope)
+        self.outcome = Outcome()
+        self._inductor: list[Tensor] | None = None
+
+    def inductor(self, why: str) -> list[Tensor]:
+        """Inductor's results, where eager's alone do not settle it."""
+        if self._inductor is None:
+            torch._dynamo.reset()
+            self.outcome.inductor_asked = why
+            self._inductor = run(torch.compile(self.scope["program"], backend="inductor"), self.scope)
+        return self._inductor
+
+    def verify(self) -> Outcome:
+        expected = run(self.scope["program"], self.scope)
+        torch._dynamo.reset()
+        report = Report()
+        chosen = options.parse(None, {"choose": "ark", **self.program.options})
+
+        def compiler(graph_module: Any, example_inputs: Any) -> Any:
+            return backend.compile_graph(graph_module, example_inputs, chosen, report)
+
+        compiled = torch.compile(self.scope["program"], backend=compiler)
+        try:
+            got = run(compiled, self.scope)
+            again = run(compiled, self.scope)
+        except Exception as error:
+            try:
+                self.inductor("ark raises")
+            except Exception:  # Inductor cannot either
+                return self.outcome
+            raise Wrong(f"raises {type(error).__name__}: {error}") from error
+        self._look_at_report(report)
+        self._compare_forms(got, expected)
+        for i, (one, two) in enumerate(zip(got, again, strict=True)):
+            if not _same_bits(one, two):
+                raise Wrong(f"{self._name(i)} differs from run to run\n{report}")
+        self._compare_values(got, expected, report)
+        return self.outcome
+
+    def _name(self, i: int) -> str:
+        returns = self.program.returns
+        if i < len(returns):
+            return f"result {i} ({returns[i]})"
+        return f"argument base {self.program.base_names[i - len(returns)]}"
+
+    def _look_at_report(self, report: Report) -> None:
+        for graph in report.graphs:
+            if graph.whole:
+                self.outcome.fallen.append(graph.whole)
+                if "ark failed" in graph.whole:
+                    raise Wrong(graph.whole)
+            for fallback in graph.fallbacks:
+                if not fallback.reason:
+                    raise Wrong(f"falls back without a reason: {fallback}")
+                self.outcome.fallen.append(f"{fallback.operator}: {fallback.reason}")
+            for piece in graph.pieces:
+                if piece.runs_on == "ark":
+                    self.outcome.regions += 1
+                    self.outcome.operators += piece.nodes
+                elif piece.reason and not piece.reason.startswith("Unsupported"):
+                    raise Wrong(f"a region falls back: {piece.reason}")
+                elif not piece.reason and not graph.fallbacks:
+                    raise Wrong(f"a piece falls back without a reason: {piece}")
+
+    def _compare_forms(self, got: list[Tensor], expected: list[Tensor]) -> None:
+        if len(got) != len(expected):
+            raise Wrong(f"{len(got)} results, not {len(expected)}")
+        for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+            for what, a, b in (("type", g.dtype, e.dtype), ("shape", g.shape, e.shape)):
+                if a != b:
+                    raise Wrong(f"{self._name(i)}: its {what} is {a}, not {b}")
+            if _strides(g) != _strides(e) and _strides(g) != _strides(self.inductor("strides")[i]):
+                raise Wrong(f"{self._name(i)}: its strides are {g.stride()}, not {e.stride()}")
+        if _places(got) != _places(expected) and _places(got) != _places(self.inductor("aliases")):
+            raise Wrong(f"results lie in {_places(got)}, not in {_places(expected)}")
+
+    def _compare_values(self, got: list[Tensor], expected: list[Tensor], report: Report) -> None:
+        types = {line.target: v for line, v in zip(self.program.body, self._types(), strict=True)}
+        types.update({n: t.dtype for n, t in zip(self.program.arguments, arguments(self.scope)[1], strict=True)})
+        runs = [wide(self.program, types, i) for i in range(WANDERINGS + 1)]
+        for i, (g, e) in enumerate(zip(got, expected, strict=True)):
+            if not e.is_floating_point():
+                if not torch.equal(g, e) and not torch.equal(g, self.inductor("integers")[i]):
+                    raise Wrong(f"{self._name(i)} is\n{g}\nnot\n{e}\n{report}")
+                continue
+            exact = runs[0][i]
+            wrong = wrong_elements(g, e, exact, [r[i] for r in runs[1:]])
+            if not bool(wrong.any()):
+                continue
+            theirs = self.inductor("errors")[i]
+            allowed = 1.5 * max(errors(e, exact), errors(theirs, exact))
+            if bool((_classes(g) == _classes(theirs)).all()) and errors(g, exact) <= allowed:
+                continue
+            where = wrong.nonzero()[:5].tolist()
+            lines = "\n".join(
+                f"  {at}: {float(g[tuple(at)])!r}, eager {float(e[tuple(at)])!r}, float64 {float(exact[tuple(at)])!r}, "
+                f"Inductor {float(theirs[tuple(at)])!r}"
+                for at in where
+            )
+            raise Wrong(f"{self._name(i)} is wrong at {int(wrong.sum())} of {wrong.numel()} places\n{lines}\n{report}")
+
+    def _types(self) -> list[torch.dtype]:
+        """Of what each statement defines."""
+        scope: dict[str, Any] = dict(NAMES)
+        scope.update(zip(self.program.arguments, arguments(self.scope)[1], strict=True))
+        found = []
+        for line in self.program.body:
+            exec(str(line), scope)
+            found.append(scope[line.target].dtype if line.target else torch.float32)
+        return found

@@ -1,0 +1,497 @@
+"""The families of operators that random programs are made of. A family is a function of a Pen (random_graphs.py) that
+writes one statement, or none where nothing fits.
+
+FAMILIES are what ark has lowerings for, in the forms that people write; FALLBACKS are a few that it leaves to Inductor,
+so that programs are cut into pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from random_graphs import TYPES, Pen
+
+Family = Callable[[Pen], object]
+
+
+def unary(pen: Pen) -> object:
+    x = pen.floating()
+    name = pen.choose(
+        (
+            *("torch.neg", "torch.abs", "torch.exp", "torch.tanh", "torch.sigmoid", "torch.relu", "F.silu", "F.gelu"),
+            *("torch.sin", "torch.cos", "torch.erf", "torch.log", "torch.sqrt", "torch.rsqrt", "torch.reciprocal"),
+            *("torch.log1p", "torch.expm1", "torch.square", "F.softplus", "F.leaky_relu", "F.hardswish", "F.elu"),
+        )
+    )
+    return pen.write(f"{name}({x})", [x], name not in ("torch.neg", "torch.abs", "torch.relu"))
+
+
+def gelu_tanh(pen: Pen) -> object:
+    x = pen.floating()
+    return pen.write(f"F.gelu({x}, approximate='tanh')", [x])
+
+
+def jumping(pen: Pen) -> object:
+    """What jumps, of exact values."""
+    x = pen.floating(exact=True)
+    name = pen.choose(("floor", "ceil", "round", "trunc", "sign", "isnan", "isinf", "isfinite", "frac"))
+    return pen.write(f"torch.{name}({x})", [x], False)
+
+
+def whole(pen: Pen) -> object:
+    """Integers and booleans."""
+    x = pen.some(lambda t: not t.is_floating_point())
+    if not x:
+        return pen.argument(pen.shape(2), pen.choose(("i64", "i32", "boolean")))
+    name = pen.choose(("torch.neg", "torch.abs", "torch.bitwise_not", "torch.logical_not", "torch.sign", "torch.exp"))
+    return pen.write(f"{name}({x})", [x])
+
+
+def binary(pen: Pen) -> object:
+    x = pen.floating()
+    y = pen.beside(x)
+    if pen.rarely(3):
+        x, y = y, x
+    form = pen.choose(("{} + {}", "{} * {}", "{} - {}", "{} / {}", "torch.add({}, {}, alpha=0.5)"))
+    return pen.write(form.format(x, y), [x, y])
+
+
+def extremes(pen: Pen) -> object:
+    x = pen.floating()
+    y = pen.some(lambda t: t.dtype == pen.values[x].dtype and t.shape == pen.values[x].shape) or x
+    return pen.write(f"{pen.choose(('torch.maximum', 'torch.minimum'))}({x}, {y})", [x, y], False)
+
+
+def integers(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dtype in (torch.int64, torch.int32)) or pen.argument(pen.shape(2), "i64")
+    y = pen.beside(x)
+    if y in pen.values and pen.values[y].is_floating_point():
+        return pen.write(f"{x} * {y}", [x, y])
+    form = pen.choose(
+        ("{} + {}", "{} * {}", "{} - {}", "torch.maximum({0}, {0} + {1})", "{} & {}", "{} | {}", "{} ^ {}", "{} / {}")
+    )
+    return pen.write(form.format(x, y), [x, y])
+
+
+def division(pen: Pen) -> object:
+    """Rounding to whole numbers: of exact values, and no integer by zero."""
+    x = pen.some(lambda t: t.dtype != torch.bool, exact=True) or pen.floating(exact=True)
+    y = pen.choose(("3", "-2", "4", "1"))
+    if pen.values[x].is_floating_point():
+        y = pen.choose(("0.5", "-2.0", "3", "0.25"))
+    found = pen.some(lambda t: t.dtype == pen.values[x].dtype and t.shape == pen.values[x].shape, exact=True)
+    if pen.rarely(3) and found and bool(pen.values[found].ne(0).all()):
+        y = found
+    form = pen.choose(
+        (
+            "torch.floor_divide({}, {})",
+            "torch.remainder({}, {})",
+            "torch.div({}, {}, rounding_mode='floor')",
+            "torch.div({}, {}, rounding_mode='trunc')",
+            "{} % {}",
+        )
+    )
+    return pen.write(form.format(x, y), [x, y])
+
+
+def power(pen: Pen) -> object:
+    x = pen.floating()
+    exponent = pen.choose(("2", "3", "0.5", "-0.5", "-1", "1", "2.5", "0", "4", "-2"))
+    return pen.write(pen.choose((f"{x} ** {exponent}", f"torch.pow({x}, {exponent})", f"2.0 ** {x}")), [x])
+
+
+def compare(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dtype != torch.bool, exact=True) or pen.floating(exact=True)
+    y = pen.beside(x)
+    if y in pen.values and not pen.is_exact(y):
+        y = repr(pen.number())
+    name = pen.choose(("lt", "le", "gt", "ge", "eq", "ne"))
+    return pen.write(f"torch.{name}({x}, {y})", [x, y])
+
+
+def logic(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dtype == torch.bool) or pen.argument(pen.shape(2), "boolean")
+    y = pen.some(lambda t: t.dtype == torch.bool and t.shape == pen.values[x].shape) or x
+    form = pen.choose(("{} & {}", "{} | {}", "{} ^ {}", "torch.logical_and({}, {})", "~{}", "{} + {}", "{} * {}"))
+    return pen.write(form.format(x, y), [x, y])
+
+
+def choice(pen: Pen) -> object:
+    x = pen.floating()
+    value = pen.values[x]
+    condition = pen.some(lambda t: t.dtype == torch.bool and _broadcasts(t, value))
+    condition = condition or pen.argument([1 if pen.rarely(3) else n for n in value.shape], "boolean")
+    y = pen.beside(x)
+    if pen.rarely(3):
+        return pen.write(f"{x}.masked_fill({condition}, {pen.choose(('0.0', '-inf', '1.5'))})", [x, condition], False)
+    return pen.write(f"torch.where({condition}, {x}, {y})", [x, y, condition], False)
+
+
+def three(pen: Pen) -> object:
+    x = pen.floating()
+    y, z = pen.beside(x), pen.beside(x)
+    form = pen.choose(
+        (
+            f"torch.clamp({x}, min={pen.choose(('-0.5', '0.0'))})",
+            f"torch.clamp({x}, -1.0, {pen.choose(('1.0', '2.5'))})",
+            f"torch.addcmul({x}, {y}, {z}, value=0.5)",
+            f"torch.addcdiv({x}, {y}, {z})",
+            f"torch.lerp({x}, {y}, 0.25)",
+            f"{x} * {y} + {z}",
+        )
+    )
+    return pen.write(form, [x, y, z])
+
+
+def cast(pen: Pen) -> object:
+    x = pen.some() or pen.floating()
+    value = pen.values[x]
+    names = ["f32", "bf16", "f16"]
+    tame = value.numel() == 0 or bool((value.abs() < 1e6).all() if value.dtype != torch.bool else True)
+    if pen.is_exact(x):
+        names += ["i64", "i32"] if tame else []
+        names.append("boolean")
+    return pen.write(f"{x}.to({pen.choose(names)})", [x])
+
+
+def _dims(pen: Pen, x: str) -> str:
+    rank = pen.values[x].dim()
+    dims = [d for d in range(rank) if pen.integer(0, 1)] or [rank - 1]
+    return str([d - rank if pen.rarely(3) else d for d in dims])
+
+
+def reduction(pen: Pen) -> object:
+    x = pen.floating(1)
+    keep = pen.choose((False, True))
+    name = pen.choose(("sum", "mean", "amax", "amin", "sum", "logsumexp", "linalg.vector_norm"))
+    if pen.rarely(5) and name in ("sum", "mean", "amax", "amin"):
+        return pen.write(f"torch.{name.replace('a', '', name[:2] == 'am')}({x})", [x], not name.startswith("am"))
+    dims = f"dim={_dims(pen, x)}"
+    return pen.write(f"torch.{name}({x}, {dims}, keepdim={keep})", [x], not name.startswith("am"))
+
+
+def reduction_of_whole(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0 and not t.is_floating_point()) or pen.argument(pen.shape(2), "i64")
+    names = ("any", "all", "sum") if pen.values[x].dtype == torch.bool else ("sum", "amax", "amin", "any", "all")
+    name = pen.choose(names)
+    return pen.write(f"torch.{name}({x}, dim={_dims(pen, x)}, keepdim={pen.choose((False, True))})", [x])
+
+
+def variance(pen: Pen) -> object:
+    x = pen.floating(1)
+    name = pen.choose(("var", "std", "var"))
+    return pen.write(f"torch.{name}({x}, dim={_dims(pen, x)}, correction={pen.choose((1, 0))}, keepdim=True)", [x])
+
+
+def position(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0 and t.dtype != torch.bool, exact=True) or pen.floating(1, exact=True)
+    dim = pen.integer(0, pen.values[x].dim() - 1)
+    form = pen.choose((f"torch.argmax({x}, {dim})", f"torch.argmax({x})", f"torch.max({x}, {dim}, keepdim=True)[0]"))
+    if pen.rarely(3):
+        form = f"torch.max({x}, {dim})[1]"
+    return pen.write(form, [x], False)
+
+
+def softmax(pen: Pen) -> object:
+    x = pen.floating(1)
+    dim = pen.integer(0, pen.values[x].dim() - 1)
+    return pen.write(f"{pen.choose(('torch.softmax', 'torch.log_softmax', 'F.softmin'))}({x}, {dim})", [x])
+
+
+def norm(pen: Pen) -> object:
+    x = pen.floating(1)
+    value = pen.values[x]
+    shape = list(value.shape[value.dim() - pen.integer(1, min(2, value.dim())) :])
+    weight = pen.argument(shape, TYPES[value.dtype]) if pen.integer(0, 1) else "None"
+    if pen.integer(0, 1):
+        return pen.write(f"F.rms_norm({x}, {shape}, {weight}, 1e-5)", [x, weight])
+    bias = pen.argument(shape, TYPES[value.dtype]) if weight != "None" else "None"
+    return pen.write(f"F.layer_norm({x}, {shape}, {weight}, {bias})", [x, weight, bias])
+
+
+def product(pen: Pen) -> object:
+    x = pen.floating(2)
+    value = pen.values[x]
+    dtype, k, n = TYPES[value.dtype], value.shape[-1], pen.choose(pen.sizes)
+    form = pen.choose(("linear", "linear", "matmul", "batched", "addmm", "baddbmm", "mv", "einsum"))
+    if form == "linear":
+        weight = pen.argument([n, k], dtype)
+        bias = pen.argument([n], dtype) if pen.integer(0, 1) else "None"
+        return pen.write(f"F.linear({x}, {weight}, {bias})", [x, weight, bias])
+    if form == "mv":
+        vector = pen.argument([k], dtype)
+        return pen.write(f"{x} @ {vector}", [x, vector])
+    if form == "einsum":
+        other = pen.argument([n, k], dtype)
+        return pen.write(f"torch.einsum('...k,nk->...n', {x}, {other})", [x, other])
+    if form == "batched" and value.dim() > 2:
+        other = pen.argument([*value.shape[:-2], k, n], dtype)
+    elif form == "baddbmm" and value.dim() == 3:
+        other, bias = pen.argument([value.shape[0], k, n], dtype), pen.argument([1, n], dtype)
+        text = f"torch.baddbmm({bias}, {x}, {other}, beta={pen.choose((1, 0.5, 0))}, alpha={pen.choose((1, 2.0))})"
+        return pen.write(text, [x, other, bias])
+    elif form == "addmm" and value.dim() == 2:
+        other, bias = pen.argument([k, n], dtype), pen.argument([n], dtype)
+        text = f"torch.addmm({bias}, {x}, {other}, beta={pen.choose((1, 0.5, 0))}, alpha={pen.choose((1, 2.0))})"
+        return pen.write(text, [x, other, bias])
+    else:
+        other = pen.argument([k, n], dtype)
+    return pen.write(f"torch.matmul({x}, {other})", [x, other])
+
+
+def attention(pen: Pen) -> object:
+    batch, groups, repeats, size = pen.choose((1, 2)), pen.choose((1, 2, 3)), pen.choose((1, 2)), pen.choose((8, 4, 16))
+    queries, keys = pen.choose((1, 3, 17)), pen.choose((5, 33, 1, 64))
+    dtype = pen.float_type()
+    q = pen.argument([batch, groups * repeats, queries, size], dtype)
+    k, v = (pen.argument([batch, groups, keys, size], dtype) for _ in "kv")
+    mask = pen.choose(("None", "boolean", dtype, "causal"))
+    text, reads = f"{q}, {k}, {v}, enable_gqa={repeats > 1}", [q, k, v]
+    if mask == "causal":
+        text += ", is_causal=True"
+    elif mask != "None":
+        what = "torch.ones({shape}, dtype=boolean).tril(2)" if mask == "boolean" else ""
+        reads.append(pen.argument([queries, keys], mask, what, layout="plain"))
+        text += f", attn_mask={reads[-1]}"
+    return pen.write(f"F.scaled_dot_product_attention({text})", reads)
+
+
+def view(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0) or pen.floating(1)
+    value = pen.values[x]
+    rank = value.dim()
+    dim = pen.integer(0, rank - 1)
+    length = value.shape[dim]
+    begin = pen.integer(0, max(length - 1, 0))
+    other = pen.integer(0, rank - 1)
+    forms = [
+        f"{x}.transpose({dim}, {other})",
+        f"{x}.reshape(-1)",
+        f"{x}.flatten({min(dim, other)}, {max(dim, other)})",
+        f"{x}.unsqueeze({dim})",
+        f"{x}.squeeze()",
+        f"{x}.select({dim}, {begin})",
+        f"{x}.narrow({dim}, {begin}, {max(1, (length - begin) // 2)})",
+        f"{x}[{':, ' * dim}{begin}::{pen.choose((1, 2, 3))}]",
+        f"{x}.permute({', '.join(map(str, reversed(range(rank))))})",
+        f"{x}.movedim({dim}, {other})",
+        f"torch.split({x}, {max(1, length // 2)}, {dim})[0]",
+        f"torch.chunk({x}, 3, {dim})[-1]",
+        f"torch.unbind({x}, {dim})[{begin}]",
+        f"{x}.unsqueeze(0).expand(2, {', '.join(['-1'] * rank)})",
+        f"{x}.diagonal(0, {dim}, {other})",
+        f"{x}.unflatten({dim}, (-1, {next(n for n in (3, 2, 5, 7, 1) if length % n == 0)}))",
+        f"{x}.view({', '.join(map(str, _regrouped(value)))})",
+    ]
+    return pen.write(pen.choose(forms), [x], False)
+
+
+def _regrouped(value: torch.Tensor) -> list[int]:
+    shape = list(value.shape)
+    return [shape[0] * shape[1], *shape[2:]] if len(shape) > 1 else [*shape, 1]
+
+
+def strided(pen: Pen) -> object:
+    """as_strided of an argument that is laid out plainly, and of a value."""
+    x = pen.some(lambda t: t.numel() > 8 and t.is_contiguous()) if pen.rarely(3) else ""
+    if not x:
+        return ""
+    n = pen.values[x].numel()
+    rows, step = pen.choose((2, 3)), pen.choose((1, 2))
+    text = f"torch.as_strided({x}, ({rows}, 2), ({step}, 1), {pen.integer(0, n - rows * step - 2)})"
+    return pen.write(text, [x], False)
+
+
+def join(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0) or pen.floating(1)
+    value = pen.values[x]
+    dim = pen.integer(0, value.dim() - 1)
+
+    def fits(t: torch.Tensor) -> bool:
+        alike = t.dim() == value.dim() and t.dtype == value.dtype
+        return alike and all(i == dim or a == b for i, (a, b) in enumerate(zip(t.shape, value.shape, strict=True)))
+
+    y = pen.some(fits)
+    z = pen.some(lambda t: t.shape == value.shape and t.dtype == value.dtype)
+    form = pen.choose((f"torch.cat([{x}, {y}, {x}], {dim})", f"torch.stack([{x}, {z}], {dim})"))
+    return pen.write(form, [x, y, z], False)
+
+
+def layout(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0) or pen.floating(1)
+    dim = pen.integer(0, pen.values[x].dim() - 1)
+    forms = (
+        f"{x}.clone()",
+        f"{x}.contiguous()",
+        f"torch.flip({x}, [{dim}])",
+        f"{x}.repeat(2, {', '.join(['1'] * pen.values[x].dim())})",
+        f"torch.roll({x}, 1, {dim})",
+        f"F.pad({x}, (1, 2))",
+        f"torch.tril({x})",
+        f"torch.repeat_interleave({x}, 2, {dim})",
+        f"torch.zeros_like({x}) + {x}",
+        f"torch.ones_like({x})",
+        f"{x}.new_full(({pen.choose(pen.sizes)},), 2)",
+        f"torch.arange({pen.choose(pen.sizes)})",
+    )
+    return pen.write(pen.choose(forms), [x], False)
+
+
+def _index(pen: Pen, length: int, least: int = 0, unique: bool = False, rank: int = 1) -> str:
+    """A tensor of positions below `length`: one that is there, or a new argument."""
+    if length == 0:
+        return ""
+
+    def fits(t: torch.Tensor) -> bool:
+        whole = t.dtype == torch.int64 and t.dim() == rank and 0 < t.numel() <= 300
+        return whole and bool(((t >= least) & (t < length)).all()) and (not unique or t.unique().numel() == t.numel())
+
+    if not unique and (found := pen.some(fits)):
+        return found
+    if unique:
+        count = pen.integer(1, min(length, 9))
+        return pen.argument([count], "i64", f"torch.randperm({length}, generator=g)[:{count}]", layout="plain")
+    shape = [pen.choose((3, 1, 7)) for _ in range(rank)]
+    dtype = pen.choose(("i64", "i64", "i32"))
+    filling = f"torch.randint({least}, {length}, {{shape}}, generator=g, dtype={dtype})"
+    return pen.argument(shape, dtype, filling)
+
+
+def lookup(pen: Pen) -> object:
+    x = pen.some(lambda t: t.dim() > 0) or pen.floating(1)
+    value = pen.values[x]
+    dim = pen.integer(0, value.dim() - 1)
+    length = value.shape[dim]
+    form = pen.choose(("index", "index_select", "embedding", "gather", "index of two"))
+    negative = -length if form == "index" else 0
+    rank = (0 if pen.rarely(20) else pen.choose((1, 2))) if form in ("index", "embedding") else 1
+    i = _index(pen, length if form != "embedding" else value.shape[0], negative, rank=rank)
+    if not i:
+        return ""
+    if form == "index":
+        return pen.write(f"{x}[{':, ' * dim}{i}]", [x, i], False)
+    if form == "embedding":
+        return pen.write(f"F.embedding({i}, {x})", [x, i], False)
+    if form == "gather":
+        shape = ", ".join("-1" if d == dim else str(n) for d, n in enumerate(value.shape))
+        ones = ", ".join("-1" if d == dim else "1" for d in range(value.dim()))
+        text = f"torch.gather({x}, {dim}, {i}.to(i64).view({ones}).expand({shape}))"
+        return pen.write(text, [x, i], False)
+    if form == "index of two" and value.dim() > 1:
+        j = _index(pen, value.shape[1 if dim == 0 else 0])
+        first, second = (i, j) if dim == 0 else (j, i)
+        return pen.write(f"{x}[{first}, {second}]", [x, i, j], False) if dim < 2 and j else ""
+    return pen.write(f"torch.index_select({x}, {dim}, {i})", [x, i], False)
+
+
+def _rows(pen: Pen, x: str, dim: int, count: int) -> str:
+    """What to put into `count` positions of `x` along `dim`."""
+    shape = list(pen.values[x].shape)
+    shape[dim] = count
+    wanted = torch.Size(shape)
+    found = pen.some(lambda t: t.shape == wanted and t.dtype == pen.values[x].dtype)
+    return found or pen.argument(shape, TYPES[pen.values[x].dtype])
+
+
+def put(pen: Pen) -> object:
+    """New tensors with some positions replaced, or added to."""
+    x = pen.floating(1)
+    dim = pen.integer(0, pen.values[x].dim() - 1)
+    i = _index(pen, pen.values[x].shape[dim], unique=True)
+    if not i:
+        return ""
+    rows = _rows(pen, x, dim, pen.values[i].numel())
+    forms = [f"torch.index_copy({x}, {dim}, {i}, {rows})", f"torch.index_add({x}, {dim}, {i}, {rows})"]
+    if dim == 0:
+        forms += [f"{x}.index_put(({i},), {rows})", f"{x}.index_put(({i},), {rows}, accumulate=True)"]
+    form = pen.choose(forms)
+    return pen.write(form, [x, i, rows], "add" in form or "accumulate" in form)
+
+
+def update(pen: Pen) -> object:
+    """An argument, or a value, changes in place: whole or in part."""
+    arguments = [n for n in pen.program.arguments if pen.values[n].dim() > 0 and pen.values[n].dtype != torch.bool]
+    x = pen.choose(arguments) if arguments and not pen.rarely(4) else pen.some(lambda t: t.dim() > 0)
+    if not x:
+        return ""
+    value = pen.values[x]
+    if _overlaps(value):
+        return ""
+    length, dim = value.shape[0], pen.integer(0, value.dim() - 1)
+    begin = pen.integer(0, max(0, length - 1))
+    form = pen.choose(("whole", "slice", "rows", "row", "put", "number", "column"))
+    y = repr(pen.number()) if value.is_floating_point() else str(pen.integer(-3, 3))
+    if form == "whole":
+        other = pen.some(lambda t: _broadcasts(t, value) and (t.dtype == value.dtype or value.is_floating_point())) or y
+        text = pen.choose((f"{x}.add_({other})", f"{x}.copy_({other})", f"{x}.mul_({other})", f"{x}.sub_({other})"))
+        if "copy" in text and other not in pen.values:
+            text = f"{x}.fill_({other})"
+        return pen.write(text, [x, other], "copy" not in text and "fill" not in text, changes=x)
+    if form in ("slice", "row", "column"):
+        places = {"slice": f"{begin}::{pen.choose((1, 2))}", "row": f"{begin}", "column": "..., 0"}[form]
+        part = eval(f"x[{places}]", {"x": value})
+        other = pen.some(lambda t: _broadcasts(t, part) and t.dtype == value.dtype) or y
+        sign = pen.choose(("=", "=", "+=", "*="))
+        return pen.write(f"{x}[{places}] {sign} {other}", [x, other], sign != "=", changes=x)
+    if form == "number":
+        text = pen.choose((f"{x}.fill_({y})", f"{x}.mul_({y})", f"{x}.zero_()", f"{x}.clamp_(max={y})"))
+        return pen.write(text, [x], "mul" in text, changes=x)
+    i = _index(pen, value.shape[dim], unique=True)
+    if not i:
+        return ""
+    rows = _rows(pen, x, dim, pen.values[i].numel())
+    if form == "put" and dim == 0:
+        accumulate = pen.rarely(3)
+        return pen.write(f"{x}.index_put_(({i},), {rows}, {accumulate})", [x, i, rows], accumulate, changes=x)
+    return pen.write(f"{x}.index_copy_({dim}, {i}, {rows})", [x, i, rows], False, changes=x)
+
+
+def _overlaps(t: torch.Tensor) -> bool:
+    """Whether a tensor may have an element twice: what a write into it does is nowhere defined."""
+    reach = 0
+    for stride, length in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False
+
+
+def _broadcasts(t: torch.Tensor, to: torch.Tensor) -> bool:
+    try:
+        return torch.broadcast_shapes(t.shape, to.shape) == to.shape
+    except RuntimeError:
+        return False
+
+
+def inputs(pen: Pen) -> object:
+    kind = pen.choose((pen.float_type(), "i64", "i32", "boolean", "f64" if pen.rarely(8) else "f32"))
+    shape = pen.shape(pen.integer(0, 4))
+    return pen.argument(shape, kind) if math.prod(shape) >= 0 else ""
+
+
+def other(pen: Pen) -> object:
+    """Without a lowering."""
+    x = pen.floating(1)
+    dim = pen.values[x].dim() - 1
+    forms = (
+        f"torch.cumsum({x}, {dim})",
+        f"torch.sort({x}, {dim})[0]",
+        f"torch.tan({x})",
+        f"torch.atan2({x}, {x})",
+        f"torch.prod({x}, {dim})",
+        f"torch.digamma({x})",
+        f"torch.logaddexp({x}, {x})",
+        f"{x}.double()",
+    )
+    return pen.write(pen.choose(forms), [x])
+
+
+FAMILIES: tuple[Family, ...] = (
+    *(binary, unary, reduction, view, binary, unary, view, softmax, norm, product, choice, update, update),
+    *(extremes, jumping, whole, integers, division, power, compare, logic, three, cast, reduction_of_whole, gelu_tanh),
+    *(variance, position, attention, strided, join, layout, lookup, lookup, put, inputs),
+)
+FALLBACKS: tuple[Family, ...] = (other, other, other)
+assert set(TYPES.values()) >= {"f32", "i64"}

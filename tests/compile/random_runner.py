@@ -1,0 +1,91 @@
+"""`python random_runner.py SEED COUNT [--survey FOLDER]`: COUNT random programs, in a process of their own.
+
+A process of its own, so that a crash or a hang of a compiled program is a failure with a program to look at: the
+program at work stands in the file that RANDOM_PROGRAM names. The last line of the output is a JSON object of counts.
+With --survey failures are written to FOLDER and the run goes on, without shrinking them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from random_checks import Check
+from random_graphs import Program, programs
+
+PROGRAM_LIMIT_S = 120.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("seed", type=int)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--survey", type=Path)
+    chosen = parser.parse_args()
+    counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    note = os.environ.get("RANDOM_PROGRAM", "")
+
+    @seed(chosen.seed)
+    @settings(
+        max_examples=chosen.count,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate] if chosen.survey else [Phase.generate, Phase.shrink],
+    )
+    @given(programs())
+    def each(program: Program) -> None:
+        if note:
+            Path(note).write_text(program.script(), encoding="utf-8")
+        faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
+        begin = time.perf_counter()
+        try:
+            with torch.no_grad():
+                outcome = Check(program).verify()
+        except Exception as error:
+            if chosen.survey is None:
+                error.add_note("\n" + program.script()) if hasattr(error, "add_note") else None
+                print(program.script(), error, sep="\n", file=sys.stderr, flush=True)
+                raise
+            report(chosen.survey, f"{chosen.seed}-{counts['programs']}", program)
+            counts["failed"] += 1
+        else:
+            counts["on ark"] += outcome.regions > 0
+            counts["ark's operators"] += outcome.operators
+            counts["regions"] += outcome.regions
+            counts["Inductor asked"] += bool(outcome.inductor_asked)
+            if outcome.inductor_asked:
+                counts[f"Inductor asked: {outcome.inductor_asked}"] += 1
+            reasons.update(set(outcome.fallen))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        counts["programs"] += 1
+        counts["statements"] += len(program.body)
+        counts["ms"] += int((time.perf_counter() - begin) * 1e3)
+
+    each()
+    print(json.dumps({**counts, "reasons": reasons.most_common()}))
+    return 0
+
+
+def report(folder: Path, name: str, program: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    told = "".join(f"# {line}\n" for line in traceback.format_exc().splitlines())
+    (folder / f"{name}.py").write_text(program.script() + "\n" + told, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    sys.exit(main())
