@@ -193,8 +193,8 @@ VARIABLES = (
         "ARK_OPTIMISE",
         "int",
         3,
-        "How far the host's compiler (CXX, or the first of c++, g++ and clang++) optimises what torch.compile makes for "
-        "the CPU (its -O): 1 compiles in half the time and runs slower.",
+        "How far the host's compiler (CXX, or the first of c++, g++ and clang++) optimises what torch.compile makes "
+        "for the CPU (its -O): 1 compiles in half the time and runs slower.",
         minimum=0,
         maximum=3,
     ),

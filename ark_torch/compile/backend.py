@@ -176,7 +176,7 @@ def compile_inference(
         raise _WholeGraph(_nothing(report.fallbacks, given))
     if launcher is not None:
         _check_one_region(pieces, report.fallbacks)
-    return _Builder(graph_module, pieces, mutated, options, report, launcher).build()
+    return _Builder(graph_module, pieces, given, mutated, options, report, launcher).build()
 
 
 def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:
@@ -206,6 +206,7 @@ class _Builder:
         self,
         graph_module: GraphModule,
         pieces: Sequence[regions.Piece],
+        given: Sequence[Node],
         mutated: set[Node],
         options: Options,
         report: GraphReport,
@@ -213,6 +214,7 @@ class _Builder:
     ) -> None:
         self._module, self._pieces, self._mutated = graph_module, pieces, mutated
         self._options, self._report, self._launcher = options, report, launcher
+        self._given = frozenset(given)
         self._static = static_inputs(graph_module)
         self._threads = options.threads or torch.get_num_threads()
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -229,9 +231,17 @@ class _Builder:
             else:
                 # Inductor returns views as well as their bases, of any element type.
                 views = [n for n in self._returned_views() if analysis.producer_of(analysis.root_of(n)) in piece.nodes]
-                step = self._rest_step(number, piece, list(dict.fromkeys(results + views)))
+                step = self._rest_step(number, piece, list(dict.fromkeys(results + views)), self._why_rest(piece))
             steps.append(step)
         return assemble(self._module, steps, self._views, self._outputs)
+
+    def _why_rest(self, piece: regions.Piece) -> str:
+        """Why a piece is not ark's; which operator fell back for what stands among the graph's fallbacks."""
+        few = sum(node in self._given for node in piece.nodes)
+        parts = [f"{len(piece.nodes) - few} fall back"] if few < len(piece.nodes) else []
+        if few:
+            parts.append(f"{few} are too few in a row for a region (option minimum, {self._options.minimum})")
+        return ", ".join(parts)
 
     def _returned_views(self) -> list[Node]:
         return [n for n in self._outputs if isinstance(n, Node) and analysis.root_of(n) is not n]
