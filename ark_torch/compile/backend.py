@@ -321,8 +321,7 @@ class _Builder:
         """Where an output lies within the result that it is a view of."""
         alone = Lowering()
         with unset_fake_temporarily():
-            # A result's place in its storage is known, which an argument's is not (as_strided asks).
-            alone.graph.buffers[alone.stored(alone.operand(root)).buffer].kind = "output"
+            alone.operand(root)
             view = alone.operand(node)
         assert isinstance(view, Strided)
         return view

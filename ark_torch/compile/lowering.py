@@ -195,12 +195,23 @@ class Lowering:
         storage = torch.empty_strided(base.shape, base.strides, dtype=base.dtype, device="meta")
         storage = storage.as_strided(base.shape, base.strides, base.offset)
         arguments = torch.fx.node.map_arg(tuple(node.args[1:]), _no_tensor)
-        if node.target is torch.ops.aten.as_strided.default and analysis.is_source(analysis.root_of(node)):
-            raise Unsupported("as_strided of an argument, whose place in its storage may change from call to call")
+        if node.target is torch.ops.aten.as_strided.default:
+            arguments = self._from_the_root(node, arguments)
         result = node.target(storage, *arguments, **node.kwargs)  # type: ignore[operator]
         if isinstance(result, torch.Tensor):
             return self._restrided(base, result)
         return tuple(self._restrided(base, part) for part in result)
+
+    def _from_the_root(self, node: Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """as_strided's offset counts from the beginning of the storage; here from that of the root's buffer, in which
+        the root may lie anywhere: a copy that nobody can tell from its source is none."""
+        root = analysis.root_of(node)
+        if analysis.is_source(root):
+            raise Unsupported("as_strided of an argument, whose place in its storage may change from call to call")
+        whole = self.operand(root)
+        if len(arguments) < 3 or arguments[2] is None or not isinstance(whole, Strided):
+            return arguments
+        return (*arguments[:2], arguments[2] + whole.offset)
 
     def _restrided(self, base: Strided, view: torch.Tensor) -> Strided:
         if view.dtype != base.dtype:

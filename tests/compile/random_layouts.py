@@ -165,7 +165,7 @@ def update(pen: Pen) -> object:
     if not x:
         return ""
     value = pen.values[x]
-    if _overlaps(value):
+    if _overlaps(value) or not value.numel():
         return ""
     length, dim = value.shape[0], pen.integer(0, value.dim() - 1)
     begin = pen.integer(0, max(0, length - 1))

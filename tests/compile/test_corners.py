@@ -32,6 +32,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
         (torch.arange(40.0)[7:27],),
     ),
     "as_strided where it lies": (lambda a: torch.as_strided(a, (3, 4), (2, 1), 1) * 2 + 1, (torch.arange(40.0)[7:27],)),
+    "as_strided of a copy of a part": (
+        lambda a: torch.as_strided((a * 1)[3:].clone(), (3, 2), (2, 1), 1) * 2,
+        (torch.arange(20.0),),
+    ),
+    "as_strided of a result, returned": (
+        lambda a: (a + 1, torch.as_strided(a * 2, (2, 2), (2, 1), 1)),
+        (torch.randn(9),),
+    ),
+    "a window that is written": (lambda a: (a.fill_(2), a * 3 + 1)[1], (torch.arange(9.0).unfold(0, 3, 1),)),
     "bfloat16 beside numbers": (lambda x: ((x == 0.1), (x <= 0.1), (x < 257), (x == 257), (x * 2) > 0.6), (BF16,)),
     "70 operands": (lambda *xs: functools.reduce(operator.add, xs), tuple(torch.randn(64, 64) for _ in range(70))),
     "130 operands": (lambda *xs: functools.reduce(operator.mul, xs), tuple(torch.rand(8, 8) + 0.5 for _ in range(130))),

@@ -40,6 +40,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_BUFFER_MB": "64",
         "ARK_REDUCTION": "fast",
         "ARK_TIMING": "1",
+        "ARK_OPTIMISE": "1",
     }
     assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
     expected = env.Settings(
@@ -57,6 +58,7 @@ def test_good_values(tmp_path: Path) -> None:
         values["ARK_TRACE"],
         8,
         str(table),
+        1,
     )
     assert env.read(values) == expected
     assert env.read({"ARK_SPIN_US": "7"}).spin_us == 7
@@ -64,6 +66,7 @@ def test_good_values(tmp_path: Path) -> None:
 
 
 BAD = [
+    ("ARK_OPTIMISE", "4", "from 0 to 3"),
     ("ARK_DISABLE", "yes", "0 or 1"),
     ("ARK_DISABLE", "2", "0 or 1"),
     ("ARK_DEBUG", "true", "0 or 1"),
