@@ -105,6 +105,12 @@ def _compile_kernel(stub: str, arch: str, cached: bool = False) -> tuple[bytes, 
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""
 
+    @staticmethod
+    def targets() -> list[str]: ...
+    # JSON and SVG of a plan for a target that may not be here; workers 0: as many as it has
+    @staticmethod
+    def plan_for(graph: plan.Graph, target: str, workers: int = 0) -> tuple[str, str]: ...
+
     # the timeline of all regions: path ("": none), most bytes, rank, ranks, what hears why it ends
     @staticmethod
     def trace(path: str, limit: int, rank: int, ranks: int, log: Callable[[str], None]) -> None: ...
@@ -140,3 +146,5 @@ class plan:
         def name(self) -> str: ...
         @property
         def estimated_us(self) -> float: ...
+        @property
+        def last_kernel_us(self) -> float: ...  # 0 before the first call

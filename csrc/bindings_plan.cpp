@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "compile/region.hpp"
+#include "plan/targets.hpp"
 #include "plan/trace.hpp"
 #include "process_group/translate.hpp"
 
@@ -145,6 +146,18 @@ void bind_plan(py::module_& m) {
       },
       py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
       "Writes a timeline of all regions' steps from now on; an empty path ends it.");
+  plan.def("targets", &known_targets);
+  plan.def(
+      "plan_for",
+      [](const GraphBuilder& builder, const std::string& target, int workers) {
+        py::gil_scoped_release no_gil;
+        return ark::with_torch_errors([&] {
+          const Plan made = make_plan(builder.graph, target_named(target, workers));
+          return std::pair(to_json(made), to_svg(made));
+        });
+      },
+      py::arg("graph"), py::arg("target"), py::arg("workers") = 0,
+      "A plan for a target that may not be here, as JSON and as a drawing.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();
@@ -170,6 +183,7 @@ void bind_plan(py::module_& m) {
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })
       .def_property_readonly("name", &Region::name)
+      .def_property_readonly("last_kernel_us", &Region::last_kernel_us)
       .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; });
 }
 

@@ -59,7 +59,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """What torch._dynamo calls for each of its graphs. With a `launcher` all of it must be one region, which is made to
     run many steps a launch: NotOneRegion otherwise."""
-    graph_report = GraphReport()
+    graph_report = GraphReport(target=report.target if report is not None else "")
     if report is not None:
         report.graphs.append(graph_report)
     try:
@@ -285,6 +285,8 @@ class _Builder:
             log.warning("A region falls back to Inductor: %s", rest.first_line(error))
             return self._rest_step(number, piece, results, rest.first_line(error))
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
+        if self._report.target:
+            told.target_plan = plan_for(lowering, self._report.target)
         self._report.pieces.append(told)
         for node in self._returned_views():
             root = analysis.root_of(node)
@@ -381,3 +383,12 @@ def make_region(
     lowering.graph.emit(graph)
     options = {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise, "chained": chained}
     return plan.Region(graph, name, options)
+
+
+def plan_for(lowering: Lowering, target: str) -> tuple[str, str]:
+    """The region's plan for another target, to be looked at: JSON and drawing."""
+    from ark_torch import _C
+
+    graph = _C.plan.Graph()
+    lowering.graph.emit(graph)
+    return _C.plan.plan_for(graph, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import Counter
@@ -50,6 +51,7 @@ class PieceReport:
     region: Any = None  # _C.plan.Region, where one was compiled
     ark_us: float = 0.0
     inductor_us: float = 0.0
+    target_plan: tuple[str, str] | None = None  # JSON and drawing of the plan for Report.target
 
     @property
     def plan_json(self) -> str:
@@ -60,7 +62,8 @@ class PieceReport:
         times = f", ark {self.ark_us:.1f} us, inductor {self.inductor_us:.1f} us" if self.ark_us else ""
         estimate = f", estimated {self.region.estimated_us:.1f} us" if self.region is not None else ""
         why = f"; {self.reason}" if self.reason else ""
-        return f"{self.name}: {self.runs_on}, {self.nodes} operators ({common}){estimate}{times}{why}"
+        planned = f"\n    {frame_text(self.target_plan[0])}" if self.target_plan is not None else ""
+        return f"{self.name}: {self.runs_on}, {self.nodes} operators ({common}){estimate}{times}{why}{planned}"
 
 
 @dataclass
@@ -72,6 +75,7 @@ class GraphReport:
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went to Inductor
     in_place: int = 0  # inputs that are updated where they lie
+    target: str = ""  # what plans are made for besides, to be looked at
 
     def __str__(self) -> str:
         if self.whole:
@@ -90,6 +94,7 @@ class Report:
 
     graphs: list[GraphReport] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)  # torch._dynamo's reasons
+    target: str = ""  # regions are planned for it too
 
     @property
     def regions(self) -> list[PieceReport]:
@@ -105,6 +110,18 @@ class Report:
         lines = [f"graph {i}: {graph}" for i, graph in enumerate(self.graphs)]
         lines += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks if reason]
         return "\n".join(lines)
+
+
+def frame_text(plan_json: str) -> str:
+    """One line about a plan for another target."""
+    plan = json.loads(plan_json)
+    frame, loader = plan["frame"], plan["frame"]["loader"]
+    return (
+        f"for {plan['target']['name']}: {frame['workers']} workers, {len(plan['tasks'])} tasks in {frame['phases']} "
+        f"phases, estimated {plan['estimated_us']:.1f} us; loaded ahead {loader['bytes'] / 1e6:.2f} MB in "
+        f"{loader['loads']} pages of at most {loader['page_bytes'] // 1024} KB, {loader['bytes_in_flight'] // 1024} KB "
+        f"of a worker in flight; waits: {frame['waits']['packets']} for packets, {frame['waits']['counters']} for counters"
+    )
 
 
 def title_of(graph_module: GraphModule) -> str:

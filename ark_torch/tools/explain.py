@@ -2,7 +2,8 @@
 
 FUNCTION takes nothing and returns (model, arguments) or (model, arguments, keywords); MODULE may be a file. Shown are
 the regions, what falls back and why, and each region's work by kind. --output writes every region's plan as JSON, its
-estimated schedule as a drawing, and the generated source. Exit code: 0, or 1 when something falls back, or 2 when the
+estimated schedule as a drawing, and the generated source. --target sm_90a plans every region for that GPU as well, which
+need not be here: what its loaders fetch ahead, in which order, what travels as packets. Exit code: 0, or 1 when something falls back, or 2 when the
 model cannot be had.
 """
 
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ark_torch.compile.report import PieceReport
+from ark_torch.compile.report import PieceReport, frame_text
 
 
 def subject(text: str) -> Callable[[], Any]:
@@ -55,6 +56,11 @@ def write(piece: PieceReport, stem: Path) -> None:
     stem.with_suffix(".json").write_text(piece.plan_json)
     stem.with_suffix(".svg").write_text(piece.region.svg())
     stem.with_suffix(".cpp").write_text(piece.region.source())
+    if piece.target_plan is not None:
+        plan, drawing = piece.target_plan
+        target = json.loads(plan)["target"]["name"]
+        stem.with_suffix(f".{target}.json").write_text(plan)
+        stem.with_suffix(f".{target}.svg").write_text(drawing)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, arguments[, keywords])")
     parser.add_argument("--output", type=Path, help="folder for plans, drawings and sources")
+    parser.add_argument("--target", default="", help="plan for it too, such as sm_90a")
     chosen = parser.parse_args(argv)
 
     import torch
@@ -74,13 +81,22 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"explain: {error}", file=sys.stderr)
         return 2
-    with torch.no_grad():
-        report = ark_torch.explain(model, *arguments, **(keywords[0] if keywords else {}))
+    try:
+        with torch.no_grad():
+            report = ark_torch.explain(model, *arguments, target=chosen.target, **(keywords[0] if keywords else {}))
+    except ValueError as error:
+        if "target=" not in str(error):
+            raise
+        print(f"explain: {error}", file=sys.stderr)
+        return 2
     print(report)
     for number, graph in enumerate(report.graphs):
         for piece in (piece for piece in graph.pieces if piece.region is not None):
             print(f"  graph {number}, {piece.name}:")
             print("\n".join(work_by_kind(json.loads(piece.plan_json))))
+            if piece.target_plan is not None:
+                print("  planned " + frame_text(piece.target_plan[0]) + ":")
+                print("\n".join(work_by_kind(json.loads(piece.target_plan[0]))))
             if chosen.output is not None:
                 chosen.output.mkdir(parents=True, exist_ok=True)
                 write(piece, chosen.output / f"graph{number}-{piece.name.replace(' ', '')}")

@@ -260,7 +260,9 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
     outputs.push_back(at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.type)));
     results.push_back(outputs.back().data_ptr());
   }
+  const uint64_t begin = cpu::now_ns();
   launch(inputs, [&](plan::StepStamps* stamps) { kernel_->run(pointers.data(), results.data(), stamps); });
+  last_kernel_ns_.store(cpu::now_ns() - begin, std::memory_order_relaxed);
   return outputs;
 }
 

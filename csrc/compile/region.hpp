@@ -8,9 +8,11 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -48,6 +50,8 @@ class Region {
   const plan::Plan& plan() const { return plan_; }
   const plan::CpuLoop& kernel() const { return *kernel_; }
   const std::string& name() const { return options_.name; }
+  // How long the kernel of the last call ran; 0 before the first.
+  double last_kernel_us() const { return static_cast<double>(last_kernel_ns_.load(std::memory_order_relaxed)) * 1e-3; }
 
  private:
   struct Spec {
@@ -74,6 +78,7 @@ class Region {
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
   bool mutates_ = false;
+  std::atomic<uint64_t> last_kernel_ns_{0};
   std::once_flag traced_once_;
   std::shared_ptr<const plan::TracedPlan> traced_;                                   // made when a trace asks for it
   std::map<int, std::function<void(const void* input, void* output)>> collectives_;  // by node

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "health/json_writer.hpp"
+#include "plan/json_frame.hpp"
 #include "plan/plan.hpp"
 #include "plan/scalar_type.hpp"
 
@@ -102,9 +103,17 @@ void write_tasks(JsonWriter& json, const Plan& plan) {
     write_list(json, "signals", task.signals);
     json.key("cost_us").real(task.cost_us).close('}');
   }
+  // Whoever waits for an event waits for what this says.
+  std::vector<const Stage*> signalling(plan.events.size(), nullptr);
+  for (const Task& task : plan.tasks) {
+    for (const int event : task.signals) signalling[event] = &plan.stages[task.stage];
+  }
   json.close(']').key("events").open('[');
-  for (const Event& event : plan.events) {
-    json.open('{').field("threshold", event.threshold).flag("packets", event.packets).close('}');
+  for (size_t index = 0; index < plan.events.size(); ++index) {
+    const Event& event = plan.events[index];
+    json.open('{').field("threshold", event.threshold).flag("packets", event.packets);
+    if (const Stage* of = signalling[index]) json.field("of", of->name + ": " + of->origin);
+    json.close('}');
   }
   json.close(']');
 }
@@ -144,6 +153,7 @@ std::string to_json(const Plan& plan) {
   json.key("estimated_us").real(plan.estimated_us).flag("chained", plan.chained);
   json.field("arena_bytes", plan.arena_bytes).field("own_bytes", plan.own_bytes);
   json.field("eager_peak_bytes", plan.eager_peak_bytes);
+  write_frame(json, plan);
   write_values(json, plan.graph);
   write_buffers(json, plan);
   write_stages(json, plan);

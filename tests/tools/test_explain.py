@@ -39,6 +39,15 @@ def test_plan_source_and_drawing(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert "matmul" in plan.with_suffix(".cpp").read_text()
 
 
+def test_another_target(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([f"{model}:small", "--target", "sm_90a", "--output", str(tmp_path / "out")]) == 0
+    assert "planned for sm_90a: 132 workers" in capsys.readouterr().out
+    (plan,) = (tmp_path / "out").glob("*.sm_90a.json")
+    assert json.loads(plan.read_text())["frame"]["loader"]["bytes_in_flight"] == 32768
+    assert explain.main([f"{model}:small", "--target", "abacus"]) == 2
+    assert "known are cpu, sm_90a" in capsys.readouterr().err
+
+
 def test_what_falls_back_is_told(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.main([f"{model}:partly"]) == 1
     shown = capsys.readouterr().out

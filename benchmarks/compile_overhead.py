@@ -1,0 +1,200 @@
+"""What torch.compile(backend="ark") costs beside the kernel: host time of a call, and compiling, of a small Llama.
+
+    python benchmarks/compile_overhead.py [--layers 16] [--hidden 64] [--rounds 30] [--quick] [--output FOLDER]
+
+Host time of a decoding step: the whole call less the time in which the loop kernel ran in that same call. Dynamo's own
+is the same model compiled with a backend that returns its results without doing anything: the same guards, the same
+arguments. The two, and Inductor (its whole call, for scale), take turns, call by call. Compile times are of fresh
+processes: cold, with an empty cache, and again with what the first one left; `ark` is the time inside ark's backend,
+`rest` is torch._dynamo and AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ark_torch.tools.bench import report
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent / "examples"))
+
+from llama.model import Llama, LlamaConfig  # noqa: E402  (lies beside, in examples/)
+
+CALLS = 50  # of each contender, in a round
+
+
+def model_of(layers: int, hidden: int) -> Llama:
+    torch.manual_seed(0)
+    config = LlamaConfig(layers=layers, hidden=hidden, head_dim=hidden // 8, ffn=3 * hidden, vocabulary=512)
+    return Llama(config).eval().requires_grad_(False)
+
+
+def with_code_of_its_own(model: Llama, name: str) -> Llama:
+    """torch._dynamo keeps what it compiled by code object: models that share one would check each other's guards."""
+    forward = types.FunctionType(Llama.forward.__code__.replace(co_name=name), Llama.forward.__globals__, "forward")
+    model.__class__ = type(f"Llama_{name}", (Llama,), {"forward": forward})
+    return model
+
+
+def nothing(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that has the results ready."""
+    results = graph_module(*example_inputs)
+    return lambda *arguments: results
+
+
+def region_of(model: Llama, inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> tuple[Any, Any]:
+    """The model compiled by ark, and its one region."""
+    from ark_torch.compile import backend
+    from ark_torch.compile import options as table
+    from ark_torch.compile.report import Report
+
+    told = Report()
+
+    def compile_it(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return backend.compile_graph(graph_module, example_inputs, table.parse(None, options), told)
+
+    step = torch.compile(model, backend=compile_it)
+    step(*inputs)
+    (piece,) = told.regions
+    return step, piece.region
+
+
+@torch.no_grad()
+def host_time(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    inputs = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5])
+    models = {
+        name: with_code_of_its_own(model_of(arguments.layers, arguments.hidden), name)
+        for name in ("ark", "nothing", "inductor")
+    }
+    model = models["ark"]
+    ark, region = region_of(model, inputs, {"choose": "ark", "threads": threads})
+    steps = {"ark": ark, "nothing": torch.compile(models["nothing"], backend=nothing)}
+    steps["inductor"] = torch.compile(models["inductor"])
+    for step in steps.values():
+        for _ in range(20):
+            step(*inputs)
+    rounds: list[dict[str, float]] = []
+    for _ in range(arguments.rounds):
+        times: dict[str, list[float]] = {name: [] for name in (*steps, "kernel", "ark, host")}
+        for _ in range(CALLS):
+            for name, step in steps.items():
+                begin = time.perf_counter()
+                step(*inputs)
+                taken = (time.perf_counter() - begin) * 1e6
+                times[name].append(taken)
+                if name == "ark":
+                    times["kernel"].append(region.last_kernel_us)
+                    times["ark, host"].append(taken - region.last_kernel_us)
+        rounds.append({name: statistics.median(taken) for name, taken in times.items()})
+    row: dict[str, Any] = {"what": "host time of a call", "layers": arguments.layers, "hidden": arguments.hidden}
+    row |= {"threads": threads, "tensors": sum(1 for _ in model.parameters()) + sum(1 for _ in model.buffers())}
+    row["microseconds"] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    above = sorted(one["ark, host"] - one["nothing"] for one in rounds)
+    row["above_dynamo_us"] = statistics.median(above)
+    row["above_dynamo_quartiles_us"] = [above[len(above) // 4], above[3 * len(above) // 4]]
+    return row
+
+
+@torch.no_grad()
+def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of this process, which has compiled nothing yet."""
+    from ark_torch.compile import backend
+
+    torch.set_num_threads(2)
+    model = Llama(LlamaConfig(layers=arguments.layers)).eval().requires_grad_(False)
+    inside = 0.0
+    compile_inference, make_region = backend.compile_inference, backend.make_region
+    region = 0.0
+
+    def timed_inference(*given: Any) -> Any:
+        nonlocal inside
+        begin = time.perf_counter()
+        try:
+            return compile_inference(*given)
+        finally:
+            inside += time.perf_counter() - begin
+
+    def timed_region(*given: Any) -> Any:
+        nonlocal region
+        begin = time.perf_counter()
+        try:
+            return make_region(*given)
+        finally:
+            region += time.perf_counter() - begin
+
+    backend.compile_inference, backend.make_region = timed_inference, timed_region
+    step = torch.compile(model, backend="ark", options={"choose": "ark"})
+    begin = time.perf_counter()
+    step(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5]))
+    whole = time.perf_counter() - begin
+    return {"first_call_s": whole, "ark_s": inside, "plan_and_compiler_s": region, "rest_s": whole - inside}
+
+
+def compile_times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Two processes one after the other on one cache folder; torch's own caches are off."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="ark-bench-") as cache:
+        for name in ("cold", "from cache"):
+            environ = {**os.environ, "ARK_CACHE": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+            command = [sys.executable, __file__, "--compile-once", "--layers", str(arguments.layers)]
+            done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, check=True, text=True)
+            rows.append({"what": f"compiling, {name}", "layers": arguments.layers, **json.loads(done.stdout)})
+    return rows
+
+
+def show(row: dict[str, Any]) -> None:
+    if "microseconds" in row:
+        low, high = row["above_dynamo_quartiles_us"]
+        print(f"{row['layers']} layers, {row['tensors']} tensors, {row['threads']} thread(s): host time of a call")
+        for name, taken in row["microseconds"].items():
+            print(f"  {name:<12} {taken:>9.1f} us")
+        print(f"  ark above Dynamo's own: {row['above_dynamo_us']:.1f} us (quartiles {low:.1f} to {high:.1f})")
+        return
+    print(
+        f"{row['what']}: first call {row['first_call_s']:.2f} s, of which ark {row['ark_s']:.2f} s "
+        f"(plan, compiler and loading {row['plan_and_compiler_s']:.2f} s)"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="host time on one thread only, few rounds")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    parser.add_argument("--compile-once", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.compile_once:
+        print(json.dumps(compile_time(arguments)))
+        return 0
+    about = report.surroundings(report.shown_command("benchmarks/compile_overhead.py"))
+    if arguments.quick:
+        arguments.rounds = min(arguments.rounds, 5)
+    rows = [host_time(arguments, threads) for threads in ([1] if arguments.quick else [1, 2])]
+    if not arguments.quick:
+        rows += compile_times(arguments)
+    for row in rows:
+        show(row)
+    name = "compile_overhead-quick.json" if arguments.quick else "compile_overhead.json"
+    report.write_json(arguments.output / name, about, rows)
+    print(f"# written to {arguments.output}: {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

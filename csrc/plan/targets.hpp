@@ -1,0 +1,15 @@
+// Targets by name, with figures of real machines, for plans that are made but not run here.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+std::vector<std::string> known_targets();
+// `workers` 0: what the target has. Throws Error(invalid_argument) for a name that is not known.
+Target target_named(const std::string& name, int workers = 0);
+
+}  // namespace ark::plan

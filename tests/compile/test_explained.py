@@ -1,0 +1,122 @@
+"""ark_torch.explain says what runs where, and leaves the model as it found it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import models
+import pytest
+import torch
+
+import ark_torch
+
+pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+
+ARK = {"choose": "ark"}
+
+
+def test_one_region(plan: str) -> None:
+    model = models.Llama(models.Config()).eval()
+    report = ark_torch.explain(model, torch.tensor([[1]]), torch.tensor([3]), ark_options=ARK)
+    (region,) = report.regions
+    assert region.nodes == report.graphs[0].nodes > 80 and not report.fallbacks
+    assert json.loads(region.plan_json)
+    text = str(report)
+    assert "graph 0: " in text and "4 inputs updated in place" in text and "ark, " in text, text
+
+
+def test_reasons_have_places(plan: str) -> None:
+    report = ark_torch.explain(models.ResidualBlock().eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
+    assert [f.operator for f in report.fallbacks] == ["aten.convolution.default"] * 2
+    text = str(report)
+    assert "falls back, 2 times: aten.convolution.default: no lowering for this operator (L['self'].c1, " in text, text
+    assert "models.py:" in text
+
+
+def test_training_says_so() -> None:
+    with torch.enable_grad():
+        report = ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), ark_options=ARK)
+    assert "the whole graph runs on Inductor: it was traced with gradients on" in str(report)
+
+
+def test_graph_breaks_are_named(double: Any) -> None:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        b = a * 2 + 1
+        torch._dynamo.graph_break()
+        return b * 3 - 1
+
+    report = ark_torch.explain(function, torch.ones(3), ark_options=ARK)
+    assert len(report.graphs) == 2 and len(report.graph_breaks) == 1
+    assert "graph break: " in str(report)
+
+
+def test_compiled_model_stays_compiled(double: Any) -> None:
+    model = models.Decoder().eval()
+    call = torch.compile(model, backend="ark", options=ARK)
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    call(ids)
+    before = len(double.made)
+    report = ark_torch.explain(call, ids, ark_options=ARK)
+    assert len(report.regions) == 1 and len(double.made) == before + 1
+    call(ids)
+    assert len(double.made) == before + 1
+
+
+def test_frame_of_a_layer_on_a_gpu() -> None:
+    """The plan of a decoding step for 132 SMs, held against what a loader warp and its ring would do with it."""
+    config = models.Config(dim=1024, layers=1, heads=16, kv_heads=4, ffn=2048, vocab=2000)
+    model = models.Llama(config).eval()
+    report = ark_torch.explain(
+        model, torch.tensor([[1]]), torch.tensor([3]), ark_options={**ARK, "threads": 1}, target="sm_90a"
+    )
+    (region,) = report.regions
+    plan = json.loads(region.target_plan[0])
+    assert region.target_plan[1].startswith("<svg") and "planned" not in region.plan_json
+    target, frame = plan["target"], plan["frame"]
+    assert (target["name"], target["workers"], len(plan["queues"])) == ("sm_90a", 132, 132)
+    # Bytes in flight are bounded, and the ring holds them.
+    assert target["bytes_in_flight"] == target["in_flight"] * target["page_bytes"] == 32768
+    assert target["in_flight"] <= target["pages"]
+    loaded: dict[int, int] = {}
+    for queue in plan["queues"]:
+        place = {task: position for position, task in enumerate(queue["tasks"])}
+        order = [place[load["task"]] for load in queue["loads"]]
+        assert order == sorted(order)  # the loader walks the queue
+        for load in queue["loads"]:
+            assert 0 < load["bytes"] <= load["pages"] * target["page_bytes"]
+            buffer = plan["values"][load["value"]]["buffer"]
+            assert plan["buffers"][buffer]["parameter"]  # nothing that a wait guards
+            loaded[buffer] = loaded.get(buffer, 0) + load["bytes"]
+    assert frame["loader"]["bytes"] == sum(queue["load_bytes"] for queue in plan["queues"]) == sum(loaded.values())
+    assert frame["loader"]["order"] == "of the queue's tasks"
+    # Every matrix is loaded once, by all workers together; nobody carries a multiple of the others' bytes.
+    matrices = {module.weight.numel() * 4 for module in model.layers.modules() if isinstance(module, torch.nn.Linear)}
+    whole = [plan["buffers"][buffer]["bytes"] for buffer in loaded if plan["buffers"][buffer]["bytes"] in matrices]
+    assert len(whole) == 7 and all(loaded[b] == plan["buffers"][b]["bytes"] for b in loaded if loaded[b] in matrices)
+    assert frame["loader"]["most_bytes_of_a_worker"] < 2 * frame["loader"]["bytes"] / 132
+    # Every wait says for what, and can be met.
+    signals = [0] * len(plan["events"])
+    for task in plan["tasks"]:
+        for event in task["signals"]:
+            signals[event] += 1
+    waited = {event for task in plan["tasks"] for event in task["waits"]}
+    assert waited and all(plan["events"][event]["of"] for event in waited)
+    assert signals == [event["threshold"] for event in plan["events"]]
+    # Small results are packets in buffers of their own; what is updated in place crosses by counters.
+    assert frame["waits"]["packets"] > frame["waits"]["counters"] > 0
+    packets = sorted(
+        (buffer["offset"], buffer["offset"] + 2 * buffer["bytes"])
+        for buffer in plan["buffers"]
+        if buffer.get("packets")
+    )
+    assert len(packets) == frame["temporaries"]["packets"]["buffers"] >= 4
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(packets))
+    text = str(report)
+    assert "for sm_90a: 132 workers" in text and "32 KB of a worker in flight" in text, text
+
+
+def test_targets_that_are_not_known() -> None:
+    with pytest.raises(ValueError, match="target='sm_1' is not known; known are cpu, sm_90a"):
+        ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), target="sm_1")
