@@ -1,6 +1,7 @@
 // ark_torch._C.plan: what the front end of torch.compile asks of the planner (ark_torch/compile).
 #include "bindings_plan.hpp"
 
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/functional.h>
@@ -116,6 +117,28 @@ uint64_t run_steps(ark::compile::Region& region, const std::vector<at::Tensor>& 
   }
 }
 
+// Without a conversion of every argument through pybind11, which takes longer than the check of what they are.
+py::list call_region(ark::compile::Region& region, const py::args& arguments) {
+  std::vector<at::Tensor> inputs;
+  inputs.reserve(arguments.size());
+  auto* tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    PyObject* one = PyTuple_GET_ITEM(arguments.ptr(), static_cast<Py_ssize_t>(i));
+    if (!PyObject_TypeCheck(one, tensor_type))
+      throw py::type_error("argument " + std::to_string(i) + " of " + region.name() + " is no tensor");
+    inputs.push_back(THPVariable_Unpack(one));
+  }
+  std::vector<at::Tensor> results;
+  {
+    const py::gil_scoped_release no_gil;
+    results = ark::with_torch_errors([&] { return region.run(inputs); });
+  }
+  py::list given(results.size());
+  for (size_t i = 0; i < results.size(); ++i)
+    PyList_SET_ITEM(given.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(results[i])));
+  return given;
+}
+
 }  // namespace
 
 namespace ark {
@@ -179,6 +202,7 @@ void bind_plan(py::module_& m) {
           py::arg("inputs"))
       .def("steps", &run_steps, py::arg("inputs"), py::arg("most"),
            "Many steps in one launch, of a chained region without results; how many were done.")
+      .def("call", &call_region, "The same with the inputs as arguments.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })

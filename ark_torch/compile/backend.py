@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, choice, decompositions, in_place, regions, rest
+from ark_torch.compile import analysis, choice, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, reason_against
@@ -100,6 +100,8 @@ def _capture(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import RestartAnalysis
 
+    way: list[straight.Way] = []
+
     def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         raise _WholeGraph(TRAINS)
 
@@ -113,6 +115,7 @@ def _capture(
                 raise UnsupportedGraph(f"ark does not compile a graph: {rest.first_line(error)}") from error
             log.warning("ark fails on a graph, which goes to Inductor: %s", rest.first_line(error), exc_info=True)
             raise _WholeGraph(f"ark failed on it ({rest.first_line(error)})") from error
+        way.append(straight.Way(call, inputs))
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
@@ -129,7 +132,7 @@ def _capture(
         # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
         log.debug("capture failed", exc_info=True)
         raise _WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
-    return captured
+    return straight.around(captured, way, example_inputs)
 
 
 def _check_static(graph_module: GraphModule) -> None:

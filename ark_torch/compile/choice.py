@@ -155,6 +155,7 @@ class Contest:
         self, name: str, ark: Boxed, inductor: Boxed, mutated: Sequence[int], told: Callable[[Choice], None]
     ) -> None:
         self._name, self._ark, self._inductor, self._mutated, self._told = name, ark, inductor, mutated, told
+        self.region = ark
         self.run: Boxed = self._first
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:

@@ -78,6 +78,8 @@ class Region {
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
   bool mutates_ = false;
+  mutable std::mutex apart_mutex_;    // guards the next
+  mutable std::vector<void*> apart_;  // where the inputs of a call lay that was checked
   std::atomic<uint64_t> last_kernel_ns_{0};
   std::once_flag traced_once_;
   std::shared_ptr<const plan::TracedPlan> traced_;                                   // made when a trace asks for it

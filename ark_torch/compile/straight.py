@@ -1,0 +1,75 @@
+"""Calls that go from torch._dynamo straight to a region, past AOTAutograd's wrappers.
+
+The wrappers unwrap subclasses, replay aliases and updates, put tokens in, and count versions: for 180 arguments some 40
+us a call. Where a graph is one region whose arguments are the call's, in the same order, and AOTAutograd's own record
+says that none of this is needed, the call is the region's (which counts versions itself). Everything that the record
+depends on is guarded by torch._dynamo: the modes of gradients and autocast, types and sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ark_torch.compile.report import log
+
+
+class Way:
+    """What the compiler of one inference graph leaves behind, while AOTAutograd's record is at hand."""
+
+    def __init__(self, call: Any, inputs: Sequence[Any]) -> None:
+        self.runs = getattr(call, "runs", None)
+        self.arguments = len(inputs)
+        context = torch._guards.TracingContext.try_get()
+        self._record = context.fw_metadata if context is not None else None
+
+    def needs_no_wrapper(self, example_inputs: Sequence[Any]) -> bool:
+        from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
+
+        record = self._record
+        return (
+            record is not None
+            and self.arguments == len(example_inputs)  # nothing merged, nothing added
+            and all(isinstance(one, torch.Tensor) for one in example_inputs)
+            and all(isinstance(meta, PlainTensorMeta) for meta in record.subclass_inp_meta)
+            and all(isinstance(meta, PlainTensorMeta) for meta in record.subclass_fw_graph_out_meta)
+            and all(info.output_type is OutputType.non_alias for info in record.output_info)
+            and not any(info.mutates_metadata or info.mutates_storage_metadata for info in record.input_info)
+            and record.num_mutated_inp_runtime_indices == 0
+            and record.num_intermediate_bases == 0
+            and not record.tokens
+            and not record.num_graphsafe_rng_states
+            and not record.is_rng_op_functionalized
+            and record.grad_enabled_mutation is None
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+
+def around(captured: Callable[..., Any], ways: Sequence[Way], example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`captured`, or a quicker function that gives the same."""
+    if len(ways) != 1 or ways[0].runs is None:
+        return captured
+    try:
+        if not ways[0].needs_no_wrapper(example_inputs):
+            return captured
+    except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
+        log.debug("calls go through AOTAutograd's wrappers: %s", error)
+        return captured
+    runs = ways[0].runs
+    region = getattr(runs, "region", runs)  # of a contest that may not be decided yet
+    call = getattr(region, "call", None)
+    if call is None:
+        return captured
+    if region is runs:
+
+        def straight(*arguments: Any) -> Any:
+            return call(*arguments)
+
+        return straight
+
+    def when_decided(*arguments: Any) -> Any:
+        return call(*arguments) if runs.run is region else captured(*arguments)
+
+    return when_decided
