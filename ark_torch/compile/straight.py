@@ -59,15 +59,12 @@ def around(captured: Callable[..., Any], ways: Sequence[Way], example_inputs: Se
         return captured
     runs = ways[0].runs
     region = getattr(runs, "region", runs)  # of a contest that may not be decided yet
-    call = getattr(region, "call", None)
-    if call is None:
+    function = getattr(region, "function", None)
+    if function is None:
         return captured
+    call: Callable[..., Any] = function()
     if region is runs:
-
-        def straight(*arguments: Any) -> Any:
-            return call(*arguments)
-
-        return straight
+        return call
 
     def when_decided(*arguments: Any) -> Any:
         return call(*arguments) if runs.run is region else captured(*arguments)
