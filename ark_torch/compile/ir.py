@@ -125,6 +125,10 @@ class LoweredGraph:
             self._known[key] = self._add(operand)
         return self._known[key]
 
+    def version(self, buffer: int) -> int:
+        """How often it has been written so far."""
+        return self._writes.get(buffer, 0)
+
     def write(self, target: Strided) -> int:
         """A new Value that a node writes."""
         self._writes[target.buffer] = self._writes.get(target.buffer, 0) + 1
@@ -151,7 +155,7 @@ class LoweredGraph:
         kept: list[Node] = []
         for node in reversed(self.nodes):
             written = [self.buffer_of(value) for value in node.outputs]
-            acts = "group" in node.attributes or node.op == "stop"
+            acts = "group" in node.attributes or node.op in ("check", "stop")
             if acts or any(self.buffers[b].kind != "temporary" or b in needed for b in written):
                 needed.update(self.buffer_of(value) for value in node.inputs)
                 kept.append(node)

@@ -111,7 +111,7 @@ class Lowering:
         rule = RULES.get(node.target)
         if rule is None:
             raise Unsupported("no lowering for this operator")
-        for result in _tensors(node.meta.get("val")):
+        for result in _results(node):
             check_tensor(result)
         self._origin = analysis.origin_of(node)
         self._operands[node] = rule(self, node)
@@ -322,8 +322,13 @@ def _no_tensor(node: Node) -> Any:
     raise Unsupported("a view whose sizes are computed in the graph")
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in (value if isinstance(value, tuple | list) else [value]) if isinstance(t, torch.Tensor)]
+def _results(node: Node) -> list[torch.Tensor]:
+    """Of several, those that somebody reads: others may be anything, empty as well."""
+    value = node.meta.get("val")
+    if not isinstance(value, tuple | list):
+        return [value] if isinstance(value, torch.Tensor) else []
+    read = {user.args[1] for user in node.users if analysis.is_getitem(user) and user.users}
+    return [t for i, t in enumerate(value) if i in read and isinstance(t, torch.Tensor)]
 
 
 def reason_against(node: Node, mutated: Iterable[Node] = ()) -> str | None:

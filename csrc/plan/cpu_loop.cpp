@@ -196,6 +196,10 @@ void CpuLoop::raise(const cpu::Report& report) const {
   switch (static_cast<cpu::Failure>(protocol::load_acquire(report.failure))) {
     case cpu::Failure::index_too_large: {
       const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
+      if (stage.kind == "check") {
+        const Node& node = plan_.graph.nodes().at(static_cast<size_t>(stage.node));
+        throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
+      }
       throw Error(ErrorKind::out_of_range,
                   "index " + std::to_string(report.value) + " is out of range for a dimension of size " +
                       std::to_string(report.limit) + " in " + stage.name + " (" + stage.origin + ")",

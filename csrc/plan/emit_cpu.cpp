@@ -35,7 +35,8 @@ class CpuEmitter {
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size()
         << " workers.\n"
            "#include \"cpu/attention.hpp\"\n#include \"cpu/gather.hpp\"\n#include \"cpu/loop.hpp\"\n"
-           "#include \"cpu/matmul.hpp\"\n#include \"cpu/reduce.hpp\"\n\nnamespace {\n\nusing namespace ark::cpu;\n";
+           "#include \"cpu/matmul.hpp\"\n#include \"cpu/reduce.hpp\"\n"
+        << rare_includes() << "\nnamespace {\n\nusing namespace ark::cpu;\n";
     for (const std::string& text : functions_) out << "\n" << text;
     tables(out);
     return out.str();
@@ -62,6 +63,11 @@ class CpuEmitter {
           if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
           if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
           if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
+          if constexpr (std::is_same_v<Body, SelectStage>) emit_select(writer, body);
+          if constexpr (std::is_same_v<Body, ScanStage>) emit_scan(writer, body);
+          if constexpr (std::is_same_v<Body, BagStage>) emit_bag(writer, body);
+          if constexpr (std::is_same_v<Body, ExpertsStage>) emit_experts(writer, body);
+          if constexpr (std::is_same_v<Body, CheckStage>) emit_check(writer, body);
           if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
           if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
         },
@@ -91,8 +97,24 @@ class CpuEmitter {
     functions_[known->second] = text;
   }
 
+  // Headers of kernels that few plans have: what is not needed is not compiled.
+  std::string rare_includes() const {
+    const auto any = [&](auto&& is) { return std::any_of(plan_.stages.begin(), plan_.stages.end(), is); };
+    std::string text;
+    if (any([](const Stage& one) { return std::holds_alternative<BagStage>(one.body); }))
+      text += "#include \"cpu/bag.hpp\"\n";
+    if (any([](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); }))
+      text += "#include \"cpu/experts.hpp\"\n";
+    if (any([](const Stage& one) {
+          return std::holds_alternative<SelectStage>(one.body) || std::holds_alternative<ScanStage>(one.body);
+        }))
+      text += "#include \"cpu/select.hpp\"\n";
+    return text;
+  }
+
   static const char* kinds(const Stage& stage) {
-    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter", "collective", "stop"};
+    static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter",    "select",
+                                            "scan", "bag",    "experts",   "check",  "collective", "stop"};
     return names[stage.body.index()];
   }
 

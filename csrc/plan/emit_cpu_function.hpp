@@ -68,6 +68,11 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 void emit_attention(FunctionWriter& to, const AttentionStage& attention);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
+void emit_select(FunctionWriter& to, const SelectStage& select);
+void emit_scan(FunctionWriter& to, const ScanStage& scan);
+void emit_bag(FunctionWriter& to, const BagStage& bag);
+void emit_experts(FunctionWriter& to, const ExpertsStage& experts);
+void emit_check(FunctionWriter& to, const CheckStage& check);
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective);
 void emit_stop(FunctionWriter& to, const StopStage& stop);
 

@@ -1,84 +1,12 @@
-// Stages that the device library has a kernel for: matrix products, attention, gather, scatter. The text binds shapes
+// Stages that the device library has a kernel for: matrix products and attention. The text binds shapes
 // and strides as constants, walks the batch dimensions, and takes the tile's part.
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "plan/emit_cpu_function.hpp"
+#include "plan/emit_cpu_loops.hpp"
 
 namespace ark::plan {
-
-namespace {
-
-// Strides of a value's dimensions as broadcast to `shape`'s `rank` leading ones, aligned at the end of both.
-std::vector<int64_t> broadcast_strides(const Value& value, size_t behind, const Shape& shape) {
-  std::vector<int64_t> strides(shape.size(), 0);
-  const size_t leading = value.shape.size() - behind;
-  for (size_t i = 0; i < leading && i < shape.size(); ++i) {
-    const size_t from = leading - 1 - i, to = shape.size() - 1 - i;
-    strides[to] = value.shape[from] == 1 ? 0 : value.strides[from];
-  }
-  return strides;
-}
-
-// The stride of a dimension counted from the end; 0 where it is not there or broadcast.
-int64_t stride_from_end(const Value& value, size_t from_end) {
-  if (value.shape.size() < from_end) return 0;
-  const size_t d = value.shape.size() - from_end;
-  return value.shape[d] == 1 ? 0 : value.strides[d];
-}
-
-std::string number(int64_t value) {
-  return std::to_string(value);
-}
-
-std::string at(const std::string& pointer, const std::vector<std::string>& indices,
-               const std::vector<int64_t>& strides) {
-  const std::string offset = cpp_offset(indices, strides);
-  return offset == "0" ? pointer : pointer + " + " + offset;
-}
-
-// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0".
-class Nest {
- public:
-  Nest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix) : to_(to) {
-    for (size_t d = 0; d < shape.size(); ++d) {
-      const bool cut = static_cast<int>(d) == axis;
-      if (shape[d] == 1 && !cut) {
-        names_.push_back("0");
-        continue;
-      }
-      const std::string name = prefix + number(static_cast<int64_t>(d));
-      names_.push_back(name);
-      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " +
-               (cut ? to_.tile_end(shape[d]) : number(shape[d])) + "; ++" + name + ")");
-      ++open_;
-    }
-  }
-  const std::vector<std::string>& names() const { return names_; }
-  void close() {
-    for (; open_ > 0; --open_) to_.close();
-  }
-
- private:
-  FunctionWriter& to_;
-  std::vector<std::string> names_;
-  int open_ = 0;
-};
-
-// Defines `index`, and returns from the task where a dimension of `size` has no such element.
-void emit_index(FunctionWriter& to, const std::string& place, int64_t size, bool wrap) {
-  to.line("const int64_t given = load_one(" + place + ");");
-  to.line("const int64_t index = " +
-          (wrap ? "given < 0 ? given + " + number(size) + " : given;" : std::string("given;")));
-  to.line("if (!index_fits(context, index, " + number(size) + ", given)) return;");
-}
-
-Shape slice(const Shape& shape, size_t from, size_t to) {
-  return Shape(shape.begin() + static_cast<int64_t>(from), shape.begin() + static_cast<int64_t>(to));
-}
-
-}  // namespace
 
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
@@ -94,7 +22,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.axis == Axis::rows) r0 = to.tile_begin(matmul.m), r1 = to.tile_end(matmul.m);
   if (matmul.axis == Axis::columns) c0 = to.tile_begin(matmul.n), c1 = to.tile_end(matmul.n);
 
-  Nest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b");
+  TextNest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b");
   const std::vector<std::string>& indices = nest.names();
   const std::string a_at = at(to.pointer(matmul.a, false), indices, a_batch);
   const std::string b_at = at(to.pointer(matmul.b, false), indices, b_batch);
@@ -141,7 +69,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   if (columns > 512 || value_columns > 512)
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
-  Nest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
+  TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
   const std::vector<std::string>& indices = nest.names();
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
@@ -188,73 +116,6 @@ void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
 
 void emit_stop(FunctionWriter& to, const StopStage& stop) {
   to.line("if (load_one(" + to.pointer(stop.value, false) + ") != 0) *context.stop = true;");
-}
-
-void emit_gather(FunctionWriter& to, const GatherStage& gather) {
-  const Value &table = to.value(gather.table), &index = to.value(gather.index), &out = to.value(gather.out);
-  if (table.type != out.type) to.refuse("it gathers into another type");
-  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
-  const size_t dim = static_cast<size_t>(gather.dim), many = index.shape.size();
-  Nest nest(to, out.shape.empty() ? Shape{} : slice(out.shape, 0, dim + many), to.axis_of(gather.out, true), "i");
-  const std::vector<std::string>& names = nest.names();
-  const std::vector<std::string> behind(names.begin() + static_cast<int64_t>(dim), names.end());
-  emit_index(to, at(to.pointer(gather.index, false), behind, index.strides), table.shape[dim], gather.wrap);
-  // What lies behind the indexed dimension: loops, and a run.
-  Shape rest = slice(out.shape, dim + many, out.shape.size());
-  const int64_t run = rest.empty() ? 1 : rest.back();
-  const int axis = to.axis_of(gather.out, true) - static_cast<int>(dim + many);
-  const bool run_cut = !rest.empty() && axis == static_cast<int>(rest.size()) - 1;
-  if (!rest.empty()) rest.pop_back();
-  Nest inner(to, rest, axis, "j");
-  std::vector<std::string> table_indices(names.begin(), names.begin() + static_cast<int64_t>(dim));
-  table_indices.push_back("index");
-  std::vector<std::string> out_indices = names;
-  for (auto* indices : {&table_indices, &out_indices}) {
-    indices->insert(indices->end(), inner.names().begin(), inner.names().end());
-    if (run_cut) indices->push_back(to.tile_begin(run));
-  }
-  auto run_stride = [&](const Value& value) {
-    return value.shape.size() > 0 && out.shape.size() > dim + many ? value.strides.back() : 1;
-  };
-  const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line("copy_run(" + at(to.pointer(gather.out, true), out_indices, out.strides) + ", " + number(run_stride(out)) +
-          ", " + at(to.pointer(gather.table, false), table_indices, table.strides) + ", " + number(run_stride(table)) +
-          ", " + count + ");");
-  inner.close();
-  nest.close();
-}
-
-void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
-  const Value &base = to.value(scatter.base), &index = to.value(scatter.index), &source = to.value(scatter.source);
-  if (base.type != source.type) to.refuse("it scatters into another type");
-  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
-  const size_t dim = static_cast<size_t>(scatter.dim);
-  const std::vector<int64_t> strides = broadcast_strides(source, 0, source.shape);
-  const int axis = to.axis_of(scatter.source, false);
-  Nest nest(to, slice(source.shape, 0, dim + 1), axis, "i");
-  const std::vector<std::string>& names = nest.names();
-  const int64_t step = index.shape.empty() ? 0 : index.strides.back();
-  emit_index(to, at(to.pointer(scatter.index, false), {names[dim]}, {step}), base.shape[dim], scatter.wrap);
-  Shape rest = slice(source.shape, dim + 1, source.shape.size());
-  const int64_t run = rest.empty() ? 1 : rest.back();
-  const int inner_axis = axis - static_cast<int>(dim) - 1;
-  const bool run_cut = !rest.empty() && inner_axis == static_cast<int>(rest.size()) - 1;
-  if (!rest.empty()) rest.pop_back();
-  Nest inner(to, rest, inner_axis, "j");
-  std::vector<std::string> base_indices(names.begin(), names.end() - 1);
-  base_indices.push_back("index");
-  std::vector<std::string> source_indices = names;
-  for (auto* indices : {&base_indices, &source_indices}) {
-    indices->insert(indices->end(), inner.names().begin(), inner.names().end());
-    if (run_cut) indices->push_back(to.tile_begin(run));
-  }
-  auto run_stride = [&](const Value& value) { return source.shape.size() > dim + 1 ? value.strides.back() : 1; };
-  const std::string count = run_cut ? to.tile_end(run) + " - " + to.tile_begin(run) : number(run);
-  to.line("copy_run(" + at(to.pointer(scatter.base, true), base_indices, base.strides) + ", " +
-          number(run_stride(base)) + ", " + at(to.pointer(scatter.source, false), source_indices, strides) + ", " +
-          number(run_stride(source)) + ", " + count + ");");
-  inner.close();
-  nest.close();
 }
 
 }  // namespace ark::plan

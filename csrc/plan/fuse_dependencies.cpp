@@ -91,7 +91,8 @@ Dependencies find_dependencies(const Graph& graph) {
     auto& readers = result.readers[n];
     readers.erase(std::remove_if(readers.begin(), readers.end(), [&](int reader) { return !result.live[reader]; }),
                   readers.end());
-    result.live[n] = !readers.empty() || is_collective(nodes[n].op) || nodes[n].op == "stop";
+    const bool acts = is_collective(nodes[n].op) || nodes[n].op == "check" || nodes[n].op == "stop";
+    result.live[n] = !readers.empty() || acts;
     for (int output : nodes[n].outputs) {
       if (graph.buffer_of(output).kind != Buffer::Kind::temporary) result.live[n] = true;
     }

@@ -1,4 +1,4 @@
-// Stages of one node: attention, gather, scatter, collectives.
+// Stages of one node: attention, collectives.
 #include "plan/fuse_single.hpp"
 
 #include <algorithm>
@@ -48,64 +48,6 @@ Stage attention_stage(Graph& graph, const Node& node) {
   return stage;
 }
 
-// The longest dimension outside [from, to), or none; the last only in whole cache lines.
-int longest_dimension(const Value& value, int from, int to, int64_t& grain) {
-  int best = -1;
-  int64_t most = 1;
-  for (int d = 0; d < static_cast<int>(value.shape.size()); ++d) {
-    if (d >= from && d < to) continue;
-    const bool last = d + 1 == static_cast<int>(value.shape.size());
-    const int64_t line = last ? line_elements(value) : 1;
-    const int64_t tiles = (value.shape[d] + line - 1) / line;
-    if (tiles <= most) continue;
-    most = tiles;
-    best = d;
-    grain = line;
-  }
-  return best;
-}
-
-Stage gather_stage(Graph& graph, const Node& node) {
-  const auto& values = graph.values();
-  const Value &index = values[node.inputs[1]], &out = values[node.outputs[0]];
-  const auto dim = static_cast<int>(node.integer("dim"));
-  const auto index_rank = static_cast<int>(index.shape.size());
-  GatherStage body{node.inputs[0], node.inputs[1], node.outputs[0], dim, node.flag("wrap")};
-  Stage stage;
-  const int axis = longest_dimension(out, 0, 0, stage.grain);
-  if (axis >= 0) stage.extent = out.shape[axis];
-  const bool by_index = axis >= dim && axis < dim + index_rank;
-  const int of_table = axis < 0 || by_index ? -1 : axis < dim ? axis : axis - index_rank + 1;
-  stage.accesses.push_back({body.table, of_table, false, true});
-  stage.accesses.push_back({body.index, by_index ? axis - dim : -1, false});
-  stage.accesses.push_back({body.out, axis, true});
-  stage.bytes = bytes_of(graph, {body.out, body.out, body.index});
-  stage.kind = "gather";
-  stage.name = node.text("called");
-  if (stage.name.empty()) stage.name = dim == 0 && graph.buffer_of(body.table).parameter ? "embedding" : "gather";
-  stage.body = body;
-  return stage;
-}
-
-Stage scatter_stage(Graph& graph, const Node& node) {
-  const auto dim = static_cast<int>(node.integer("dim"));
-  ScatterStage body{node.outputs[0], node.inputs[1], node.inputs[2], dim, node.flag("wrap")};
-  const Value& source = graph.values()[body.source];
-  Stage stage;
-  // Positions are not cut: of several sources for one position the last wins, in order.
-  const int axis = longest_dimension(source, dim, dim + 1, stage.grain);
-  if (axis >= 0) stage.extent = source.shape[axis];
-  stage.accesses.push_back({body.source, axis, false});
-  stage.accesses.push_back({body.index, -1, false});
-  stage.accesses.push_back({body.base, axis, true, true});
-  stage.bytes = bytes_of(graph, {body.source, body.source, body.index});
-  stage.kind = "scatter";
-  stage.name = node.text("called");
-  if (stage.name.empty()) stage.name = "cache_write";
-  stage.body = body;
-  return stage;
-}
-
 Stage collective_stage(const Graph& graph, int index) {
   const Node& node = graph.nodes()[index];
   Stage stage;
@@ -127,10 +69,6 @@ Stage single_stage(Graph& graph, int index) {
     stage = matmul_stage(graph, node);
   } else if (node.op == "attention") {
     stage = attention_stage(graph, node);
-  } else if (node.op == "gather") {
-    stage = gather_stage(graph, node);
-  } else if (node.op == "scatter") {
-    stage = scatter_stage(graph, node);
   } else if (is_collective(node.op)) {
     stage = collective_stage(graph, index);
   } else if (node.op == "stop") {
@@ -140,7 +78,8 @@ Stage single_stage(Graph& graph, int index) {
     stage.replicable = true;
     stage.kind = stage.name = "stop";
   } else {
-    fail_node(node, "has no stage");
+    stage = indexed_stage(graph, node);
+    if (node.op == "check") stage.node = index;
   }
   stage.origin = node.origin;
   return stage;

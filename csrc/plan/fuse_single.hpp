@@ -1,4 +1,5 @@
-// Stages of one node: products (in fuse_matrix.cpp), attention, gather, scatter, collectives.
+// Stages of one node: products (in fuse_matrix.cpp), those by index (in
+// fuse_indexed.cpp), attention, collectives.
 #pragma once
 
 #include "plan/graph.hpp"
@@ -9,5 +10,7 @@ namespace ark::plan {
 // May add values to the graph. Throws Error(invalid_argument) for a node of another kind.
 Stage single_stage(Graph& graph, int node);
 Stage matmul_stage(Graph& graph, const Node& node);
+// What reads as its indices say: gather, scatter, embedding_bag, experts; and rows that are sorted or summed along.
+Stage indexed_stage(Graph& graph, const Node& node);
 
 }  // namespace ark::plan

@@ -58,16 +58,29 @@ using Attributes = std::map<std::string, Attribute>;
 //   matmul       a [*, M, K], b [*, K, N], bias (optional, broadcasts to [*, M, N])    1
 //   attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
 //                                           1         scale (float), causal (bool: key <= query position)
-//   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim
+//   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;
+//                                                     along (bool): index has out's shape, and
+//                                                     out[.., i, ..] = table[.., index[.., i, ..], ..]
 //   scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the
-//                                                     output lies on base's buffer
+//                                                     output lies on base's buffer; accumulate (bool): +=;
+//                                                     along (bool): index has source's shape
 //                both: wrap (bool: negative indices count from the end); called (text: the user's name for it)
+//   topk         a                          1 -> i64  dim, largest (bool), stable (bool): where the greatest (least) of
+//                                                     each row are, in order, NaN greatest; as many as the result is
+//                                                     long along dim; stable: of equals the first comes first
+//   cumsum cumprod                1 -> 1              dim; accumulated in float64 or int64
+//   embedding_bag  table [V, D], index [n], offsets [b], weights [n] (optional)        1 -> [bags, D]
+//                                                     mode ("sum", "mean", "max"), padding_idx (int; -1: none),
+//                                                     include_last_offset (bool); what is empty gives zeros
+//   experts      a [*, K], table [E, K, N], index     1 -> [*, N]  out[p] = a[p] table[index[p]]; runs (bool): index
+//                                                     [E] says where each matrix's rows of a [P, K] end; rows behind
+//                                                     the last give zeros
+//   check        condition (bool [])        1         message; repeats the condition; false ends the step with an error
 //   all_reduce, all_gather, reduce_scatter, all_to_all
 //                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
 //                ...);
 //                                           input_splits, output_splits (ints; all_to_all; empty: even)
 //   stop         one element                -         where steps are chained: no step follows where it is not zero
-//   (more are added with the operator's stage: embedding_bag, topk)
 struct Node {
   std::string op;
   std::vector<int> inputs;

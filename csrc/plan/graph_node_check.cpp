@@ -30,6 +30,10 @@ class NodeChecker {
     if (node_.op == "matmul") return matmul();
     if (node_.op == "attention") return attention();
     if (node_.op == "gather") return gather();
+    if (node_.op == "topk" || node_.op == "cumsum" || node_.op == "cumprod") return along_rows();
+    if (node_.op == "embedding_bag") return embedding_bag();
+    if (node_.op == "experts") return experts();
+    if (node_.op == "check") return check_condition();
     if (node_.op == "scatter") return scatter();
     if (is_collective(node_.op)) return collective();
     if (node_.op == "stop") return stop();
@@ -184,6 +188,12 @@ class NodeChecker {
     expect_index(in(1));
     const size_t dim = dim_of(in(0));
     Shape shape = in(0).shape;
+    if (node_.flag("along")) {
+      expect_type(out(), in(0).type, "the result");
+      expect_shape(in(1), out().shape, "the index");
+      if (out().shape.size() == shape.size()) shape[dim] = out().shape[dim];
+      return expect_shape(out(), shape, "the result");
+    }
     shape.erase(shape.begin() + static_cast<std::ptrdiff_t>(dim));
     shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(dim), in(1).shape.begin(), in(1).shape.end());
     expect_shape(out(), shape, "the result");
@@ -195,15 +205,78 @@ class NodeChecker {
     expect_index(in(1));
     const Value& base = in(0);
     const size_t dim = dim_of(base);
-    if (in(1).shape.size() != 1) fail("takes an index of one dimension");
+    const bool along = node_.flag("along");
+    if (!along && in(1).shape.size() != 1) fail("takes an index of one dimension");
     if (out().buffer != base.buffer || out().offset != base.offset || out().strides != base.strides ||
         out().shape != base.shape || out().type != base.type) {
       fail("the result is not the base that it changes");
     }
+    if (along) expect_shape(in(1), in(2).shape, "the index");
+    if (in(1).shape.size() <= (along ? dim : 0)) fail("takes an index that has the dimension");
     Shape shape = base.shape;
-    shape[dim] = in(1).shape[0];
+    shape[dim] = in(1).shape[along ? dim : 0];
     expect_shape(in(2), shape, "the source");
     expect_type(in(2), base.type, "the source");
+    if (node_.flag("accumulate") && base.type == ScalarType::boolean) fail("adds no booleans");
+  }
+
+  void check_condition() const {
+    count(1, 1);
+    if (in(0).is_literal()) fail("takes a condition that is no literal");
+    for (const Value* value : {&in(0), &out()}) {
+      expect_type(*value, ScalarType::boolean, "the condition");
+      expect_shape(*value, {}, "the condition");
+    }
+    node_.text("message");
+  }
+
+  void along_rows() const {
+    count(1, 1);
+    if (in(0).is_literal()) fail("takes no literal");
+    const size_t dim = dim_of(in(0));
+    if (node_.op != "topk") return expect_shape(out(), in(0).shape, "the result");
+    expect_type(out(), ScalarType::i64, "the result");
+    Shape shape = in(0).shape;
+    if (out().shape.size() == shape.size()) shape[dim] = std::min(shape[dim], out().shape[dim]);
+    expect_shape(out(), shape, "the result");
+  }
+
+  void embedding_bag() const {
+    count(3, 4);
+    const Value& table = in(0);
+    if (table.is_literal() || table.shape.size() != 2) fail("takes a table of two dimensions");
+    expect_floating(table);
+    for (const int i : {1, 2}) {
+      expect_index(in(i));
+      if (in(i).shape.size() != 1) fail("takes indices and offsets of one dimension");
+    }
+    const int64_t bags = in(2).shape[0] - (node_.flag("include_last_offset") ? 1 : 0);
+    expect_shape(out(), {bags, table.shape[1]}, "the result");
+    expect_floating(out());
+    const std::string mode = node_.text("mode");
+    if (mode != "sum" && mode != "mean" && mode != "max") fail("has no mode '" + mode + "'");
+    if (node_.inputs.size() == 4) {
+      if (mode != "sum") fail("takes weights with sums alone");
+      if (in(3).is_literal()) fail("takes weights that are no literal");
+      expect_floating(in(3));
+      expect_shape(in(3), in(1).shape, "weights");
+    }
+  }
+
+  void experts() const {
+    count(3, 3);
+    const Value &a = in(0), &table = in(1);
+    for (const Value* value : {&a, &table, &out()}) expect_floating(*value);
+    if (a.is_literal() || table.is_literal() || table.shape.size() != 3 || a.shape.size() < 2) {
+      fail("takes rows and a table of three dimensions");
+    }
+    expect_index(in(2));
+    Shape rows(a.shape.begin(), a.shape.end() - 1);
+    if (a.shape.back() != table.shape[1]) fail("takes rows as long as its matrices are high");
+    if (node_.flag("runs") && rows.size() != 1) fail("takes rows of one dimension where they come in runs");
+    expect_shape(in(2), node_.flag("runs") ? Shape{table.shape[0]} : rows, "the index");
+    rows.push_back(table.shape[2]);
+    expect_shape(out(), rows, "the result");
   }
 
   void stop() const {

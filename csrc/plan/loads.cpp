@@ -14,6 +14,7 @@ bool loaded_ahead(const Graph& graph, const Stage& stage, const Access& access) 
   if (access.write || index < 0) return false;
   const Buffer& buffer = graph.buffers()[index];
   if (!buffer.parameter || buffer.mutated) return false;
+  if (access.sparse) return false;  // which part is known at run time
   const auto* gather = std::get_if<GatherStage>(&stage.body);
   return gather == nullptr || access.value != gather->table;
 }

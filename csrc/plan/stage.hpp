@@ -68,15 +68,47 @@ struct AttentionStage {
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };
 
-// Tiles cut the dimension of `out` that its Access names. `wrap`: negative indices count from the end.
+// Tiles cut the dimension of `out` that its Access names. `wrap`: negative indices count from the end. `along`: an
+// index for each element of `out`.
 struct GatherStage {
   int table = -1, index = -1, out = -1, dim = 0;
-  bool wrap = false;
+  bool wrap = false, along = false;
 };
-// Tiles cut the dimension of `source` that its Access names (dim itself: positions; then base's axis is -1).
+// Tiles cut the dimension of `source` that its Access names (dim itself: positions; then base's axis is -1). `along`:
+// an index for each element of `source`. `accumulate`: adds, position after position.
 struct ScatterStage {
   int base = -1, index = -1, source = -1, dim = 0;
-  bool wrap = false;
+  bool wrap = false, along = false, accumulate = false;
+};
+// Where the greatest (least) of each row along `dim` are, as many as `out` is long there. Tiles cut another dimension.
+// `stable`: of equals the first comes first; else as std::nth_element leaves them, which is what PyTorch does.
+struct SelectStage {
+  int input = -1, out = -1, dim = 0;
+  bool largest = true, stable = false;
+};
+// Running sums or products along `dim`. Tiles cut another dimension.
+struct ScanStage {
+  int input = -1, out = -1, dim = 0;
+  bool product = false;
+};
+// Rows of `table` pooled bag by bag. Tiles cut `out`: bags, or columns.
+struct BagStage {
+  int table = -1, index = -1, offsets = -1, weights = -1, out = -1;  // weights -1: none
+  enum class Mode : uint8_t { sum, mean, max } mode = Mode::sum;
+  int64_t padding = -1;      // the index that counts for nothing; -1: none
+  bool last_offset = false;  // `offsets` ends with the end of the last bag
+};
+// out[p] = a[p] times the matrix of `table` that is row p's, known at run time: index[p], or, `runs`, the first e with
+// p < index[e]. Tiles cut the columns of `out`, so that queues are static whatever is chosen, and only matrices that
+// were chosen are read, each once.
+struct ExpertsStage {
+  int a = -1, table = -1, index = -1, out = -1;
+  bool runs = false;
+};
+
+// Ends the step with the node's message where the condition does not hold; `out` repeats it.
+struct CheckStage {
+  int condition = -1, out = -1;
 };
 
 // One tile, on worker 0: the thread that called, which is the one that an eager collective runs on too. Collectives
@@ -96,7 +128,9 @@ struct StopStage {
 inline constexpr int kMostOperands = 64;
 
 struct Stage {
-  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, CollectiveStage, StopStage> body;
+  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, SelectStage, ScanStage, BagStage,
+               ExpertsStage, CheckStage, CollectiveStage, StopStage>
+      body;
   std::vector<Access> accesses;
   int64_t extent = 1;  // of the tile axis
   int64_t grain = 1;   // tiles begin at multiples of it
@@ -104,7 +138,7 @@ struct Stage {
   double bytes = 0;    // read and written, each byte once
   bool replicable =
       false;           // small and without effect outside temporaries: every worker may compute all of it for itself
-  int node = -1;       // collectives: their attributes stand there
+  int node = -1;       // collectives and checks: their attributes stand there
   std::string kind;    // for people and timelines: "rows", "matmul", "attention", ...
   std::string name;    // for people: "rms_norm" where recognised, else what it does: "mul+add"
   std::string origin;  // of its nodes

@@ -112,7 +112,8 @@ void check_queues(const Plan& plan) {
                         ": there are " + to_string(plan.tasks.size()));
       }
       if (queue_of[index] >= 0) structure_error(describe(plan, index) + " is queued twice");
-      if (const int node = plan.stages[plan.tasks[index].stage].node; node >= 0) {
+      const Stage& stage = plan.stages[plan.tasks[index].stage];
+      if (const int node = stage.node; node >= 0 && std::holds_alternative<CollectiveStage>(stage.body)) {
         if (node < collective) {
           structure_error(describe(plan, index) + " is a collective that stands before this one in the graph");
         }

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import reference_indexed as indexed
 import torch
 
 DTYPES = {
@@ -25,10 +26,10 @@ DTYPES = {
 
 UNARY = (
     "neg abs exp log log1p expm1 sqrt rsqrt reciprocal sin cos tanh erf sigmoid relu floor ceil round trunc sign "
-    "logical_not bitwise_not isnan isinf"
+    "exp2 log2 log10 erfc tan asin acos atan sinh cosh asinh acosh atanh logical_not bitwise_not isnan isinf"
 )
 BINARY = (
-    "add sub mul div floor_divide remainder pow maximum minimum eq ne lt le gt ge "
+    "add sub mul div floor_divide remainder fmod atan2 pow maximum minimum eq ne lt le gt ge "
     "logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor"
 )
 OPERANDS = (
@@ -52,7 +53,8 @@ class Graph:
     def buffer(self, kind: str, argument: int, bytes: int, mutated: bool = False, parameter: bool = False) -> int:
         assert kind in ("input", "output", "temporary"), kind
         same = [b for b in self.buffers if b["kind"] == kind]
-        assert argument == (-1 if kind == "temporary" else len(same)), (kind, argument)
+        others = {b["argument"] for b in same}
+        assert argument == -1 if kind == "temporary" else argument >= 0 and argument not in others, (kind, argument)
         assert bytes > 0 and (not mutated or kind == "input") and not (mutated and parameter)
         self.buffers.append(dict(kind=kind, argument=argument, bytes=bytes, mutated=mutated, parameter=parameter))
         return len(self.buffers) - 1
@@ -175,14 +177,28 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
         base, index, source = inputs
         assert index.min() >= (-base.shape[attributes["dim"]] if attributes["wrap"] else 0)
         assert index.max() < base.shape[attributes["dim"]]
-        assert index.dim() == 1 and base.data_ptr() == out.data_ptr() and source.dtype == base.dtype
+        assert base.data_ptr() == out.data_ptr() and source.dtype == base.dtype
+        accumulate = attributes.get("accumulate", False)
+        if attributes.get("along"):
+            assert index.shape == source.shape
+            add = out.scatter_add_ if accumulate else out.scatter_
+            add(attributes["dim"], index.long(), source.clone())
+            return None
+        assert index.dim() == 1
+        if accumulate:
+            out.index_add_(attributes["dim"], index.long(), source.clone())
+            return None
         out[(slice(None),) * attributes["dim"] + (index.long(),)] = source.clone()
         return None
     if op == "gather":
         table, index = inputs
         assert index.min() >= (-table.shape[attributes["dim"]] if attributes["wrap"] else 0)
         assert index.max() < table.shape[attributes["dim"]]
+        if attributes.get("along"):
+            return table.gather(attributes["dim"], index.long())
         return table[(slice(None),) * attributes["dim"] + (index.long(),)]
+    if op in indexed.OPERATORS:
+        return indexed.OPERATORS[op](inputs, attributes, out)
     if op == "matmul":
         product = torch.matmul(wide(inputs[0]), wide(inputs[1]))
         assert inputs[0].shape[:-2] == inputs[1].shape[:-2]

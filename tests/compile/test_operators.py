@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import cases_indexed
 import pytest
 import torch
 import torch.nn.functional as F
@@ -240,7 +241,7 @@ INDEXING: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = 
     "input_returned": (lambda a: (a * 2, a.t(), a), lambda: (x(3, 4),)),
 }
 
-CASES = {**POINTWISE, **REDUCTIONS, **PRODUCTS, **INDEXING}
+CASES = {**POINTWISE, **REDUCTIONS, **PRODUCTS, **INDEXING, **cases_indexed.CASES}
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:

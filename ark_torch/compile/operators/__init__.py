@@ -4,11 +4,26 @@ from ark_torch.compile.operators import (
     activations,
     collectives,
     contractions,
+    experts,
     indexing,
     layout,
     loop,
     pointwise,
+    pooling,
     reductions,
+    selecting,
 )
 
-__all__ = ["activations", "collectives", "contractions", "indexing", "layout", "loop", "pointwise", "reductions"]
+__all__ = [
+    "activations",
+    "collectives",
+    "contractions",
+    "experts",
+    "indexing",
+    "layout",
+    "loop",
+    "pointwise",
+    "pooling",
+    "reductions",
+    "selecting",
+]

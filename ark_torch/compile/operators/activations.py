@@ -44,6 +44,16 @@ def gelu(low: Lowering, node: Node) -> Operand:
     return into_result(low, node, "mul", half, low.pointwise("add", curve, number(1.0)))
 
 
+@lowers(aten.glu.default)
+def glu(low: Lowering, node: Node) -> Operand:
+    x = low.stored(floating(low, node))
+    dim = int(keyword(node, "dim", -1)) % max(len(x.shape), 1)
+    half = x.shape[dim] // 2
+    first = x._replace(shape=(*x.shape[:dim], half, *x.shape[dim + 1 :]))
+    second = first._replace(offset=first.offset + half * x.strides[dim])
+    return into_result(low, node, "mul", first, low.pointwise("sigmoid", second))
+
+
 @lowers(aten._softmax.default, aten._log_softmax.default)
 def softmax(low: Lowering, node: Node) -> Operand:
     x = floating(low, node)

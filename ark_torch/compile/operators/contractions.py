@@ -12,6 +12,7 @@ from ark_torch.compile import analysis
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, lowers
+from ark_torch.compile.operators import experts
 from ark_torch.compile.operators.pointwise import keyword
 
 # A row's running result stays in registers (csrc/plan/emit_cpu_stages.cpp).
@@ -22,6 +23,8 @@ def _matmul(low: Lowering, out: Strided, left: Operand, right: Operand, bias: Op
     operands = [low.stored(o) for o in (left, right)]
     if any(not o.dtype.is_floating_point for o in operands) or operands[0].dtype != operands[1].dtype:
         raise Unsupported("a matrix product of integers or of mixed types")
+    if bias is None and experts.grouped(low, out, *operands):
+        return out
     return low.node("matmul", operands if bias is None else [*operands, low.stored(bias)], out)
 
 

@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
-from ark_torch.compile.lowering import Lowering, check_apart, lowers
+from ark_torch.compile.lowering import Lowering, check_apart, contiguous_strides, lowers
+from ark_torch.compile.operators import experts
 from ark_torch.compile.operators.pointwise import keyword
 
 
@@ -55,6 +56,7 @@ def _gather(low: Lowering, node: Node, table: Operand, index: Strided, dim: int,
     table = low.stored(table)
     if out.shape != (*table.shape[:dim], *index.shape, *table.shape[dim + 1 :]):
         raise Unsupported("indexing with a result of another shape")
+    experts.remember(low, table, index, out, dim, wrap)
     return low.node("gather", [table, index], out, dim=dim, wrap=wrap, called=_name(node))
 
 
@@ -67,11 +69,6 @@ def _out_of_range(low: Lowering, index: Strided, length: int) -> list[Strided]:
     """Where an index is wrong, which the sum of several would hide."""
     bounds = (("lt", 0), ("ge", length))
     return [low.pointwise(op, index, Literal(bound, torch.int64, ()), dtype=torch.bool) for op, bound in bounds]
-
-
-def _counting(low: Lowering, length: int) -> Strided:
-    """0, 1, 2, ..."""
-    return low.node("iota", [], low.fresh(torch.int64, (length,)), start=0, step=1)
 
 
 def _flattened(
@@ -121,19 +118,18 @@ def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> O
 
 @lowers(aten.gather.default)
 def gather_along(low: Lowering, node: Node) -> Operand:
-    """out[i, j] = x[i, index[i, j]]: by all dimensions at once, all but one of which count up."""
+    """out[i, j] = x[i, index[i, j]]: an index for each element of the result."""
     table, index = low.stored(low.operand(node.args[0])), _index(low, node.args[2])
     if not table.shape or len(index.shape) != len(table.shape):
         raise Unsupported("gather from or by a single number")
     dim = int(node.args[1]) % len(table.shape)  # type: ignore[arg-type]
-    dims = range(len(table.shape))
-    indices = [index] * len(dims)
-    for d in dims:
-        if d != dim:
-            shape = tuple(n if i == d else 1 for i, n in enumerate(index.shape))
-            indices[d] = _counting(low, index.shape[d])._replace(shape=shape, strides=tuple(int(i == d) for i in dims))
-    wrong = _out_of_range(low, index, table.shape[dim])
-    return _gather(low, node, *_flattened(low, table, dims, indices, wrong), 0)
+    attributes = dict(dim=dim, along=True, wrap=False, called=_name(node))
+    return low.node("gather", [_within(table, index, dim), index], low.result(node), **attributes)
+
+
+def _within(whole: Strided, index: Strided, dim: int) -> Strided:
+    """The part that an index of fewer rows is about."""
+    return whole._replace(shape=tuple(whole.shape[d] if d == dim else n for d, n in enumerate(index.shape)))
 
 
 @lowers(aten.index_select.default)
@@ -149,11 +145,10 @@ def index_select(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten.index_put_.default, aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(low: Lowering, node: Node) -> Operand:
-    if keyword(node, "accumulate", False):
-        raise Unsupported("index_put that accumulates")
     dim, by = _one_index(node.args[1])
     source, in_place = low.operand(node.args[2]), node.target is aten.index_put_.default
-    return scatter(low, node, dim, _index(low, by), source, in_place, wrap=True)
+    accumulate = bool(keyword(node, "accumulate", False))
+    return scatter(low, node, dim, _index(low, by), source, in_place, wrap=True, accumulate=accumulate)
 
 
 @lowers(aten.index_copy_.default, aten.index_copy.default)
@@ -168,15 +163,43 @@ def index_copy(low: Lowering, node: Node) -> Operand:
     return scatter(low, node, dim, by, source, node.target is aten.index_copy_.default)
 
 
-def scatter(
-    low: Lowering, node: Node, dim: int, index: Strided, source: Operand, in_place: bool, wrap: bool = False
-) -> Operand:
+@lowers(
+    *(aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two),
+    *(aten.scatter_.src, aten.scatter_.value, aten.scatter_add_.default),
+)
+def scatter_along(low: Lowering, node: Node) -> Operand:
+    """An index for each element of the source."""
+    name = _name(node)
+    reduces = node.target is aten.scatter_reduce.two
+    if reduces and (node.args[4] != "sum" or not keyword(node, "include_self", True)):
+        raise Unsupported("scatter_reduce that does not add")
+    accumulate = reduces or "scatter_add" in name
+    index = _index(low, node.args[2])
+    target, index, source = _target(low, node, index, low.operand(node.args[3]), name.endswith("_"), accumulate)
+    if not target.shape or len(index.shape) != len(target.shape):
+        raise Unsupported("scatter into or by a single number")
+    dim = int(node.args[1]) % len(target.shape)  # type: ignore[arg-type]
+    if isinstance(source, Strided) and source.shape:
+        source = source._replace(shape=index.shape)
+    source, part = low.stored(low.expand(source, index.shape)), _within(target, index, dim)
+    attributes = dict(dim=dim, along=True, accumulate=accumulate, wrap=False, called=name)
+    low.node("scatter", [part, index, source], part, **attributes)
+    return target
+
+
+def _target(
+    low: Lowering, node: Node, index: Strided, source: Operand, in_place: bool, accumulate: bool
+) -> tuple[Strided, Strided, Operand]:
+    """What an update writes, by which index, and what it writes there."""
     base = low.operand(node.args[0])
     target = base if in_place else low.copy(base, low.result(node))
     if not isinstance(target, Strided):
         raise Unsupported("an update of a constant")
-    if len(index.shape) > 1:
-        raise Unsupported("an update by an index of several dimensions")
+    if accumulate and target.dtype == torch.bool:
+        raise Unsupported("sums of booleans")
+    if isinstance(source, Literal) and not source.shape:  # a number takes the target's type
+        kinds = {torch.bool: bool, torch.int64: int, torch.int32: int}
+        source = Literal(kinds.get(target.dtype, float)(source.value), target.dtype, ())
     if source.dtype != target.dtype:
         raise Unsupported("an update of another type")
     check_apart(target)
@@ -185,6 +208,20 @@ def scatter(
         source = low.copy(source, low.fresh(source.dtype, source.shape))
     if index.buffer == target.buffer:
         index = low.copy(index, low.fresh(index.dtype, index.shape))
+    return target, index, source
+
+
+def scatter(
+    low: Lowering,
+    node: Node,
+    dim: int,
+    index: Strided,
+    source: Operand,
+    in_place: bool,
+    wrap: bool = False,
+    accumulate: bool = False,
+) -> Operand:
+    target, index, source = _target(low, node, index, source, in_place, accumulate)
     rest = (target.shape[:dim], target.shape[dim + 1 :])
     source = low.stored(low.expand(low.stored(source), (*rest[0], *index.shape, *rest[1])))
     if not index.shape:  # x[i] = ... with one number
@@ -193,4 +230,11 @@ def scatter(
         shape.insert(dim, 1)
         strides.insert(dim, 0)
         source = source._replace(shape=tuple(shape), strides=tuple(strides))
-    return low.node("scatter", [target, index, source], target, dim=dim, wrap=wrap, called=_name(node))
+    if len(index.shape) > 1:  # as one dimension
+        index, source = (low.copy(o, low.fresh(o.dtype, o.shape)) for o in (index, source))
+        positions = math.prod(index.shape)
+        flat = (*rest[0], positions, *rest[1])
+        index = index._replace(shape=(positions,), strides=(1,))
+        source = source._replace(shape=flat, strides=contiguous_strides(flat))
+    attributes = dict(dim=dim, accumulate=accumulate, wrap=wrap, called=_name(node))
+    return low.node("scatter", [target, index, source], target, **attributes)

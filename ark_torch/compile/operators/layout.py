@@ -14,6 +14,8 @@ from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, check_apart, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
+prims = torch.ops.prims
+
 
 def _part(whole: Strided, dim: int, begin: int, length: int) -> Strided:
     shape = (*whole.shape[:dim], length, *whole.shape[dim + 1 :])
@@ -117,6 +119,22 @@ def copy(low: Lowering, node: Node) -> Operand:
     return low.copy(low.expand(source, target.shape), target)
 
 
+@lowers(prims.rev.default, aten.flip.default)
+def flip(low: Lowering, node: Node) -> Operand:
+    """Read by falling indices, dimension by dimension."""
+    source = low.stored(low.operand(node.args[0]))
+    dims = [int(d) % max(len(source.shape), 1) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    out = low.result(node)
+    if not dims or not source.shape:
+        return low.copy(source, out)
+    for i, dim in enumerate(dims):
+        length = source.shape[dim]
+        index = low.node("iota", [], low.fresh(torch.int64, (length,)), start=length - 1, step=-1)
+        target = out if i == len(dims) - 1 else low.fresh(source.dtype, source.shape)
+        source = low.node("gather", [source, index], target, dim=dim, wrap=False)
+    return source
+
+
 @lowers(aten.fill.Scalar)
 def fill(low: Lowering, node: Node) -> Operand:
     dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
@@ -124,10 +142,10 @@ def fill(low: Lowering, node: Node) -> Operand:
     return Literal(float(value) if dtype.is_floating_point else int(value), dtype, shape)  # type: ignore[arg-type]
 
 
-@lowers(aten.arange.start_step, aten.arange.default, aten.arange.start, torch.ops.prims.iota.default)
+@lowers(aten.arange.start_step, aten.arange.default, aten.arange.start, prims.iota.default)
 def iota(low: Lowering, node: Node) -> Operand:
     out = low.result(node)
-    if node.target is torch.ops.prims.iota.default:
+    if node.target is prims.iota.default:
         start, step = node.kwargs["start"], node.kwargs["step"]
     else:
         start = 0 if node.target is aten.arange.default else node.args[0]

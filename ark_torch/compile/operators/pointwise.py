@@ -7,6 +7,7 @@ float), and the result is rounded once, to the type that PyTorch gives it.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -34,6 +35,13 @@ FLOAT_UNARY: dict[Any, str] = {
     aten.tanh.default: "tanh",
     aten.erf.default: "erf",
     aten.sigmoid.default: "sigmoid",
+    **{
+        getattr(aten, name).default: name
+        for name in (
+            *("exp2", "log2", "log10", "erfc", "tan", "asin", "acos", "atan"),
+            *("sinh", "cosh", "asinh", "acosh", "atanh"),
+        )
+    },
 }
 UNARY: dict[Any, str] = {
     aten.neg.default: "neg",
@@ -56,6 +64,8 @@ BINARY: dict[Any, str] = {
     aten.mul.Scalar: "mul",
     aten.remainder.Tensor: "remainder",
     aten.remainder.Scalar: "remainder",
+    aten.fmod.Tensor: "fmod",
+    aten.fmod.Scalar: "fmod",
     aten.pow.Tensor_Tensor: "pow",
     aten.pow.Scalar: "pow",
     aten.maximum.default: "maximum",
@@ -160,7 +170,7 @@ def _divides(low: Lowering, dtype: torch.dtype, divisor: Any) -> None:
 
 def arithmetic(low: Lowering, node: Node, op: str, left: Any, right: Any) -> Strided:
     dtype = promoted(node, Promotion.DEFAULT, left, right)
-    if op in ("floor_divide", "remainder"):
+    if op in ("floor_divide", "remainder", "fmod"):
         _divides(low, dtype, right)
     if dtype == torch.bool and not op.startswith("bitwise"):
         if op not in ON_BOOLEANS:
@@ -168,6 +178,8 @@ def arithmetic(low: Lowering, node: Node, op: str, left: Any, right: Any) -> Str
         op = ON_BOOLEANS[op]
     elif dtype == torch.bool:
         op = op.replace("bitwise", "logical")
+    if op == "pow" and not dtype.is_floating_point:
+        raise Unsupported("a power of integers that is not a small literal")
     return into_result(low, node, op, operand_as(low, left, dtype), operand_as(low, right, dtype))
 
 
@@ -194,6 +206,11 @@ def power(low: Lowering, node: Node) -> Operand:
         return into_result(low, node, "rsqrt", operand)
     if dtype.is_floating_point and exponent == -1:
         return into_result(low, node, "reciprocal", operand)
+    if isinstance(exponent, int) and 4 <= exponent <= 8 and not dtype.is_floating_point:
+        product = operand
+        for _ in range(exponent - 1):
+            product = low.pointwise("mul", product, operand, dtype=dtype)
+        return low.copy(product, low.result(node))
     if exponent == 3:
         square = low.pointwise("mul", operand, operand, dtype=torch.float32 if dtype.is_floating_point else dtype)
         return into_result(low, node, "mul", square, operand)
@@ -318,6 +335,33 @@ def addcmul(low: Lowering, node: Node) -> Operand:
     if (value := keyword(node, "value", 1)) != 1:
         product = low.pointwise("mul", product, Literal(float(value), torch.float32, ()))
     return into_result(low, node, "add", base, product)
+
+
+@lowers(aten.addcdiv.default)
+def addcdiv(low: Lowering, node: Node) -> Operand:
+    dtype = promoted(node, Promotion.DEFAULT, *node.args[:3])
+    if not dtype.is_floating_point:
+        raise Unsupported("addcdiv of integers")
+    base, left, right = (operand_as(low, a, dtype) for a in node.args[:3])
+    if (value := keyword(node, "value", 1)) != 1:
+        left = low.pointwise("mul", left, Literal(float(value), torch.float32, ()))
+    return into_result(low, node, "add", base, low.pointwise("div", left, right))
+
+
+@lowers(aten.atan2.default)
+def atan2(low: Lowering, node: Node) -> Operand:
+    dtype = promoted(node, Promotion.INT_TO_FLOAT, *node.args[:2])
+    return into_result(low, node, "atan2", *(operand_as(low, a, dtype) for a in node.args[:2]))
+
+
+@lowers(aten._assert_async.msg)
+def assert_async(low: Lowering, node: Node) -> Operand:
+    """The step ends with an error where the condition does not hold."""
+    condition = low.stored(low.operand(node.args[0]))
+    if condition.dtype != torch.bool or math.prod(condition.shape) != 1:
+        raise Unsupported("an assertion about something else than one truth value")
+    condition = condition._replace(shape=(), strides=())
+    return low.node("check", [condition], low.fresh(torch.bool, ()), message=str(node.args[1]))
 
 
 @lowers(prims.convert_element_type.default, aten._to_copy.default)

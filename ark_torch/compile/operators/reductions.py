@@ -62,23 +62,34 @@ def extreme(low: Lowering, node: Node) -> Operand:
     return reduce(low, op, operand, dims, bool(keyword(node, "keepdim", False)), low.result(node))
 
 
-@lowers(aten.max.dim)
-def max_with_index(low: Lowering, node: Node) -> tuple[Operand, ...]:
+def _turned(low: Lowering, operand: Operand) -> Operand:
+    """In the opposite order, so that the least is the greatest; NaN stays what it is, and no integer overflows."""
+    if operand.dtype.is_floating_point:
+        return low.pointwise("neg", operand)
+    return low.pointwise("bitwise_not", operand, dtype=torch.int64)
+
+
+@lowers(aten.max.dim, aten.min.dim)
+def extreme_with_index(low: Lowering, node: Node) -> tuple[Operand, ...]:
     operand = low.operand(node.args[0])
     if operand.dtype == torch.bool:
-        raise Unsupported("max of booleans")
+        raise Unsupported("max and min of booleans")
     dims, keepdim = dimensions(operand, node.args[1]), bool(keyword(node, "keepdim", False))
-    return tuple(
-        reduce(low, op, operand, dims, keepdim, low.result(node, i)) for i, op in enumerate(("amax", "argmax"))
+    op, turned = ("amax", operand) if node.target is aten.max.dim else ("amin", _turned(low, operand))
+    return (
+        reduce(low, op, operand, dims, keepdim, low.result(node, 0)),
+        reduce(low, "argmax", turned, dims, keepdim, low.result(node, 1)),
     )
 
 
-@lowers(aten.argmax.default)
+@lowers(aten.argmax.default, aten.argmin.default)
 def argmax(low: Lowering, node: Node) -> Operand:
     operand = low.stored(low.operand(node.args[0]))
     dim = keyword(node, "dim", None)
     if operand.dtype == torch.bool:
         raise Unsupported("argmax of booleans")
+    if node.target is aten.argmin.default:
+        operand = low.stored(_turned(low, operand))
     if dim is not None:
         keepdim = bool(keyword(node, "keepdim", False))
         return reduce(low, "argmax", operand, dimensions(operand, dim), keepdim, low.result(node))

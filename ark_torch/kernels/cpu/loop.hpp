@@ -196,6 +196,10 @@ ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit,
   return false;
 }
 
+ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit) {
+  return index_fits(context, index, limit, index);
+}
+
 inline void collective(const Context& context, int32_t node, const void* input, void* output) {
   const Launch& launch = *context.launch;
   Report& report = *launch.report;

@@ -1,0 +1,72 @@
+// Loops and addresses as text, for stages that a kernel of the device library serves.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/emit_cpu_function.hpp"
+
+namespace ark::plan {
+
+// Strides of a value's dimensions as broadcast to `shape`'s `rank` leading ones, aligned at the end of both.
+inline std::vector<int64_t> broadcast_strides(const Value& value, size_t behind, const Shape& shape) {
+  std::vector<int64_t> strides(shape.size(), 0);
+  const size_t leading = value.shape.size() - behind;
+  for (size_t i = 0; i < leading && i < shape.size(); ++i) {
+    const size_t from = leading - 1 - i, to = shape.size() - 1 - i;
+    strides[to] = value.shape[from] == 1 ? 0 : value.strides[from];
+  }
+  return strides;
+}
+
+// The stride of a dimension counted from the end; 0 where it is not there or broadcast.
+inline int64_t stride_from_end(const Value& value, size_t from_end) {
+  if (value.shape.size() < from_end) return 0;
+  const size_t d = value.shape.size() - from_end;
+  return value.shape[d] == 1 ? 0 : value.strides[d];
+}
+
+inline std::string number(int64_t value) {
+  return std::to_string(value);
+}
+
+inline std::string at(const std::string& pointer, const std::vector<std::string>& indices,
+                      const std::vector<int64_t>& strides) {
+  const std::string offset = cpp_offset(indices, strides);
+  return offset == "0" ? pointer : pointer + " + " + offset;
+}
+
+// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0".
+class TextNest {
+ public:
+  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix) : to_(to) {
+    for (size_t d = 0; d < shape.size(); ++d) {
+      const bool cut = static_cast<int>(d) == axis;
+      if (shape[d] == 1 && !cut) {
+        names_.push_back("0");
+        continue;
+      }
+      const std::string name = prefix + number(static_cast<int64_t>(d));
+      names_.push_back(name);
+      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " +
+               (cut ? to_.tile_end(shape[d]) : number(shape[d])) + "; ++" + name + ")");
+      ++open_;
+    }
+  }
+  const std::vector<std::string>& names() const { return names_; }
+  void close() {
+    for (; open_ > 0; --open_) to_.close();
+  }
+
+ private:
+  FunctionWriter& to_;
+  std::vector<std::string> names_;
+  int open_ = 0;
+};
+
+inline Shape slice(const Shape& shape, size_t from, size_t to) {
+  return Shape(shape.begin() + static_cast<int64_t>(from), shape.begin() + static_cast<int64_t>(to));
+}
+
+}  // namespace ark::plan
