@@ -178,8 +178,6 @@ def arithmetic(low: Lowering, node: Node, op: str, left: Any, right: Any) -> Str
         op = ON_BOOLEANS[op]
     elif dtype == torch.bool:
         op = op.replace("bitwise", "logical")
-    if op == "pow" and not dtype.is_floating_point:
-        raise Unsupported("a power of integers that is not a small literal")
     return into_result(low, node, op, operand_as(low, left, dtype), operand_as(low, right, dtype))
 
 
@@ -206,11 +204,6 @@ def power(low: Lowering, node: Node) -> Operand:
         return into_result(low, node, "rsqrt", operand)
     if dtype.is_floating_point and exponent == -1:
         return into_result(low, node, "reciprocal", operand)
-    if isinstance(exponent, int) and 4 <= exponent <= 8 and not dtype.is_floating_point:
-        product = operand
-        for _ in range(exponent - 1):
-            product = low.pointwise("mul", product, operand, dtype=dtype)
-        return low.copy(product, low.result(node))
     if exponent == 3:
         square = low.pointwise("mul", operand, operand, dtype=torch.float32 if dtype.is_floating_point else dtype)
         return into_result(low, node, "mul", square, operand)
