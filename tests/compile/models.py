@@ -194,3 +194,47 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(x + self.b2(self.c2(F.relu(self.b1(self.c1(x))))))
+
+
+class Experts(nn.Module):
+    """Top-2 of several SwiGLU networks for each token, weights of the chosen gathered (as in gpt-fast and Mixtral)."""
+
+    def __init__(self, dim: int = 48, hidden: int = 80, experts: int = 8, chosen: int = 2) -> None:
+        super().__init__()
+        self.chosen = chosen
+        self.norm = nn.LayerNorm(dim)
+        self.gate = nn.Linear(dim, experts, bias=False)
+        self.up, self.side = (nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden) * hidden**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, -2)
+        shares, experts = torch.topk(F.softmax(self.gate(tokens).float(), -1), self.chosen, -1)
+        shares = (shares / shares.sum(-1, keepdim=True)).to(x.dtype)
+        h = F.silu(torch.einsum("ti,taoi->tao", tokens, self.up[experts]))
+        h = h * torch.einsum("ti,taoi->tao", tokens, self.side[experts])
+        y = torch.einsum("tao,taio->tai", h, self.down[experts])
+        return x + torch.einsum("tai,ta->ti", y, shares).view(x.shape)
+
+
+class SortedExperts(nn.Module):
+    """The same choice, rows sorted by expert and multiplied run by run (as Hugging Face's "grouped_mm"); bfloat16."""
+
+    def __init__(self, dim: int = 48, hidden: int = 80, experts: int = 8, chosen: int = 2) -> None:
+        super().__init__()
+        self.chosen, self.experts = chosen, experts
+        self.gate = nn.Linear(dim, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, dim) * dim**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, dim, hidden) * hidden**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, experts = torch.topk(F.softmax(self.gate(x).float(), -1), self.chosen, -1)
+        chosen = experts.flatten()
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.histc(chosen.float(), bins=self.experts, min=0, max=self.experts - 1)
+        ends = counts.cumsum(0).to(torch.int32)
+        rows = x[order // self.chosen]
+        h = torch._grouped_mm(rows, self.up.transpose(-2, -1), offs=ends)
+        y = torch._grouped_mm(F.silu(h), self.down.transpose(-2, -1), offs=ends)
+        y = y * shares.flatten()[order].to(y.dtype)[:, None]
+        return torch.zeros_like(x).index_add(0, order // self.chosen, y)
