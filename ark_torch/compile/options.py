@@ -51,6 +51,13 @@ OPTIONS = (
     ),
     Option("threads", None, int, "Worker threads of the kernel. None: torch.get_num_threads() when it is compiled."),
     Option(
+        "differentiate_twice",
+        False,
+        bool,
+        "True: graphs that train run eagerly, so that their gradients have gradients (create_graph=True), which "
+        "torch.compile has on no backend. torch.func.grad of torch.func.grad needs no option.",
+    ),
+    Option(
         "minimum",
         2,
         int,
@@ -69,6 +76,7 @@ class Options:
     fallback: bool = True
     threads: int | None = None
     minimum: int = 2
+    differentiate_twice: bool = False
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
