@@ -34,8 +34,8 @@ def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """What torch.compile(model, backend="ark") makes of this call: regions, what falls back, and why.
 
     print() it; `.regions`, `.fallbacks` and `.graphs` hold the same as data. `ark_options={...}` are those of
-    torch.compile(options=...). With `target="sm_90a"` regions are also planned for that GPU, which need not be here. The
-    model is called once.
+    torch.compile(options=...). With `target="sm_90a"` regions are also planned for that GPU, which need not be
+    here. The model is called once.
     """
     from ark_torch.compile.explain import explain as implementation
 

@@ -2,12 +2,12 @@
 
     python benchmarks/compile_overhead.py [--layers 16] [--hidden 64] [--rounds 30] [--quick] [--output FOLDER]
 
-Host time of a decoding step: the whole call less the time in which the loop kernel ran in that same call. Dynamo's own
-is the same model compiled with a backend that returns its results without doing anything: the same guards, the same
-arguments. The two, and Inductor (its whole call, for scale), take turns, call by call, and both come after a step of
-Inductor's, so that both find the caches as a model leaves them. The time of the kernel includes waking its workers. Compile times are of fresh
-processes: cold, with an empty cache, and again with what the first one left; `ark` is the time inside ark's backend,
-`rest` is torch._dynamo and AOTAutograd.
+Host time of a decoding step: the whole call less the time in which the loop kernel ran in that same call (waking its
+workers included). Dynamo's own is the same model compiled with a backend that returns its results without doing
+anything: the same guards, the same arguments. The two, and Inductor (its whole call, for scale), take turns, call by
+call, and both come after a step of Inductor's, so that both find the processor's caches as a model leaves them. Compile
+times are of fresh processes: cold, with an empty cache, and again with what the first one left; `ark` is the time
+inside ark's backend, `rest` is torch._dynamo and AOTAutograd.
 """
 
 from __future__ import annotations

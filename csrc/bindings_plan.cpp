@@ -130,7 +130,8 @@ class Borrowed {
       PyObject* one = PyTuple_GET_ITEM(tuple, i);
       if (!PyObject_TypeCheck(one, tensor_type)) {
         release();
-        throw py::type_error("argument " + std::to_string(i) + " of " + name + " is no tensor");
+        throw c10::TypeError({__func__, __FILE__, __LINE__},
+                             "argument " + std::to_string(i) + " of " + name + " is no tensor");
       }
       tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(one)));
     }

@@ -21,8 +21,8 @@ def explain(
     """Compiles `model` for these arguments and says what runs where, and why.
 
     The model is called once under the caller's grad mode, so its caches are written as by any call. A compiled model is
-    given as it was before torch.compile; what it was compiled to before stays as it is. With a `target` ("sm_90a") every
-    region is planned for it as well, whether it is here or not.
+    given as it was before torch.compile; what it was compiled to before stays as it is. With a `target` ("sm_90a")
+    every region is planned for it as well, whether it is here or not.
     """
     import torch
     from torch._dynamo.utils import counters

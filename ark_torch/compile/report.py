@@ -120,7 +120,8 @@ def frame_text(plan_json: str) -> str:
         f"for {plan['target']['name']}: {frame['workers']} workers, {len(plan['tasks'])} tasks in {frame['phases']} "
         f"phases, estimated {plan['estimated_us']:.1f} us; loaded ahead {loader['bytes'] / 1e6:.2f} MB in "
         f"{loader['loads']} pages of at most {loader['page_bytes'] // 1024} KB, {loader['bytes_in_flight'] // 1024} KB "
-        f"of a worker in flight; waits: {frame['waits']['packets']} for packets, {frame['waits']['counters']} for counters"
+        f"of a worker in flight; waits: {frame['waits']['packets']} for packets, "
+        f"{frame['waits']['counters']} for counters"
     )
 
 

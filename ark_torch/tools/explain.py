@@ -2,9 +2,9 @@
 
 FUNCTION takes nothing and returns (model, arguments) or (model, arguments, keywords); MODULE may be a file. Shown are
 the regions, what falls back and why, and each region's work by kind. --output writes every region's plan as JSON, its
-estimated schedule as a drawing, and the generated source. --target sm_90a plans every region for that GPU as well, which
-need not be here: what its loaders fetch ahead, in which order, what travels as packets. Exit code: 0, or 1 when something falls back, or 2 when the
-model cannot be had.
+estimated schedule as a drawing, and the generated source. --target sm_90a plans every region for that GPU as well,
+which need not be here: what its loaders fetch ahead, in which order, what travels as packets. Exit code: 0, or 1 when
+something falls back, or 2 when the model cannot be had.
 """
 
 from __future__ import annotations
