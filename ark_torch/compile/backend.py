@@ -37,6 +37,8 @@ TRAINS = (
     "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
 )
 
+TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
+
 
 class _WholeGraph(Exception):
     """The graph goes to Inductor as it came; the text says why."""
@@ -66,6 +68,9 @@ def compile_graph(
         if options.choose == "inductor":
             raise _WholeGraph('options={"choose": "inductor"}')
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
+            if options.differentiate_twice and options.fallback:
+                graph_report.whole, graph_report.whole_on = TWICE, "eager PyTorch"
+                return graph_module.forward  # type: ignore[no-any-return]
             _say_once(TRAINS)
             raise _WholeGraph(TRAINS)
         return _capture(graph_module, example_inputs, options, graph_report, launcher)

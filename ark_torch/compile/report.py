@@ -73,13 +73,14 @@ class GraphReport:
     nodes: int = 0
     pieces: list[PieceReport] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
-    whole: str = ""  # why the whole graph went to Inductor
+    whole: str = ""  # why the whole graph went elsewhere
+    whole_on: str = "Inductor"
     in_place: int = 0  # inputs that are updated where they lie
     target: str = ""  # what plans are made for besides, to be looked at
 
     def __str__(self) -> str:
         if self.whole:
-            return f"the whole graph runs on Inductor: {self.whole}"
+            return f"the whole graph runs on {self.whole_on}: {self.whole}"
         lines = [f"{self.nodes} operators, {len(self.pieces)} pieces, {self.in_place} inputs updated in place"]
         lines += [f"  {piece}" for piece in self.pieces]
         alike = Counter((f.operator, f.reason) for f in self.fallbacks)

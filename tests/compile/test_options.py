@@ -29,7 +29,7 @@ def test_values_are_taken() -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"chose": "ark"}, ["'chose'", "choose, fallback, minimum, threads"]),
+        ({"chose": "ark"}, ["'chose'", "choose, differentiate_twice, fallback, minimum, threads"]),
         ({"choose": "best"}, ["'best'", "'ark', 'inductor', 'measure'"]),
         ({"choose": ["ark"]}, ["'ark', 'inductor', 'measure'"]),
         ({"fallback": 1}, ["options['fallback'] is 1", "bool"]),
