@@ -78,6 +78,10 @@ MOVING: Cases = {
         lambda a, i, v: a.index_add(0, i, v),
         lambda: (x(5, 9, dtype=f16), at(5, 4), x(4, 9, dtype=f16)),
     ),
+    "index_add_bf16": (
+        lambda a, i, v: a.index_add(0, i, v, alpha=2),
+        lambda: (x(5, 9, dtype=bf16), torch.tensor([3, 1]), x(2, 9, dtype=bf16)),
+    ),
     "index_put_add_2d": (
         lambda a, i, v: a.index_put((i,), v, accumulate=True),
         lambda: (x(5, 7), at(5, 3, 4), x(3, 4, 7)),

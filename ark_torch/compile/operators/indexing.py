@@ -151,6 +151,23 @@ def index_put(low: Lowering, node: Node) -> Operand:
     return scatter(low, node, dim, _index(low, by), source, in_place, wrap=True, accumulate=accumulate)
 
 
+@lowers(aten.index_add_.default, aten.index_add.default)
+def index_add(low: Lowering, node: Node) -> Operand:
+    """Where it comes whole, as for bfloat16; other types come as an index_put that accumulates."""
+    base, source = low.operand(node.args[0]), low.operand(node.args[3])
+    if not base.shape:
+        raise Unsupported("index_add into a single number")
+    alpha = keyword(node, "alpha", 1)
+    if alpha != 1:
+        wide = torch.float32 if source.dtype.is_floating_point else torch.int64
+        number = Literal(float(alpha) if source.dtype.is_floating_point else int(alpha), wide, ())
+        source = low.pointwise("mul", source, number, dtype=source.dtype)
+    dim, by = int(node.args[1]) % len(base.shape), _index(low, node.args[2])  # type: ignore[arg-type]
+    if not by.shape:
+        by = by._replace(shape=(1,), strides=(1,))
+    return scatter(low, node, dim, by, source, node.target is aten.index_add_.default, accumulate=True)
+
+
 @lowers(aten.index_copy_.default, aten.index_copy.default)
 def index_copy(low: Lowering, node: Node) -> Operand:
     base = low.operand(node.args[0])
