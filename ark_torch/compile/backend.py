@@ -178,6 +178,8 @@ def compile_inference(
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
+    for fallback in report.fallbacks:
+        log.info("falls back: %s", fallback)
     if not options.fallback and report.fallbacks and launcher is None:
         raise UnsupportedGraph(_forbidden(report.fallbacks))
     if not any(piece.ark for piece in pieces):
