@@ -82,6 +82,8 @@ class _JitSettings:
     library_roots: list[str]
     toolkit_dirs: list[str]
     options: list[str]
+    cxx: str
+    cxx_options: list[str]
     log: Callable[[str], None]
     def __init__(self) -> None: ...
 
