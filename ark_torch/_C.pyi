@@ -84,6 +84,7 @@ class _JitSettings:
     options: list[str]
     cxx: str
     cxx_options: list[str]
+    cxx_words: list[str]
     log: Callable[[str], None]
     def __init__(self) -> None: ...
 

@@ -30,18 +30,10 @@ def configure(settings: env.Settings | None = None) -> None:
     jit.nvrtc = settings.nvrtc
     jit.library_roots = library_roots()
     jit.toolkit_dirs = [path for name in ("CUDA_HOME", "CUDA_PATH") if (path := os.environ.get(name))]
-    jit.cxx, options = host_compiler(os.environ.get("CXX", ""))
-    jit.cxx_options = [*options, f"-O{settings.optimise}"]
+    jit.cxx, *jit.cxx_words = shlex.split(settings.cxx) or [""]
+    jit.cxx_options = [f"-O{settings.optimise}"]
     jit.log = logging.getLogger("ark_torch").info
     _C._configure_jit(jit)
-
-
-def host_compiler(named: str) -> tuple[str, list[str]]:
-    """Program and options of a CXX such as "g++", "ccache g++" or "clang++ -m64"; empty: the first that is found."""
-    words = shlex.split(named)
-    if len(words) > 1 and os.path.basename(words[0]) in ("ccache", "sccache", "distcc"):
-        words = words[1:]
-    return (words[0], words[1:]) if words else ("", [])
 
 
 def prebuilt_folder() -> Path:

@@ -8,6 +8,7 @@ library only.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ BUILD = ("ARK_AOT", "ARK_AOT_ARCHS", "ARK_AOT_RANKS")
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable. `kind` is bool, choice, folder, int, int_or_auto, path or prefix."""
+    """One variable. `kind` is bool, choice, command, folder, int, int_or_auto, path or prefix."""
 
     name: str
     kind: str
@@ -31,7 +32,7 @@ class Variable:
 
     @property
     def field(self) -> str:
-        return self.name[len(PREFIX) :].lower()
+        return self.name.removeprefix(PREFIX).lower()
 
     def allowed(self) -> str:
         """What may stand in the variable, for messages and the table."""
@@ -45,6 +46,8 @@ class Variable:
             return f"auto, or a whole number from {self.minimum} to {self.maximum}"
         if self.kind == "prefix":
             return "a path; its folder must exist"
+        if self.kind == "command":
+            return "a program, with arguments"
         if self.kind == "folder":
             return "the path of a folder, made when missing"
         return "the path of a readable file"
@@ -66,6 +69,8 @@ class Variable:
             return text
         if self.kind == "folder" and _may_be_folder(os.path.abspath(os.path.expanduser(text))):
             return os.path.abspath(os.path.expanduser(text))
+        if self.kind == "command" and _words(text):
+            return text
         if self.kind == "path" and os.path.isfile(text) and os.access(text, os.R_OK):
             return text
         raise ValueError(
@@ -76,6 +81,14 @@ class Variable:
         if self.kind == "bool":
             return str(int(self.default))
         return "none" if self.default == "" else str(self.default)
+
+
+def _words(text: str) -> list[str]:
+    """As a shell splits them, which is not asked; [] for what it would not take."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []
 
 
 def _may_be_folder(path: str) -> bool:
@@ -198,6 +211,13 @@ VARIABLES = (
         minimum=0,
         maximum=3,
     ),
+    Variable(
+        "CXX",
+        "command",
+        "",
+        "The C++ compiler (C++20) of torch.compile's CPU kernels, as build tools take it: `ccache g++` too. Unset: "
+        "c++, g++ or clang++ in PATH.",
+    ),
 )
 
 
@@ -220,6 +240,7 @@ class Settings:
     trace_mb: int
     nvrtc: str
     optimise: int
+    cxx: str
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -115,6 +115,7 @@ void bind_jit(py::module_& m) {
       .def_readwrite("options", &Settings::options)
       .def_readwrite("cxx", &Settings::cxx)
       .def_readwrite("cxx_options", &Settings::cxx_options)
+      .def_readwrite("cxx_words", &Settings::cxx_words)
       .def_readwrite("log", &Settings::log);
   m.def("_configure_jit", &ark::jit::configure);
   m.def("_has_cuda_driver", &ark::has_driver);

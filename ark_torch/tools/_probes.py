@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -174,15 +175,21 @@ def processor() -> Iterator[Row]:
 
 
 def compilers() -> Iterator[Row]:
-    wanted = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    for name in dict.fromkeys(name for name in wanted if name):
-        path = shutil.which(name)
+    """The one that CPU kernels of torch.compile are compiled with (csrc/jit/host_compiler.cpp takes the same)."""
+    given = shlex.split(os.environ.get("CXX", ""))
+    for command in [given] if given else [["c++"], ["g++"], ["clang++"]]:
+        path = shutil.which(command[0])
         if path is None:
             continue
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
-        yield Row("compiler", OK, f"{path}: {(done.stdout.splitlines() or ['no version'])[0]}")
+        shown = " ".join([path, *command[1:]])
+        done = subprocess.run([path, *command[1:], "--version"], capture_output=True, text=True, timeout=20)
+        version = (done.stdout.splitlines() or ["no version"])[0]
+        advice = "" if done.returncode == 0 else "it does not even tell its version"
+        yield Row("compiler", WARN if advice else OK, f"{shown}: {version}", advice)
         return
-    yield Row("compiler", WARN, "none in PATH", "only needed to build ark_torch: a C++20 compiler, g++ 11 or newer")
+    found = f"CXX={' '.join(given)}: no such program" if given else "none in PATH"
+    advice = 'torch.compile(backend="ark") falls back to Inductor: install a C++20 compiler, g++ 11 or newer'
+    yield Row("compiler", WARN, found, advice)
 
 
 def cuda() -> Iterator[Row]:

@@ -169,24 +169,36 @@ const HostCompiler::Tool& HostCompiler::tool() {
   if (path.empty())
     host_failure(settings_.cxx.empty() ? "there is no C++ compiler in PATH (c++, g++ or clang++)"
                                        : "the C++ compiler '" + settings_.cxx + "' is not there or no program");
-  Tool tool{path, {}, {}};
+  Tool tool{{path}, {}, {}};
+  tool.command.insert(tool.command.end(), settings_.cxx_words.begin(), settings_.cxx_words.end());
+  const auto with = [&](std::initializer_list<const char*> arguments) {
+    std::vector<std::string> all = tool.command;
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    return all;
+  };
   const std::chrono::milliseconds limit = std::min<std::chrono::milliseconds>(limit_, std::chrono::seconds(30));
-  const ProcessResult version = run_process({path, "--version"}, "/", limit);
+  const ProcessResult version = run_process(with({"--version"}), "/", limit);
   if (version.end != ProcessResult::End::exited || version.code != 0)
-    host_failure("the C++ compiler " + path + " " + describe(version, limit));
+    host_failure("the C++ compiler " + tool.text() + " " + describe(version, limit));
   tool.version = first_line(version.output);
   // What `native` is: the preprocessor's macros, which hold the instruction set.
-  const ProcessResult macros = run_process({path, "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"}, "/", limit);
+  const ProcessResult macros = run_process(with({"-march=native", "-dM", "-E", "-x", "c++", "/dev/null"}), "/", limit);
   if (macros.end != ProcessResult::End::exited || macros.code != 0)
-    host_failure("the C++ compiler " + path + " " + describe(macros, limit));
+    host_failure("the C++ compiler " + tool.text() + " " + describe(macros, limit));
   tool.machine =
       sha256_hex({reinterpret_cast<const uint8_t*>(macros.output.data()), macros.output.size()}).substr(0, 16);
   tool_ = std::move(tool);
   return *tool_;
 }
 
+std::string HostCompiler::Tool::text() const {
+  std::string all;
+  for (const std::string& word : command) all += (all.empty() ? "" : " ") + word;
+  return all;
+}
+
 std::string HostCompiler::compiler() {
-  return tool().path + ": " + tool().version;
+  return tool().text() + ": " + tool().version;
 }
 
 const std::vector<Header>& HostCompiler::headers() {
@@ -199,7 +211,7 @@ const std::vector<Header>& HostCompiler::headers() {
   return *headers_;
 }
 
-HostCompiler::Result HostCompiler::library(const std::string& text) {
+HostCompiler::Result HostCompiler::library(const std::string& text, bool afresh) {
   const Tool& with = tool();
   Source source;
   source.stub = text;
@@ -209,9 +221,9 @@ HostCompiler::Result HostCompiler::library(const std::string& text) {
   source.language = Language::cpp;
   Result result;
   result.compiler = with.version;
-  result.key = cache_key(settings_.version, with.path + " " + with.version, source, headers());
-  CachedKernel kernel =
-      cache_.get(result.key, settings_.version, with.version, source, [&] { return compile(source, with); });
+  result.key = cache_key(settings_.version, with.text() + " " + with.version, source, headers());
+  CachedKernel kernel = cache_.get(
+      result.key, settings_.version, with.version, source, [&] { return compile(source, with); }, afresh);
   result.library = std::move(kernel.cubin);
   result.origin = kernel.origin;
   return result;
@@ -226,18 +238,18 @@ Compiled HostCompiler::compile(const Source& source, const Tool& with) {
     fs::create_directories(path.parent_path(), ignored);
     write_text(path, header.text);
   }
-  std::vector<std::string> arguments{with.path};
+  std::vector<std::string> arguments = with.command;
   arguments.insert(arguments.end(), source.options.begin(), source.options.end());
   for (const char* one : {"-Ikernels", "plan.cpp", "-o", "plan.so"}) arguments.emplace_back(one);
   const ProcessResult result = run_process(arguments, folder.path().string(), limit_);
   if (result.end != ProcessResult::End::exited || result.code != 0)
-    host_failure("the C++ compiler " + with.path + " " + describe(result, limit_),
+    host_failure("the C++ compiler " + with.text() + " " + describe(result, limit_),
                  "Try another compiler (CXX); until then the region falls back.");
   std::ifstream file(folder.path() / "plan.so", std::ios::binary);
   Compiled compiled;
   compiled.cubin.assign(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
   compiled.log = result.output;
-  if (compiled.cubin.empty()) host_failure("the C++ compiler " + with.path + " wrote no library");
+  if (compiled.cubin.empty()) host_failure("the C++ compiler " + with.text() + " wrote no library");
   return compiled;
 }
 

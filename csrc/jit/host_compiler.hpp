@@ -49,7 +49,8 @@ class HostCompiler {
   explicit HostCompiler(Settings settings, std::chrono::milliseconds limit = std::chrono::seconds(300));
 
   // From the cache, or compiled. Throws Error(system) with the compiler's first error. Any thread may call.
-  Result library(const std::string& source);
+  // `afresh`: compiled even where the cache has it.
+  Result library(const std::string& source, bool afresh = false);
 
   // Its path and version. Throws Error(system) where there is none that works.
   std::string compiler();
@@ -57,7 +58,9 @@ class HostCompiler {
 
  private:
   struct Tool {
-    std::string path, version, machine;
+    std::vector<std::string> command;  // the program's path, and what CXX has behind it
+    std::string version, machine;
+    std::string text() const;
   };
   const Tool& tool();
   const std::vector<Header>& headers();

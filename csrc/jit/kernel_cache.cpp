@@ -67,7 +67,7 @@ void KernelCache::complain(const std::string& why) {
 }
 
 CachedKernel KernelCache::get(const std::string& key, const std::string& version, const std::string& compiler,
-                              const Source& source, const Compile& compile) {
+                              const Source& source, const Compile& compile, bool afresh) {
   CachedKernel result;
   auto in_memory = [&] {
     result.cubin = compile().cubin;
@@ -75,14 +75,14 @@ CachedKernel KernelCache::get(const std::string& key, const std::string& version
     return std::move(result);
   };
   if (!folder_fd_) return in_memory();
-  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin, source.language)) {
+  if (!afresh && load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin, source.language)) {
     result.origin = CachedKernel::Origin::cache;
     return result;
   }
   const UniqueFd held = lock(key);
   if (!held) return in_memory();
-  if (load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin,
-                  source.language)) {  // another process was faster
+  if (!afresh && load_kernel(folder_fd_.get(), key, FileOwner::ours, result.cubin,
+                             source.language)) {  // another process was faster
     result.origin = CachedKernel::Origin::cache;
     return result;
   }

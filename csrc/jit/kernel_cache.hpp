@@ -41,9 +41,10 @@ class KernelCache {
   // An empty folder name: nothing is stored. Never throws for what is wrong with the folder.
   KernelCache(std::string folder, Log log, std::chrono::milliseconds lock_wait = std::chrono::seconds(60));
 
-  // From the folder, or compiled. Throws only what `compile` throws. Any number of threads and processes may call.
+  // From the folder, or compiled; `afresh`: compiled in any case, and what the folder has is replaced. Throws only what
+  // `compile` throws. Any number of threads and processes may call.
   CachedKernel get(const std::string& key, const std::string& version, const std::string& compiler,
-                   const Source& source, const Compile& compile);
+                   const Source& source, const Compile& compile, bool afresh = false);
 
   bool stores() const { return static_cast<bool>(folder_fd_); }
 

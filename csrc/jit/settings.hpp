@@ -18,6 +18,7 @@ struct Settings {
   std::vector<std::string> include_dirs;        // further -I; our kernels need none
   std::vector<std::string> options;             // further options of NVRTC
   std::string cxx;                              // the host's C++ compiler (CXX), and no other; empty: search PATH
+  std::vector<std::string> cxx_words;           // what follows it in CXX: "ccache g++", "g++ -m64"
   std::vector<std::string> cxx_options;         // further options of it
   std::function<void(const std::string&)> log;  // one line for people; may be empty
 };

@@ -75,7 +75,16 @@ struct CpuLoop::Memory {
 };
 
 CpuLoop::CpuLoop(Plan plan, jit::HostCompiler& compiler) : plan_(std::move(plan)), source_(emit_cpu(plan_)) {
-  jit::HostCompiler::Result compiled = compiler.library(source_);
+  // What the cache has may not be what this machine loads (another's libraries, an older loader): once more, compiled.
+  try {
+    load(compiler.library(source_));
+  } catch (const Error&) {
+    if (!from_cache_) throw;
+    load(compiler.library(source_, true));
+  }
+}
+
+void CpuLoop::load(const jit::HostCompiler::Result& compiled) {
   key_ = compiled.key;
   from_cache_ = compiled.origin == jit::CachedKernel::Origin::cache;
   library_ = std::make_unique<jit::LoadedLibrary>(compiled.library);

@@ -63,6 +63,7 @@ class CpuLoop {
 
  private:
   struct Memory;
+  void load(const jit::HostCompiler::Result& compiled);
   [[noreturn]] void raise(const cpu::Report& report) const;
   std::string describe(int task) const;
 

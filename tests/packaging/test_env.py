@@ -41,6 +41,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_REDUCTION": "fast",
         "ARK_TIMING": "1",
         "ARK_OPTIMISE": "1",
+        "CXX": "ccache g++",
     }
     assert set(values) == {variable.name for variable in env.VARIABLES}, "a new variable wants a good value here"
     expected = env.Settings(
@@ -59,6 +60,7 @@ def test_good_values(tmp_path: Path) -> None:
         8,
         str(table),
         1,
+        "ccache g++",
     )
     assert env.read(values) == expected
     assert env.read({"ARK_SPIN_US": "7"}).spin_us == 7
@@ -89,6 +91,7 @@ BAD = [
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),
     ("ARK_REDUCTION", "quick", "exact or fast"),
     ("ARK_TIMING", "on", "0 or 1"),
+    ("CXX", "g++ 'x", "a program, with arguments"),
 ]
 
 
