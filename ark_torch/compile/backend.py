@@ -40,6 +40,11 @@ TRAINS = (
 TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
 
 
+class _Merged(Exception):
+    """AOTAutograd has made one argument of several that overlap. Nothing guards that they lie that way the next time,
+    in Inductor's graphs as little as here, so such a graph runs as it is."""
+
+
 class _WholeGraph(Exception):
     """The graph goes to Inductor as it came; the text says why."""
 
@@ -74,6 +79,14 @@ def compile_graph(
             _say_once(TRAINS)
             raise _WholeGraph(TRAINS)
         return _capture(graph_module, example_inputs, options, graph_report, launcher)
+    except _Merged:
+        graph_report.whole, graph_report.whole_on = "arguments overlap, and one of them is written", "eager PyTorch"
+        if launcher is not None:
+            raise NotOneRegion(graph_report.whole) from None
+        if not options.fallback:
+            raise UnsupportedGraph(f'options={{"fallback": False}}, and {graph_report.whole}.') from None
+        log.info("the whole graph runs on eager PyTorch: %s", graph_report.whole)
+        return graph_module.forward  # type: ignore[no-any-return]
     except _WholeGraph as reason:
         graph_report.whole = str(reason)
         if launcher is not None:
@@ -111,9 +124,11 @@ def _capture(
         raise _WholeGraph(TRAINS)
 
     def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if len(inputs) < len(example_inputs):
+            raise _Merged
         try:
             call = compile_inference(graph, options, report, launcher)
-        except (_WholeGraph, UnsupportedGraph, NotOneRegion):
+        except (_WholeGraph, _Merged, UnsupportedGraph, NotOneRegion):
             raise
         except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
             if not options.fallback:
@@ -131,7 +146,13 @@ def _capture(
             decompositions=decompositions.table(),
             keep_inference_input_mutations=True,
         )(graph_module, example_inputs)
-    except (_WholeGraph, UnsupportedGraph, NotOneRegion, RestartAnalysis):  # the last: Dynamo's own way of trying again
+    except (
+        _WholeGraph,
+        _Merged,
+        UnsupportedGraph,
+        NotOneRegion,
+        RestartAnalysis,
+    ):  # the last: Dynamo's own way of trying again
         raise
     except Exception as error:
         # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.

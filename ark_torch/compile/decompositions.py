@@ -2,7 +2,7 @@
 
 index_copy and index_select refuse negative indices, and their decompositions (index_put, index) take them from the end.
 What ark runs is as strict as eager PyTorch, so both stay whole; a piece that goes to Inductor has them taken apart
-again, since Inductor knows them no other way.
+again, since Inductor knows them no other way. index_fill, which PyTorch makes of index_copy, takes them from the end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 
 from ark_torch.compile.analysis import aten
@@ -29,7 +30,21 @@ def table() -> dict[Any, Callable[..., Any]]:
     for operator in _KEPT:
         if (decomposition := made.get(operator)) is not None:
             made[operator] = _unless_simple(decomposition)
+    for operator in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
+        if (decomposition := made.get(operator)) is not None:
+            made[operator] = _fill_by_index(decomposition)
     return made
+
+
+def _fill_by_index(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    def fill(base: Any, dim: int, index: Any, value: Any) -> Any:
+        if base.ndim == 0 or index.ndim != 1:
+            return decomposition(base, dim, index, value)
+        if not isinstance(value, torch.Tensor):
+            value = aten.scalar_tensor.default(value, dtype=base.dtype, device=base.device)
+        return aten.index_put.default(base, [*[None] * (dim % base.ndim), index], value.to(base.dtype))
+
+    return fill
 
 
 def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:

@@ -233,13 +233,19 @@ class Lowering:
             value = node.kwargs.get("fill_value", node.args[0 if "scalar_tensor" in name else -1])
         if not isinstance(value, bool | int | float):
             raise Unsupported(f"a constant of {value!r}")
-        if tensor.dtype.is_floating_point:
-            value = float(torch.tensor(float(value), dtype=tensor.dtype).item())  # rounded as PyTorch would
+        return self.constant(value, tensor.dtype, tuple(tensor.shape))
+
+    def constant(self, value: float | int | bool, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Literal:
+        """A number as PyTorch stores it in a tensor of that type."""
+        if dtype == torch.bool:
+            value = bool(value)
+        elif dtype.is_floating_point:
+            value = float(torch.tensor(float(value), dtype=dtype).item())
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise Unsupported(f"{value} as an integer")
         else:
-            if isinstance(value, float) and not value.is_integer():
-                value = math.trunc(value) if math.isfinite(value) else value
-            value = bool(value) if tensor.dtype == torch.bool else self._number(int(value))
-        return Literal(value, tensor.dtype, tuple(tensor.shape))
+            value = self._number(int(value))
+        return Literal(value, dtype, shape)
 
     def _number(self, value: float | int | bool) -> float | int | bool:
         if isinstance(value, int) and abs(value) > 1 << 53:

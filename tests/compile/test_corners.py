@@ -170,3 +170,45 @@ def test_a_part_put_back_where_it_was_is_no_alias(compiled: Any) -> None:
     x = torch.arange(12.0).view(3, 4)
     call(x)[0].zero_()
     assert torch.equal(x, torch.arange(12.0).view(3, 4))
+
+
+def test_arguments_that_overlapped_and_do_so_no_more() -> None:
+    def step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(b)
+        return a * 2
+
+    pairs = [((0, 6), (0, 6)), ((0, 6), (6, 12)), ((2, 8), (2, 8)), ((4, 10), (4, 10))]
+    compiled = torch.compile(step, backend="ark", options={"choose": "ark", "minimum": 1})
+    for first, second in pairs:
+        base, want = torch.arange(12.0), torch.arange(12.0)
+        expected = step(want[slice(*first)], want[slice(*second)].clone())
+        assert torch.equal(compiled(base[slice(*first)], base[slice(*second)]), expected), (first, second)
+        assert torch.equal(base, want), (first, second)
+    separate = torch.arange(6.0), torch.arange(6.0) + 10
+    assert torch.equal(compiled(*separate), (torch.arange(6.0) * 2 + 10) * 2)
+
+
+def test_index_fill_takes_negative_indices() -> None:
+    def fill(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return t.index_fill(0, index, 2.0) * 3
+
+    def fill_in_place(t: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return t.index_fill_(1, index, 2.0) * 3
+
+    index = torch.tensor([-1, 2])
+    for function in (fill, fill_in_place):
+        compiled = torch.compile(function, backend="ark", options={"choose": "ark", "fallback": False})
+        value = torch.randn(10, 8)
+        assert torch.equal(compiled(value.clone(), index), function(value.clone(), index))
+
+
+def test_fractions_as_booleans() -> None:
+    x = torch.tensor([-1.0, 0.0, 2.0])
+    functions = (
+        lambda x: torch.full_like(x, 0.5, dtype=torch.bool) & (x == 0),
+        lambda x: (x > 5).fill_(0.5).float(),
+        lambda x: torch.nn.functional.pad(x > 0, (1, 1), value=0.5) | False,
+    )
+    for function in functions:
+        compiled = torch.compile(function, backend="ark", options={"choose": "ark", "minimum": 1})
+        assert torch.equal(compiled(x), function(x))

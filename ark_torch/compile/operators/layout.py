@@ -74,7 +74,7 @@ def constant_pad(low: Lowering, node: Node) -> Operand:
         raise Unsupported("padding that cuts")
     source, out = low.operand(node.args[0]), low.result(node)
     value = keyword(node, "value", 0)
-    low.copy(Literal(float(value) if out.dtype.is_floating_point else int(value), out.dtype, ()), out)
+    low.copy(low.constant(value, out.dtype), out)
     inner = out
     for i in range(len(pads) // 2):
         dim = len(out.shape) - 1 - i
@@ -139,7 +139,7 @@ def flip(low: Lowering, node: Node) -> Operand:
 def fill(low: Lowering, node: Node) -> Operand:
     dtype, shape = node.meta["val"].dtype, tuple(node.meta["val"].shape)
     value = node.args[1]
-    return Literal(float(value) if dtype.is_floating_point else int(value), dtype, shape)  # type: ignore[arg-type]
+    return low.constant(value, dtype, shape)  # type: ignore[arg-type]
 
 
 @lowers(aten.arange.start_step, aten.arange.default, aten.arange.start, prims.iota.default)
