@@ -69,6 +69,19 @@ inline double apply(const std::string& op, const std::vector<double>& x, bool in
   if (op == "cos") return std::cos(x[0]);
   if (op == "tanh") return std::tanh(x[0]);
   if (op == "erf") return std::erf(x[0]);
+  if (op == "exp2") return std::exp2(x[0]);
+  if (op == "log2") return std::log2(x[0]);
+  if (op == "log10") return std::log10(x[0]);
+  if (op == "erfc") return std::erfc(x[0]);
+  if (op == "tan") return std::tan(x[0]);
+  if (op == "asin") return std::asin(x[0]);
+  if (op == "acos") return std::acos(x[0]);
+  if (op == "atan") return std::atan(x[0]);
+  if (op == "sinh") return std::sinh(x[0]);
+  if (op == "cosh") return std::cosh(x[0]);
+  if (op == "asinh") return std::asinh(x[0]);
+  if (op == "acosh") return std::acosh(x[0]);
+  if (op == "atanh") return std::atanh(x[0]);
   if (op == "sigmoid") return 1 / (1 + std::exp(-x[0]));
   if (op == "relu") return x[0] < 0 ? 0 : x[0];
   if (op == "floor") return std::floor(x[0]);
@@ -86,6 +99,8 @@ inline double apply(const std::string& op, const std::vector<double>& x, bool in
   if (op == "div") return x[0] / x[1];
   if (op == "floor_divide") return integers && x[1] == 0 ? 0 : floor_of();
   if (op == "remainder") return integers && x[1] == 0 ? 0 : x[0] - floor_of() * x[1];
+  if (op == "fmod") return integers && x[1] == 0 ? 0 : std::fmod(x[0], x[1]);
+  if (op == "atan2") return std::atan2(x[0], x[1]);
   if (op == "pow") return std::pow(x[0], x[1]);
   if (op == "maximum") return std::isnan(x[0]) || std::isnan(x[1]) ? std::nan("") : std::max(x[0], x[1]);
   if (op == "minimum") return std::isnan(x[0]) || std::isnan(x[1]) ? std::nan("") : std::min(x[0], x[1]);
