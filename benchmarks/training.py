@@ -28,8 +28,8 @@ import time
 
 import on_gpus
 from gpu_ranks import Rank
-from models import IMPLEMENTATIONS, SHAPES
 from training_buckets import run_bucketed
+from training_models import IMPLEMENTATIONS, SHAPES
 from training_report import HEADING, draw, table, tell
 from training_subject import FREE, Subject, make_groups
 from training_wrapped import fake_group, run_wrapped

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from gpu_ranks import Rank, Row, ark_group, rival_group
-from models import SHAPES, Shape, build
 from torch import nn
+from training_models import SHAPES, Shape, build
 
 FREE = "free"
 Groups = dict[str, Any]  # contender -> group; None: no communication at all
