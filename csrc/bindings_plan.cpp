@@ -118,42 +118,37 @@ uint64_t run_steps(ark::compile::Region& region, const std::vector<at::Tensor>& 
   }
 }
 
-// The tensors of a tuple, which holds them for as long: no count of references is touched.
+// The tensors of a tuple of nothing else, which holds them for as long: no count of references is touched.
 class Borrowed {
  public:
   using Traits = c10::MaybeOwnedTraits<at::Tensor>;
-  Borrowed(PyObject* tuple, const std::string& name) {
+  explicit Borrowed(PyObject* tuple) {
     const Py_ssize_t size = PyTuple_GET_SIZE(tuple);
-    auto* tensor_type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
     tensors_.reserve(static_cast<size_t>(size));
-    for (Py_ssize_t i = 0; i < size; ++i) {
-      PyObject* one = PyTuple_GET_ITEM(tuple, i);
-      if (!PyObject_TypeCheck(one, tensor_type)) {
-        release();
-        throw c10::TypeError({__func__, __FILE__, __LINE__},
-                             "argument " + std::to_string(i) + " of " + name + " is no tensor");
-      }
-      tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(one)));
-    }
+    for (Py_ssize_t i = 0; i < size; ++i)
+      tensors_.push_back(Traits::createBorrow(THPVariable_Unpack(PyTuple_GET_ITEM(tuple, i))));
   }
-  ~Borrowed() { release(); }
+  ~Borrowed() {
+    for (at::Tensor& one : tensors_) Traits::destroyBorrow(one);
+  }
   Borrowed(const Borrowed&) = delete;
   Borrowed& operator=(const Borrowed&) = delete;
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
  private:
-  void release() {
-    for (at::Tensor& one : tensors_) Traits::destroyBorrow(one);
-  }
   std::vector<at::Tensor> tensors_;
 };
 
 // A call without pybind11, whose handling of many arguments takes longer than the check of what they are. `self` is a
-// tuple of the Region's object, which it keeps, and its address.
+// tuple of the Region's object, which it keeps, its address, and what is called where an argument is of a class derived
+// from Tensor: such a one may have no memory of its own (AsyncCollectiveTensor, which must be waited for).
 PyObject* call_region(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i)
+    if (!THPVariable_CheckExact(PyTuple_GET_ITEM(arguments, i)))
+      return PyObject_CallObject(PyTuple_GET_ITEM(self, 2), arguments);
   auto& region = *static_cast<ark::compile::Region*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(self, 1)));
-  const Borrowed inputs(arguments, region.name());
+  const Borrowed inputs(arguments);
   std::vector<at::Tensor> results;
   {
     const py::gil_scoped_release no_gil;
@@ -166,10 +161,11 @@ PyObject* call_region(PyObject* self, PyObject* arguments) {
   END_HANDLE_TH_ERRORS
 }
 
-py::object function_of(const py::object& region) {
+py::object function_of(const py::object& region, const py::object& otherwise) {
   static PyMethodDef definition{"region", &call_region, METH_VARARGS, "Runs a compiled region."};
   auto& address = region.cast<ark::compile::Region&>();
-  const py::tuple self = py::make_tuple(region, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(&address)));
+  const py::tuple self =
+      py::make_tuple(region, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(&address)), otherwise);
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
 }
 
@@ -236,7 +232,10 @@ void bind_plan(py::module_& m) {
           py::arg("inputs"))
       .def("steps", &run_steps, py::arg("inputs"), py::arg("most"),
            "Many steps in one launch, of a chained region without results; how many were done.")
-      .def("function", &function_of, "A function of the inputs as arguments that does the same, quicker.")
+      .def("function", &function_of, py::arg("otherwise"),
+           "A function of the inputs as arguments that does the same, quicker; otherwise() where one is of a class "
+           "derived "
+           "from Tensor.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })

@@ -62,7 +62,7 @@ def around(captured: Callable[..., Any], ways: Sequence[Way], example_inputs: Se
     function = getattr(region, "function", None)
     if function is None:
         return captured
-    call: Callable[..., Any] = function()
+    call: Callable[..., Any] = function(captured)  # which waits for an AsyncCollectiveTensor, say
     if region is runs:
         return call
 

@@ -167,10 +167,12 @@ void Region::check(const std::vector<at::Tensor>& inputs) const {
   for (size_t i = 0; i < inputs.size(); ++i) {
     const at::Tensor& input = inputs[i];
     const Spec& spec = inputs_[i];
-    if (input.is_cpu() && input.layout() == at::kStrided && input.scalar_type() == spec.type &&
-        input.sizes() == at::IntArrayRef(spec.sizes) && input.strides() == at::IntArrayRef(spec.strides))
+    if (input.is_cpu() && input.layout() == at::kStrided && !input.unsafeGetTensorImpl()->is_python_dispatch() &&
+        input.scalar_type() == spec.type && input.sizes() == at::IntArrayRef(spec.sizes) &&
+        input.strides() == at::IntArrayRef(spec.strides))
       continue;
     if (!input.device().is_cpu() || input.layout() != at::kStrided) fail(i, "is not a strided CPU tensor");
+    if (input.unsafeGetTensorImpl()->is_python_dispatch()) fail(i, "is of a class that may have no memory of its own");
     if (input.scalar_type() != spec.type)
       fail(i, std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
     if (input.sizes() != at::IntArrayRef(spec.sizes))
