@@ -38,12 +38,12 @@ def register() -> None:
 
 def _name_logs() -> None:
     """TORCH_LOGS="+ark": PyTorch reads the variable right after its import has called us. A help, so never a failure:
-    without it, Python's logger "ark_torch" is as good."""
+    without it, Python's logger "ark_torch.compile" is as good."""
     try:
         from torch._logging._internal import log_registry, register_log
 
         if "ark" not in log_registry.log_alias_to_log_qnames:
-            register_log("ark", "ark_torch")
+            register_log("ark", "ark_torch.compile")  # not its parent, whose level PyTorch would reset
     except Exception as error:  # a part of PyTorch that it promises nobody
         _failures_of_help.append(error)
 
