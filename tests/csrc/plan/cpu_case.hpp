@@ -25,6 +25,13 @@
 
 namespace ark::plan::test {
 
+// Compiling with a sanitizer takes several times as long.
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr int kSanitizersShare = 4;
+#else
+inline constexpr int kSanitizersShare = 1;
+#endif
+
 inline jit::Settings cpu_settings(const std::string& cache = {}) {
   jit::Settings settings;
   settings.version = "test";
