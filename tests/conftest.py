@@ -24,6 +24,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: runs in make test-quick (all of them under 3 minutes)")
     config.addinivalue_line("markers", "nightly: long; runs in make test-nightly only")
     config.addinivalue_line("markers", "limit(seconds): hard time limit of one test")
+    # A job in a shell's background is started with Ctrl-C ignored, and so would be all processes that it starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(hookwrapper=True)
