@@ -62,7 +62,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       layout_(size),
       memory_(std::move(memory)),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
-      watch_(health, &host_status()->group, options.log),
+      watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),
       chunks_from_(options.dispatch->chunks_from),
       landings_from_(options.dispatch->landings_from),
@@ -71,7 +71,8 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
 }
 
 bool CudaLauncher::settle() {
-  // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer.
+  // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer, and
+  // waits of copy engines: whatever lock the driver holds meanwhile, as the watch does not call it.
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
