@@ -40,12 +40,13 @@
 // path. Behind the copy in its stream the driver puts a fence like __threadfence_system() before the write of the word
 // (the default flag of cuStreamWriteValue32; what would take it away is not used): the copy is visible to the waiter's
 // GPU before the word is visible to anybody. The waiter's stream starts what follows its wait when it has seen the
-// word. CU_STREAM_WAIT_VALUE_FLUSH is for writers without such a fence, that is devices on the bus, and most GPUs lack
-// it. The other way, "free" and "taken", nothing but the order of a stream is needed: reads have ended before the word
-// is written. Memory that was registered with cuMemHostRegister is what these operations document; that they also hold
-// in several processes' mappings of the same pages rests on their being the same physical addresses, which is how
-// NCCL's shared-memory transport uses them. The host's loads and stores race with the streams' by intent: words are 32
-// bits, aligned, and whole; a 1 that it stores before a stream's 0 is lost and stored again.
+// word. CU_STREAM_WAIT_VALUE_FLUSH, which selected platforms offer, is for remote writes that have reached the device
+// but may not be visible there yet: behind such a fence they are. The other way, "free" and "taken", nothing but the
+// order of a stream is needed: reads have ended before the word is written. The operations are documented for memory
+// registered with cuMemHostRegister. That one page works so in several processes is not: NCCL's shared-memory transport
+// registers such mappings in every process, for kernels and copies; here it is assumed of stream memory operations too.
+// The host's loads and stores race with the streams' by intent: words are 32 bits, aligned, and whole; a 1 that it
+// stores before a stream's 0 is lost and stored again.
 #pragma once
 
 #include <cstdint>
