@@ -13,7 +13,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // take 209 us for 64 MB and 3.2 ms for 1 GB, copy engines 256 us and 3.2 ms (NCCL 250 us and 3.3 ms); but large
   // buckets are summed beside computation, which rings slow down (a step of GPT-2 XL: 77 ms, NCCL 71, copy engines 67).
   // On more than two ranks they were not measured yet. all_gather into registered memory beside products: 64 MB ends
-  // 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a graph (rings 38); into
+  // 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a graph (rings 40); into
   // plain memory rings are sooner up to 64 MB, but at 256 MB they slow products down threefold. Landings gain 2 to 5%
   // (64 MB 202 us instead of 209) and lose below 16 MB, where lines are there sooner than an announcement.
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
