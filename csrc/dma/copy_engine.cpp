@@ -13,9 +13,10 @@ namespace ark {
 
 namespace {
 
-constexpr uint64_t kHead = 4096;           // of the words
-constexpr uint64_t kLeastPiece = 4 << 20;  // a smaller one costs more in hand-overs than it hides
-constexpr std::chrono::milliseconds kReleasing{60}, kPatience{1000};
+constexpr uint64_t kHead = 4096;                               // what a graph's call copies its beat by
+constexpr uint64_t kLeastPiece = 4 << 20;                      // a smaller one costs more in hand-overs than it hides
+constexpr std::chrono::milliseconds kReleasing{60}, kIdle{2};  // between two calls they are idle too
+constexpr std::chrono::microseconds kBetween{50};
 
 }  // namespace
 
@@ -31,24 +32,23 @@ uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
   return slot < kLeastSlot ? 0 : kHead + slots * slot;
 }
 
-void CopyEngine::prepare(char* own, int ranks) {
-  CUstream stream = nullptr;
-  check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreateWithPriority");
-  const CUdeviceptr words = reinterpret_cast<CUdeviceptr>(own);
-  const size_t count = static_cast<size_t>(ranks) * kSlots;
-  driver().memset_d32_async(words + 4 * free_slot * count, 1, (entered - free_slot) * count, stream);
-  const CUresult result = driver().stream_synchronize(stream);
-  driver().stream_destroy(stream);
-  check(result, "preparing memory for copy engines");
+size_t CopyEngine::words_bytes(int ranks) {
+  constexpr size_t kPage = 4096;
+  return (sizeof(uint32_t) * kWords * ranks * kSlots + kPage - 1) / kPage * kPage;
 }
 
-CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, device::EngineStatus* status,
-                       device::EngineStatus* host_status, std::shared_ptr<void> held)
+void CopyEngine::prepare(uint32_t* own, int ranks) {
+  std::fill(own + place_of(free_slot, 0, 0, ranks), own + place_of(entered, 0, 0, ranks), 1);
+}
+
+CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, Words words,
+                       device::EngineStatus* status, device::EngineStatus* host_status, std::shared_ptr<void> held)
     : rank_(rank),
       size_(static_cast<int>(memory.size())),
       device_(device),
       slot_bytes_((bytes - kHead) / slot_count(static_cast<int>(memory.size())) / 4096 * 4096),
       memory_(std::move(memory)),
+      words_(std::move(words)),
       held_(std::move(held)),
       status_(status),
       host_status_(host_status) {
@@ -62,10 +62,6 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
   };
   create(link_, greatest);
   for (CUstream& stream : work_) create(stream, greatest);
-  create(release_, least);
-  void* seen = nullptr;
-  check(driver().mem_host_alloc(&seen, sizeof *seen_ * kWords * size_ * kSlots, kHostAllocPortable), "cuMemHostAlloc");
-  seen_ = static_cast<uint32_t*>(seen);
   check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
 }
@@ -77,14 +73,13 @@ CopyEngine::~CopyEngine() {
     driver().event_destroy(event_);
     for (CUevent event : done_) driver().event_destroy(event);
     for (CUstream stream : work_) driver().stream_destroy(stream);
-    for (CUstream stream : {link_, release_}) driver().stream_destroy(stream);
-    driver().mem_free_host(seen_);
+    driver().stream_destroy(link_);
   } catch (const Error&) {  // at exit the driver may be gone already
   }
 }
 
 CUdeviceptr CopyEngine::word(int waiter, Word which, int teller, uint64_t piece) const {
-  return reinterpret_cast<CUdeviceptr>(memory_[waiter]) + 4 * ((which * size_ + teller) * kSlots + piece % kSlots);
+  return words_.of[waiter] + sizeof(uint32_t) * place_of(which, teller, piece, size_);
 }
 
 char* CopyEngine::slot(int owner, Bank bank, int writer, uint64_t piece) const {
@@ -110,50 +105,40 @@ uint64_t CopyEngine::piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bo
   return std::max(((bytes + count - 1) / count + unit - 1) / unit, uint64_t{1}) * unit;
 }
 
-// That its stream has done all it was given; waits for that a while.
-bool CopyEngine::released() const {
-  const auto until = std::chrono::steady_clock::now() + kPatience;
+// Relaxed: whoever is let go reads garbage.
+void CopyEngine::release_all() {
+  using Clock = std::chrono::steady_clock;
+  const size_t marks = place_of(entered, 0, 0, size_), end = place_of(kWords, 0, 0, size_);
+  auto now = Clock::now(), busy_at = now;
+  const auto until = now + kReleasing;
   for (;;) {
-    const CUresult result = driver().stream_query(release_);
-    if (result != CUDA_ERROR_NOT_READY) return result == CUDA_SUCCESS;
-    if (std::chrono::steady_clock::now() > until) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const uint32_t mark = protocol::load_relaxed(host_status_->expected) & kMarkBits;
+    for (size_t i = 0; i < end; ++i) protocol::store_relaxed(words_.own[i], i < marks ? 1 : mark);
+    if (protocol::load_relaxed(host_status_->busy) != 0) busy_at = now;
+    if (now > until || now - busy_at > kIdle) return;
+    std::this_thread::sleep_for(kBetween);
+    now = Clock::now();
   }
 }
 
-void CopyEngine::release_all() {
-  const RelaxedCapture relaxed;
-  const CurrentContext context(device_);
-  const size_t count = static_cast<size_t>(size_) * kSlots;
-  if (!released()) return;
-  const auto until = std::chrono::steady_clock::now() + kReleasing;
-  do {  // a stream may have many calls before it
-    const uint32_t mark = protocol::load_relaxed(host_status_->expected) & kMarkBits;
-    driver().memset_d32_async(word(rank_, arrived, 0, 0), 1, entered * count, release_);
-    driver().memset_d32_async(word(rank_, entered, 0, 0), mark, count, release_);
-    if (!released()) return;
-  } while (protocol::load_relaxed(host_status_->busy) != 0 && std::chrono::steady_clock::now() < until);
-}
-
-EngineDiagnosis CopyEngine::diagnose() {
-  const RelaxedCapture relaxed;
-  const CurrentContext context(device_);
-  const size_t bytes = sizeof *seen_ * kWords * size_ * kSlots;
-  if (!released() ||
-      driver().memcpy_async(reinterpret_cast<CUdeviceptr>(seen_), word(rank_, arrived, 0, 0), bytes, release_) !=
-          CUDA_SUCCESS ||
-      !released())
+// A stream says whom it expects behind having used up all earlier marks, and takes it back before a peer can tell the
+// next: so what lies here while the same is expected before and after is of the same call.
+EngineDiagnosis CopyEngine::diagnose() const {
+  std::vector<uint32_t> seen(place_of(kWords, 0, 0, size_));
+  const uint32_t beat = protocol::load_acquire(host_status_->beat);
+  const uint32_t expected = protocol::load_acquire(host_status_->expected), asked = expected >> kMarkShift;
+  for (size_t i = 0; i < seen.size(); ++i) seen[i] = protocol::load_acquire(words_.own[i]);
+  if (protocol::load_acquire(host_status_->expected) != expected || protocol::load_relaxed(host_status_->beat) != beat)
     return {};
-  const uint32_t expected = protocol::load_relaxed(host_status_->expected), asked = expected >> kMarkShift;
   const auto count_of = [&](Word which, int peer) {
-    const uint32_t* const first = &seen_[(which * size_ + peer) * kSlots];
+    const auto first = seen.begin() + static_cast<ptrdiff_t>(place_of(which, peer, 0, size_));
     return std::count_if(first, first + kSlots, [](uint32_t value) { return value != 0; });
   };
   // Missing is from whom nothing lies here that would wait to be used, first of all where what it got was not used.
   std::vector<int> silent, idle;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
-    const uint32_t mark = seen_[(entered * size_ + peer) * kSlots];
+    const uint32_t mark = seen[place_of(entered, peer, 0, size_)];
     if ((asked >> peer & 1) != 0 && mark != 0 && mark != (expected & kMarkBits)) return {peer, true};
     if (count_of(arrived, peer) + count_of(came, peer) != 0) continue;
     silent.push_back(peer);

@@ -17,10 +17,10 @@
 // Slots are used in turn, from the first one on in every call, so that a graph's constants fit whatever ran before; a
 // slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
 // behind a piece of a message, "free" and "taken" back from whoever has read the slot; those two are 1 at first, and
-// awaited before the slot is written again. No cycle: what a rank does in step j depends on what all ranks do in
-// earlier steps, or in this one before it. That holds for the order in which a rank submits operations, whatever stream
-// they are for: all streams may share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all
-// that was submitted after it.
+// awaited before the slot is written again. They lie in host memory that all ranks map. No cycle: what a rank does in
+// step j depends on what all ranks do in earlier steps, or in this one before it. That holds for the order in which a
+// rank submits operations, whatever stream they are for: all streams may share one hardware queue
+// (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all that was submitted after it.
 //
 // Registered outputs: copies are enqueued before anybody could ask the receiver for its address. So the contract is
 // NCCL's: all ranks pass the same place of the same window. It is checked on the device: a receiver tells its senders
@@ -29,10 +29,24 @@
 // diagnose() finds out why. Marks are exchanged as soon as a group has registered anything, for plain tensors too: the
 // other rank's may be registered. One is told again only after all of a call arrived, which was sent after it was seen.
 //
-// Waits have no bound of their own. Words in host memory say that a collective is under way and how far it is; the
-// watching thread (health/device_watch.hpp) fails the group when nothing moved for the timeout, and then calls
-// release_all() until the streams have drained: results are garbage then, and every later call raises. What that thread
-// enqueues itself may stand behind such a wait, so it waits for that no longer than about a second.
+// Waits have no bound of their own. Status words say that a collective is under way and how far it is; the watching
+// thread (health/device_watch.hpp) fails the group when nothing moved for the timeout, and then calls release_all() in
+// every look: results are garbage then, and every later call raises. Once is not enough: a stream that is let go puts 0
+// back, comes to its next wait, and calls may stand behind this one. That thread makes no call of the driver: while
+// some thread is in cuMemcpyDtoH to pageable memory, which waits for these very streams, the driver holds a lock of the
+// context that most calls need (seen on an H200), and a release that needs it never comes.
+//
+// Ordering. A teller's copy goes over the link into memory of the waiter's GPU, its word then into host memory: another
+// path. Behind the copy in its stream the driver puts a fence like __threadfence_system() before the write of the word
+// (the default flag of cuStreamWriteValue32; what would take it away is not used): the copy is visible to the waiter's
+// GPU before the word is visible to anybody. The waiter's stream starts what follows its wait when it has seen the
+// word. CU_STREAM_WAIT_VALUE_FLUSH, which selected platforms offer, is for remote writes that have reached the device
+// but may not be visible there yet: behind such a fence they are. The other way, "free" and "taken", nothing but the
+// order of a stream is needed: reads have ended before the word is written. The operations are documented for memory
+// registered with cuMemHostRegister. That one page works so in several processes is not: NCCL's shared-memory transport
+// registers such mappings in every process, for kernels and copies; here it is assumed of stream memory operations too.
+// The host's loads and stores race with the streams' by intent: words are 32 bits, aligned, and whole; a 1 that it
+// stores before a stream's 0 is lost and stored again.
 #pragma once
 
 #include <cstdint>
@@ -51,14 +65,20 @@ class CopyEngine {
   // Symmetric memory to give it, of at most `limit` bytes (ARK_BUFFER_MB): with less, smaller pieces; 0: too little.
   static uint64_t memory_bytes(int ranks, uint64_t limit);
 
-  // memory[r]: rank r's, as mapped here, prepared by prepare() before it was handed to the peers; `bytes` of each.
-  // `status`: as the device sees it, and as the host does. `held`: kept as long as the engine.
-  CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, device::EngineStatus* status,
+  // The words' host memory: of each rank as this rank's device sees it, and this rank's own as its host does.
+  struct Words {
+    std::vector<CUdeviceptr> of;
+    uint32_t* own;
+  };
+  static size_t words_bytes(int ranks);
+  static void prepare(uint32_t* own, int ranks);  // zeroed words, before a peer sees them
+
+  // memory[r]: rank r's, as mapped here; `bytes` of each. `status`: as the device sees it, and as the host does.
+  // `held`: kept as long as the engine; graphs hold addresses of words.
+  CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, Words words, device::EngineStatus* status,
              device::EngineStatus* host_status, std::shared_ptr<void> held = nullptr);
   ~CopyEngine();
   CopyEngine(const CopyEngine&) = delete;
-
-  static void prepare(char* own, int ranks);
 
   struct Message {
     const void* data;
@@ -94,10 +114,11 @@ class CopyEngine {
 
   uint64_t pull_below = 128 << 20;  // all_reduces up to here, not registered; tests choose others
 
-  void release_all();  // the group has failed: lets every wait end; called again and again by the watching thread
-
-  // By the watching thread, while a collective does not move. Nobody: it cannot be told, or not now.
-  EngineDiagnosis diagnose();
+  // By the watching thread, without a call of the driver. The group has failed: lets the waits end that it finds, for a
+  // few milliseconds or until there are none; to be called again and again.
+  void release_all();
+  // While a collective does not move. Nobody: it cannot be told, or it moves.
+  EngineDiagnosis diagnose() const;
 
  private:
   enum Word { arrived, came, free_slot, taken, entered, kWords };  // 0, 0, 1, 1 at first; marks
@@ -108,11 +129,13 @@ class CopyEngine {
 
   static uint64_t slot_count(int ranks);
   CUdeviceptr word(int waiter, Word which, int teller, uint64_t piece) const;
+  static size_t place_of(Word which, int teller, uint64_t piece, int ranks) {
+    return (static_cast<size_t>(which) * ranks + teller) * kSlots + piece % kSlots;
+  }
   char* slot(int owner, Bank bank, int writer, uint64_t piece) const;
   CUdeviceptr told(uint32_t device::EngineStatus::*word) const {  // to the host
     return reinterpret_cast<CUdeviceptr>(&(status_->*word));
   }
-  bool released() const;
   void copy(CUstream stream, void* to, const void* from, uint64_t bytes);
   void follow(CUstream stream, CUstream before);  // stream waits for all that `before` has been given
   uint64_t piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const;
@@ -121,11 +144,11 @@ class CopyEngine {
   const int rank_, size_, device_;
   const uint64_t slot_bytes_;
   const std::vector<char*> memory_;
+  const Words words_;
   const std::shared_ptr<void> held_;
   device::EngineStatus* const status_;
   device::EngineStatus* const host_status_;
-  CUstream link_ = nullptr, work_[kWorkers] = {}, release_ = nullptr;
-  uint32_t* seen_ = nullptr;  // what diagnose() reads: a copy that is late writes it later
+  CUstream link_ = nullptr, work_[kWorkers] = {};
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
   uint32_t calls_ = 0;

@@ -25,7 +25,7 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), s
   work_.back().enqueue();
   if (!captured_) return;
   const CUstream idle = engine.work_[kWorkers - 1];
-  char* const relay = reinterpret_cast<char*>(engine.word(engine.rank_, kWords, 0, 0));
+  char* const relay = engine.memory_[engine.rank_];
   engine.copy(idle, relay, &engine.status_->clock, sizeof engine.status_->clock);
   engine.copy(idle, &engine.status_->beat, relay, sizeof engine.status_->beat);
 }

@@ -1,9 +1,10 @@
-// Words in GPU memory that streams write and await by themselves (stream memory operations): no SM executes them.
+// Words that streams write and await by themselves (stream memory operations): no SM executes them.
 //
 // The values are constants once captured in a graph, so these are not counters: a word is 0 until somebody tells it a
 // value, whoever waited for that value puts 0 back, and nobody tells a word again before. Ordering: the driver orders a
 // write behind the copies and kernels of its stream, and makes what they wrote visible to whoever sees the word; what
-// follows a wait on its stream starts behind it. A wait has no bound: somebody outside must be able to end it.
+// follows a wait on its stream starts behind it. A wait has no bound: somebody outside must be able to end it,
+// so the words of copy engines lie in host memory (copy_engine.hpp).
 //
 // Operations gather until enqueue(), which hands them to the driver in one call.
 #pragma once

@@ -7,8 +7,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <thread>
+#include <utility>
 
+#include "health/failure_log.hpp"
 #include "health/start_thread.hpp"
 #include "protocol/atomics.hpp"
 
@@ -22,7 +25,8 @@ constexpr std::chrono::seconds kStill{1};  // copy engines that wait rather than
 struct DeviceWatch::Watched {
   GroupHealth* health;
   device::GroupStatus* status;
-  std::function<void(const Error&)> log;
+  Hear note;
+  std::optional<FailureLog> log;
   std::mutex mutex;
   bool over = false;     // the group is gone
   bool noticed = false;  // that the device gave up
@@ -44,17 +48,22 @@ struct DeviceWatch::Watched {
                                   " output: it may have stopped, or called other collectives."});
   }
 
-  void fail_in_words(const GroupHealth::Alarm& alarm, int peer, const std::function<void(const Error&)>& told) {
+  void fail_in_words(const GroupHealth::Alarm& alarm, int peer, bool told) {
     try {
       health->raise(alarm, {}, peer);
     } catch (const Error& error) {
-      if (told) told(error);
+      if (told) tell(error);
     }
   }
 
   void fail_engine(const Error& error) {
     health->fail(error);
-    if (log) log(error);
+    tell(error);
+  }
+
+  void tell(const Error& error) {
+    if (note) note(error);
+    log->add(error);
   }
 
   // A peer says goodbye when its device has done all it was given, so what it has issued came here. Bit r: rank r left.
@@ -90,7 +99,7 @@ struct DeviceWatch::Watched {
                           ErrorContext{health->rank(), found.peer, "", 0,
                                        "Pass tensors at the same place of the same registered memory on all ranks."}));
       else if (left && will_not_call(peer, departed))
-        fail_in_words({GroupHealth::Alarm::departed, peer}, peer, log);
+        fail_in_words({GroupHealth::Alarm::departed, peer}, peer, true);
       else if (timed_out)
         fail_engine(waited("copy engines of this rank", peer));
     }
@@ -107,7 +116,7 @@ struct DeviceWatch::Watched {
       const bool failed_before = health->failed();
       const Error error = waited("a kernel on this rank's GPU", peer);
       health->fail(error);
-      if (!failed_before && log) log(error);
+      if (!failed_before) tell(error);
     }
     uint32_t departed = 0;
     bool lost = health->failed();
@@ -121,11 +130,12 @@ struct DeviceWatch::Watched {
         continue;
       }
       lost = true;
-      fail_in_words(*alarm, peer, nullptr);
+      fail_in_words(*alarm, peer, false);
     }
     protocol::store_relaxed(status->departed, departed);
     if (lost) protocol::store_release(status->abort, uint32_t{1});
     look_at_engine(departed);
+    log->start();
     if (failed && health->failed()) failed();
   }
 };
@@ -168,8 +178,7 @@ class Thread {
       for (const auto& [key, look] : looks) {
         try {
           look();
-        } catch (const std::exception&) {
-          // A device that has failed, or a dump that could not be written: no reason to end the process.
+        } catch (const std::exception&) {  // no reason to end the process
         }
       }
       lock.lock();
@@ -185,18 +194,22 @@ class Thread {
 
 }  // namespace
 
-DeviceWatch::DeviceWatch(GroupHealth& health, device::GroupStatus* status, std::function<void(const Error&)> log)
+DeviceWatch::DeviceWatch(GroupHealth& health, device::GroupStatus* status, Hear log, Hear note)
     : watched_(std::make_shared<Watched>()) {
   watched_->health = &health;
   watched_->status = status;
-  watched_->log = std::move(log);
+  watched_->log.emplace(std::move(log));
+  watched_->note = std::move(note);
   Thread::instance().add(watched_.get(), [watched = watched_] { watched->look(); });
 }
 
 DeviceWatch::~DeviceWatch() {
   Thread::instance().remove(watched_.get());
-  std::lock_guard lock(watched_->mutex);
-  watched_->over = true;
+  {
+    const std::lock_guard lock(watched_->mutex);
+    watched_->over = true;
+  }
+  watched_->log.reset();
 }
 
 void DeviceWatch::check(const OperationContext& context) {

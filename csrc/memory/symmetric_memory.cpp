@@ -68,24 +68,26 @@ void SymmetricMemory::share(MemoryMeeting& meeting, const DeviceMemory& own,
 std::vector<DeviceMemory> SymmetricMemory::create(KeyValueStore& store, const Options& options, std::string& why) {
   const auto meeting =
       MemoryMeeting::join(store, {options.rank, options.size, options.timeout, options.name, options.check}, why);
-  if (!meeting) return {};
-  std::vector<DeviceMemory> memory(options.size);
-  DeviceMemory& own = memory[options.rank];
+  return meeting ? create(*meeting, options, why) : std::vector<DeviceMemory>();
+}
+
+std::vector<DeviceMemory> SymmetricMemory::create(MemoryMeeting& meeting, const Options& options, std::string& why) {
+  std::vector<DeviceMemory> memory(meeting.size());
+  DeviceMemory& own = memory[meeting.rank()];
   const auto allocate = [&] {
     own = DeviceMemory::allocate(options.device, options.bytes);
-    BufferCard& card = meeting->own_card<BufferCard>();
+    BufferCard& card = meeting.own_card<BufferCard>();
     card.bytes = own.size();
     check(driver().device_get_uuid(&card.device, options.device), "cuDeviceGetUuid");
-    if (options.prepare) options.prepare(own);
   };
   const auto share = [&] {
-    check_sizes(*meeting);
-    check_devices(*meeting, options.device, options.device_each);
-    SymmetricMemory::share(*meeting, own, [&](int peer, UniqueFd fd) {
-      memory[peer] = DeviceMemory::import(options.device, fd, meeting->card_of<BufferCard>(peer).bytes);
+    check_sizes(meeting);
+    check_devices(meeting, options.device, options.device_each);
+    SymmetricMemory::share(meeting, own, [&](int peer, UniqueFd fd) {
+      memory[peer] = DeviceMemory::import(options.device, fd, meeting.card_of<BufferCard>(peer).bytes);
     });
   };
-  if (!meeting->step(allocate, why) || !meeting->step(share, why)) return {};
+  if (!meeting.step(allocate, why) || !meeting.step(share, why)) return {};
   return memory;
 }
 

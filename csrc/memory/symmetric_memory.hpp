@@ -25,13 +25,14 @@ class SymmetricMemory {
     size_t bytes = 0;         // equal on all ranks
     bool device_each = true;  // refuses ranks that share a device
     std::chrono::milliseconds timeout{0};
-    std::string name;                                  // of this buffer in the group; part of its keys in the store
-    std::function<void(const DeviceMemory&)> prepare;  // this rank's, before a peer sees it; may be empty
-    std::function<void()> check;                       // between waits; throws what ends the group
+    std::string name;             // of this buffer in the group; part of its keys in the store
+    std::function<void()> check;  // between waits; throws what ends the group
   };
 
   // Empty and `why` where the devices do not reach each other's memory, or a rank could not allocate.
   static std::vector<DeviceMemory> create(KeyValueStore& store, const Options& options, std::string& why);
+  // The same at a meeting that the ranks have joined already, which may share more.
+  static std::vector<DeviceMemory> create(MemoryMeeting& meeting, const Options& options, std::string& why);
 
   // In the body of a step that every rank takes: hands this rank's memory to every peer, and each peer's descriptor to
   // `take`.

@@ -100,6 +100,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
                                            {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction},
                                            options.check);
+      options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) {

@@ -39,8 +39,10 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
   void finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr error);
 
-  // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole.
+  // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole: before what it
+  // still waits for is let go, which then is no success, and afterwards.
   void not_enqueued(uint64_t flight, const Error& error);
+  void device_gives_up(const Error& error);
   void device_gave_up(const Error& error);
 
   // The group's side on its CUDA device; null before the first operation there.

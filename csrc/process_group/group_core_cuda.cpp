@@ -55,11 +55,12 @@ void GroupCore::not_enqueued(uint64_t flight, const Error& cause) {
   report_failure(cause);
 }
 
+void GroupCore::device_gives_up(const Error& cause) {
+  const std::lock_guard lock(cuda_mutex_);
+  device_failure_ = cause;
+}
+
 void GroupCore::device_gave_up(const Error& cause) {
-  {
-    const std::lock_guard lock(cuda_mutex_);
-    device_failure_ = cause;
-  }
   if (const auto side = cuda()) side->look();
   report_failure(cause);
 }

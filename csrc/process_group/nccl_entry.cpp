@@ -123,8 +123,14 @@ void NcclEntry::meet(const Meeting& meeting) {
 }
 
 void NcclEntry::abort() {
-  if (const BackendPtr made = backend(); made && !aborted_.exchange(true))
+  const BackendPtr made = backend();
+  if (!made || aborted_.exchange(true)) return;
+  try {
     apart("the thread that aborts NCCL", [made] { made->abort(); });
+  } catch (const Error&) {  // no thread could be started: the next look tries again
+    aborted_.store(false);
+    throw;
+  }
 }
 
 void NcclEntry::close(std::chrono::milliseconds patience) {

@@ -72,28 +72,33 @@ class _Beside:
         self.group, self.done, self.failure = dist.new_group(), 0, ""
         self._allowed = threading.Semaphore(0)
         self._over = False
-        dist.all_reduce(torch.ones(1, device=device), group=self.group)
-        self._thread = threading.Thread(target=self._run, args=(device, dist.get_world_size()))
+        self._steps(2, device, dist.get_world_size())  # loads its kernels, which would wait for the main thread's work
+        torch.cuda.synchronize()
+        self._thread = threading.Thread(target=self._run, args=(device, dist.get_world_size()), daemon=True)
         self._thread.start()
 
     def _run(self, device: torch.device, world: int) -> None:
         try:
             torch.cuda.set_device(device)
-            wrong = torch.zeros((), dtype=torch.int64, device=device)
             with torch.cuda.stream(torch.cuda.Stream()):
-                wrong.zero_()
+                wrong = self._steps(0, device, world)
                 while True:
                     self._allowed.acquire()
                     if self._over:
                         break
-                    for step in range(200):
-                        tensor = torch.full((1 + step * 911 % 70_001,), step % 7, dtype=torch.int32, device=device)
-                        dist.all_reduce(tensor, group=self.group)
-                        wrong += (tensor != world * (step % 7)).sum()
+                    wrong += self._steps(200, device, world)
                     self.done += 200
                 assert wrong.item() == 0, f"{wrong.item()} elements of the group beside are wrong"
         except Exception as error:
             self.failure = repr(error)
+
+    def _steps(self, count: int, device: torch.device, world: int) -> torch.Tensor:
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for step in range(count):
+            tensor = torch.full((1 + step * 911 % 70_001,), step % 7, dtype=torch.int32, device=device)
+            dist.all_reduce(tensor, group=self.group)
+            wrong += (tensor != world * (step % 7)).sum()
+        return wrong
 
     def allow(self) -> None:
         self._allowed.release()
@@ -108,9 +113,12 @@ class _Beside:
 def _soak(rank: Rank, seconds: float) -> dict[str, Any]:
     device = start(rank)
     runner = Runner(device, make_groups("nccl", device), 77)
+    # Kernels are loaded before two threads are at work: README, Troubleshooting.
+    runner.run(1500)
     beside = _Beside(device)
     until, rounds, held = time.monotonic() + seconds, 0, []
     graph, static = torch.cuda.CUDAGraph(), torch.zeros(50_000, device=device)
+    dist.all_reduce(static)  # ranks cannot meet under capture
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(4):

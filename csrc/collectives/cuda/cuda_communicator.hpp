@@ -52,12 +52,14 @@ struct CudaDispatch {
 class CudaCommunicator final : public Communicator {
  public:
   struct Options {
-    int device = 0;                         // CUDA ordinal of this process
-    std::chrono::milliseconds timeout{0};   // for create()
-    bool device_each = true;                // false, for tests: ranks on one device take turns, by slices of time
-    std::optional<CudaDispatch> dispatch;   // else the measured one
-    std::function<void()> check;            // between the waits of create(); throws what ends it. Else the health's
-    std::function<void(const Error&)> log;  // told once, from the watching thread, when the device gave up
+    int device = 0;                        // CUDA ordinal of this process
+    std::chrono::milliseconds timeout{0};  // for create()
+    bool device_each = true;               // false, for tests: ranks on one device take turns, by slices of time
+    std::optional<CudaDispatch> dispatch;  // else the measured one
+    std::function<void()> check;           // between the waits of create(); throws what ends it. Else the health's
+    // Both are told once, when the device gave up: `note` while what was issued before still waits, and must not block;
+    // `log` from a thread of its own.
+    std::function<void(const Error&)> note, log;
   };
 
   // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone; kept,

@@ -5,11 +5,18 @@
 #include <utility>
 
 #include "collectives/cuda/launcher.hpp"
+#include "memory/shared_pinned_memory.hpp"
 #include "memory/symmetric_memory.hpp"
 
 namespace ark {
 
 namespace {
+
+// What an engine works with, and graphs that hold its calls.
+struct Shared {
+  std::vector<DeviceMemory> slots;
+  std::unique_ptr<SharedPinnedMemory> words;
+};
 
 // A mark (dma/copy_engine.hpp) of all that it is given.
 class Hash {
@@ -35,23 +42,30 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
   if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
   SymmetricMemory::Options sharing;
-  sharing.rank = rank_, sharing.size = size_, sharing.device = device_, sharing.device_each = device_each_;
-  sharing.name = "buckets";
+  sharing.device = device_, sharing.device_each = device_each_;
   sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
-  engine_refused_ = sharing.bytes == 0;
-  if (engine_refused_) return nullptr;
-  sharing.timeout = timeout_;
-  sharing.prepare = [&](const DeviceMemory& own) { CopyEngine::prepare(own.data(), size_); };
-  sharing.check = ends_with(health_, timeout_);
+  const auto refused = [&]() -> CopyEngine* { return engine_refused_ = true, nullptr; };
+  if (sharing.bytes == 0) return refused();
   std::string why;
-  const auto buckets = std::make_shared<std::vector<DeviceMemory>>(SymmetricMemory::create(*store_, sharing, why));
-  engine_refused_ = buckets->empty();
-  if (engine_refused_) return nullptr;
-  shared_bytes_ += (*buckets)[rank_].size();
+  const auto meeting =
+      MemoryMeeting::join(*store_, {rank_, size_, timeout_, "buckets", ends_with(health_, timeout_)}, why);
+  if (!meeting) return refused();
+  const auto shared = std::make_shared<Shared>();
+  shared->slots = SymmetricMemory::create(*meeting, sharing, why);
+  if (shared->slots.empty()) return refused();
+  shared->words = SharedPinnedMemory::create(
+      *meeting, device_, CopyEngine::words_bytes(size_),
+      [&](void* own) { CopyEngine::prepare(static_cast<uint32_t*>(own), size_); }, why);
+  if (!shared->words) return refused();
   std::vector<char*> memory;
-  for (const DeviceMemory& of_rank : *buckets) memory.push_back(of_rank.data());
-  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, &device_status()->engine,
-                                         &host_status()->engine, buckets);
+  CopyEngine::Words words{{}, static_cast<uint32_t*>(shared->words->host(rank_))};
+  for (int r = 0; r < size_; ++r) {
+    memory.push_back(shared->slots[r].data());
+    words.of.push_back(shared->words->device(r));
+  }
+  engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, std::move(words),
+                                         &device_status()->engine, &host_status()->engine, shared);
+  shared_bytes_ += shared->slots[rank_].size();
   watch_.watch_engine(
       &host_status()->engine, [this] { engine_->release_all(); }, [this] { return engine_->diagnose(); });
   return engine_.get();

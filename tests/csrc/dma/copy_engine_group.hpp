@@ -54,8 +54,8 @@ uint64_t count_of(const Step& step, int from, int to) {
   return (from * 3 + to * 5 + step.seed) % 4 == 0 ? 0 : step.count * (1 + (from + 2 * to) % 3) / 3;
 }
 
-// Each stream has its own queue; a rank's streams share one, the user's too; that with which it diagnoses as well.
-enum class Queues { own, shared, shared_by_all };
+// Each stream has its own queue; a rank's streams share one, the user's too.
+enum class Queues { own, shared };
 
 class Group {
  public:
@@ -63,12 +63,19 @@ class Group {
       : ranks_(ranks), windows_(windows), memory_(ranks), random_(seed) {
     use_driver(fake_driver());
     status_.resize(ranks);
-    for (int r = 0; r < ranks; ++r) CopyEngine::prepare(memory_.seen()[r], ranks);
+    words_.resize(ranks);
+    std::vector<CUdeviceptr> words;
+    for (std::vector<uint32_t>& own : words_) {
+      own.resize(CopyEngine::words_bytes(ranks) / sizeof own[0]);
+      CopyEngine::prepare(own.data(), ranks);
+      words.push_back(reinterpret_cast<CUdeviceptr>(own.data()));
+    }
     constexpr uint64_t kPullBelow[] = {0, 20'000, 1 << 30};
     for (int r = 0; r < ranks; ++r) {
       if (queues != Queues::own) queues_.push_back(std::make_unique<FakeStream>(g_streams++));
-      const OneQueue shared(queues != Queues::own ? queues_.back().get() : nullptr, queues == Queues::shared_by_all);
-      engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, &status_[r], &status_[r]));
+      const OneQueue shared(queues != Queues::own ? queues_.back().get() : nullptr);
+      const CopyEngine::Words seen{words, words_[r].data()};
+      engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, seen, &status_[r], &status_[r]));
       engines_.back()->pull_below = kPullBelow[seed % 3];
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
@@ -231,6 +238,7 @@ class Group {
   Memory memory_;
   std::mt19937_64 random_;
   std::vector<device::EngineStatus> status_;
+  std::vector<std::vector<uint32_t>> words_;
   std::vector<std::unique_ptr<FakeStream>> queues_;
   std::vector<std::unique_ptr<CopyEngine>> engines_;
   std::vector<CUstream> streams_;

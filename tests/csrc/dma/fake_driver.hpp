@@ -6,6 +6,9 @@
 //
 // Streams made within a OneQueue share one thread, which executes their operations in the order of submission: what a
 // GPU does that has one hardware queue.
+//
+// While a thread is in copy_to_pageable(), all other threads' calls about streams and events wait: the driver holds a
+// lock of the context meanwhile.
 #pragma once
 
 #include <atomic>
@@ -18,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <random>
+#include <shared_mutex>
 #include <thread>
 
 #include "jit/driver.hpp"
@@ -89,12 +93,17 @@ inline std::atomic<uint64_t> g_streams{1};
 inline std::atomic<bool> g_capturing{false};
 inline std::atomic<bool> g_garbage{false};  // waits are let go: bytes are not moved any more, as that would be a race
 inline FakeStream* g_queue = nullptr;       // of the streams that are made now
-inline bool g_queue_for_all = false;        // those of least priority too
+inline std::shared_mutex g_context;         // held by whoever copies to pageable memory
+
+// In a function of the driver.
+struct InContext {
+  std::shared_lock<std::shared_mutex> lock{g_context};
+};
 
 // One thread at a time makes such streams; the queue outlives them.
 class OneQueue {
  public:
-  OneQueue(FakeStream* queue, bool for_all) { g_queue = queue, g_queue_for_all = for_all; }
+  explicit OneQueue(FakeStream* queue) { g_queue = queue; }
   ~OneQueue() { g_queue = nullptr; }
   OneQueue(const OneQueue&) = delete;
 };
@@ -115,6 +124,13 @@ inline void launch(CUstream stream, std::function<void()> kernel) {
   });
 }
 
+// What tensor.cpu() does: waits for all that the stream was given. Tells when other threads have to wait.
+inline void copy_to_pageable(CUstream stream, std::atomic<bool>& copying) {
+  const std::lock_guard lock(g_context);
+  copying = true;
+  of(stream).drain();
+}
+
 // One context for all devices. Only what copy engines call.
 inline const Driver& fake_driver() {
   static const Driver table = [] {
@@ -130,17 +146,17 @@ inline const Driver& fake_driver() {
     };
     made.thread_exchange_stream_capture_mode = [](CUstreamCaptureMode*) { return CUDA_SUCCESS; };
     made.stream_create_with_priority = [](CUstream* stream, unsigned, int priority) {
-      FakeStream* const queue = priority < 0 || g_queue_for_all ? g_queue : nullptr;
+      const InContext here;
+      FakeStream* const queue = priority < 0 ? g_queue : nullptr;
       *stream = reinterpret_cast<CUstream>(new FakeStream(g_streams++, queue));
       return CUDA_SUCCESS;
     };
     made.stream_destroy = [](CUstream stream) { return delete &of(stream), CUDA_SUCCESS; };
     made.stream_synchronize = [](CUstream stream) { return of(stream).drain(), CUDA_SUCCESS; };
-    made.stream_query = [](CUstream stream) { return of(stream).idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY; };
-    made.mem_host_alloc = [](void** pointer, size_t bytes, unsigned) {
-      return *pointer = ::operator new(bytes), CUDA_SUCCESS;
+    made.stream_query = [](CUstream stream) {
+      const InContext here;
+      return of(stream).idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
     };
-    made.mem_free_host = [](void* pointer) { return ::operator delete(pointer), CUDA_SUCCESS; };
     made.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
       *status = g_capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
       return CUDA_SUCCESS;
@@ -150,15 +166,18 @@ inline const Driver& fake_driver() {
     };
     made.event_destroy = [](CUevent event) { return delete &of(event), CUDA_SUCCESS; };
     made.event_record = [](CUevent event, CUstream stream) {
+      const InContext here;
       auto done = of(event).done = std::make_shared<std::atomic<bool>>(false);
       of(stream).give([done] { done->store(true); });
       return CUDA_SUCCESS;
     };
     made.stream_wait_event = [](CUstream stream, CUevent event, unsigned) {
+      const InContext here;
       of(stream).give([done = of(event).done] { wait_until("an event", [&] { return done->load(); }); });
       return CUDA_SUCCESS;
     };
     made.memcpy_async = [](CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+      const InContext here;
       of(stream).give([=] {
         if (bytes <= 1024)  // words, perhaps
           for (size_t at = 0; at < bytes; at += 4)
@@ -168,13 +187,8 @@ inline const Driver& fake_driver() {
       });
       return CUDA_SUCCESS;
     };
-    made.memset_d32_async = [](CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
-      of(stream).give([=] {
-        for (size_t i = 0; i < count; ++i) protocol::store_release(word_at(to + 4 * i), uint32_t{value});
-      });
-      return CUDA_SUCCESS;
-    };
     made.stream_batch_mem_op = [](CUstream stream, unsigned count, CUstreamBatchMemOpParams* given, unsigned) {
+      const InContext here;
       for (unsigned i = 0; i < count; ++i) {
         const auto address = given[i].waitValue.address;
         const auto value = static_cast<uint32_t>(given[i].waitValue.value);

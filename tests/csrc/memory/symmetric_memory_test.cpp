@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "memory/shareable_pool.hpp"
+#include "memory/shared_pinned_memory.hpp"
 #include "memory/support.hpp"
 #include "support/pretended_driver.hpp"
 
@@ -81,13 +82,11 @@ TEST_P(GroupSize, EveryRankMapsEveryBuffer) {
     const Pretended before = pretended();
     DirectoryStore store(directory.path());
     SymmetricMemory::Options options = buffer_of(rank, size, rank, 3 * kMegabyte);
-    options.prepare = [&](const DeviceMemory& own) { own.data()[0] = static_cast<char>(10 + rank); };
     std::string why;
     auto memory = SymmetricMemory::create(store, options, why);
     if (memory.empty()) return why;
     for (int peer = 0; peer < size; ++peer) {
       if (memory[peer].size() != 4 * kMegabyte) return "wrong size";
-      if (memory[peer].data()[0] != 10 + peer) return "not prepared";
       memory[peer].data()[100 + rank] = static_cast<char>(1 + rank);
     }
     auto meeting = join(directory, meeting_of(rank, size));
@@ -101,6 +100,54 @@ TEST_P(GroupSize, EveryRankMapsEveryBuffer) {
 }
 
 INSTANTIATE_TEST_SUITE_P(OneToFour, GroupSize, testing::Range(1, 5));
+
+TEST_P(GroupSize, EveryRankMapsEveryHostsPart) {
+  const int size = GetParam();
+  TemporaryDirectory directory;
+  Ranks ranks(size, [&](int rank) -> std::string {
+    const Pretended before = pretended();
+    auto meeting = join(directory, meeting_of(rank, size));
+    std::string why;
+    const auto prepare = [&](void* own) { static_cast<char*>(own)[0] = static_cast<char>(10 + rank); };
+    auto memory = SharedPinnedMemory::create(*meeting, rank, 8192, prepare, why);
+    if (!memory) return why;
+    for (int peer = 0; peer < size; ++peer) {
+      char* const part = static_cast<char*>(memory->host(peer));
+      if (memory->device(peer) != reinterpret_cast<CUdeviceptr>(part)) return "the device sees another";
+      if (part[0] != 10 + peer || part[8191] != 0) return "not prepared";
+      part[100 + rank] = static_cast<char>(1 + rank);
+    }
+    if (pretended().registered != size) return "not registered";
+    meeting->step([] {});
+    for (int peer = 0; peer < size; ++peer)
+      if (static_cast<char*>(memory->host(rank))[100 + peer] != 1 + peer)
+        return "rank " + std::to_string(peer) + " is not heard";
+    meeting.reset();
+    static_cast<char*>(memory->host(size - 1))[0] = 0;  // whatever became of its owner
+    memory.reset();
+    return pretended() == before ? "shared" : "something is left";
+  });
+  expect_all(ranks.wait(), "shared");
+}
+
+TEST(SharedPinnedMemory, OneRankThatCannotRegisterIsAnAnswerForAll) {
+  TemporaryDirectory directory;
+  Ranks ranks(3, [&](int rank) -> std::string {
+    const Pretended before = pretended();
+    auto meeting = join(directory, meeting_of(rank, 3));
+    if (rank == 1) fail_mappings(1);
+    std::string why;
+    const auto memory = SharedPinnedMemory::create(
+        *meeting, rank, 4096, [](void*) {}, why);
+    if (memory) return "shared";
+    if (pretended() != before) return "something is left";
+    return why.substr(why.find("cuMemHostRegister"), 17) + (rank == 1 ? "" : why.substr(0, 7));
+  });
+  const auto& results = ranks.wait();
+  EXPECT_EQ(results[0].text, "cuMemHostRegisterrank 1:");
+  EXPECT_EQ(results[1].text, "cuMemHostRegister");
+  EXPECT_EQ(results[2].text, "cuMemHostRegisterrank 1:");
+}
 
 TEST(SymmetricMemory, OneRankThatCannotAllocateIsAnAnswerForAll) {
   TemporaryDirectory directory;

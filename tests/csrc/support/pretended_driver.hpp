@@ -7,12 +7,13 @@ namespace ark::test {
 struct Pretended {
   int allocations;  // handles, own and imported
   int mappings;
-  int addresses;  // reserved ranges
+  int addresses;   // reserved ranges
+  int registered;  // ranges of host memory
   bool operator==(const Pretended&) const = default;
 };
 
 __attribute__((visibility("default"))) Pretended pretended();
-// The next `count` mappings of this process fail.
+// The next `count` mappings or registrations of this process fail.
 __attribute__((visibility("default"))) void fail_mappings(int count);
 
 }  // namespace ark::test

@@ -18,13 +18,14 @@ namespace ark::test {
 namespace {
 std::mutex mutex;
 std::map<CUdeviceptr, size_t> reserved;
+std::map<void*, size_t> registered;
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<int> maps_that_fail{0};
 }  // namespace
 
 Pretended pretended() {
   const std::lock_guard lock(mutex);
-  return {handles, mappings, static_cast<int>(reserved.size())};
+  return {handles, mappings, static_cast<int>(reserved.size()), static_cast<int>(registered.size())};
 }
 
 void fail_mappings(int count) {
@@ -104,6 +105,15 @@ ARK_PRETENDED cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
 }
 ARK_PRETENDED cuMemSetAccess(CUdeviceptr, size_t, const CUmemAccessDesc*, size_t) {
   return CUDA_SUCCESS;
+}
+ARK_PRETENDED cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned) {
+  if (maps_that_fail > 0 && maps_that_fail-- > 0) return CUDA_ERROR_UNKNOWN;
+  const std::lock_guard lock(mutex);
+  return registered.emplace(pointer, bytes).second ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+ARK_PRETENDED cuMemHostUnregister(void* pointer) {
+  const std::lock_guard lock(mutex);
+  return registered.erase(pointer) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 ARK_PRETENDED cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream) {
   std::memset(reinterpret_cast<void*>(to), value, count);
