@@ -6,41 +6,13 @@
 
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
+#include "plan/tile_cuts.hpp"
+#include "plan/tile_ready.hpp"
 #include "plan/tile_replicas.hpp"
 
 namespace ark::plan {
 
 namespace {
-
-using Bounds = std::vector<int64_t>;  // of tiles: n + 1 numbers from 0 to the extent
-
-// When a worker may start, as far as inputs go: the latest input, and the latest that another worker made.
-struct Ready {
-  double latest = 0;
-  int worker = -1;    // that made the latest; -1: none
-  double second = 0;  // the latest made by a different worker
-  bool second_set = false;
-
-  void add(double finish, int by) {
-    if (worker < 0 || by == worker) {
-      latest = worker < 0 ? finish : std::max(latest, finish);
-      worker = by;
-    } else if (finish > latest) {
-      second = latest;
-      second_set = true;
-      latest = finish;
-      worker = by;
-    } else {
-      second = second_set ? std::max(second, finish) : finish;
-      second_set = true;
-    }
-  }
-  double at(int asking, double wait_us) const {
-    if (worker < 0) return 0;
-    if (asking != worker) return latest + wait_us;
-    return second_set ? std::max(latest, second + wait_us) : latest;
-  }
-};
 
 struct Choice {
   Bounds bounds;
@@ -76,12 +48,10 @@ class Cutter {
 
  private:
   Choice choose(int stage);
-  std::vector<Bounds> candidates(int stage);
   Choice cut_at(int stage, Bounds bounds);
   Choice replicate(int stage);
   void commit(int stage, const Choice& choice);
   bool handed_around(int stage) const;
-  bool tiles_conflict(int stage, const Bounds& bounds) const;
 
   const Graph& graph_;
   const std::vector<Stage>& stages_;
@@ -93,80 +63,6 @@ class Cutter {
   std::vector<double> finish_;  // by task
   std::vector<Bounds> bounds_;  // by stage
 };
-
-// Cuts that may be good: even ones, and those of the stages that made the inputs.
-std::vector<Bounds> Cutter::candidates(int stage) {
-  const Stage& what = stages_[stage];
-  const int64_t grain = std::max<int64_t>(1, what.grain);
-  const int64_t units = (what.extent + grain - 1) / grain;
-  const auto even = [&](int64_t tiles) {
-    // As few tiles as have the same longest one.
-    const int64_t longest = (units + tiles - 1) / tiles;
-    tiles = (units + longest - 1) / longest;
-    Bounds bounds;
-    for (int64_t tile = 0; tile <= tiles; ++tile) bounds.push_back(std::min(what.extent, units * tile / tiles * grain));
-    return bounds;
-  };
-  std::vector<Bounds> found;
-  if (std::holds_alternative<CollectiveStage>(what.body)) return {{0, what.extent}};
-  const double whole = tile_cost_us(graph_, what, target_, 0, what.extent);
-  const auto worth = static_cast<int64_t>(whole / std::max(target_.wait_us, 1e-3));
-  const int64_t most = std::min<int64_t>(target_.workers, units);
-  found.push_back(even(std::clamp<int64_t>(worth, 1, most)));
-  if (most > 1) {
-    int copied = -1;
-    int copies = 0;
-    for (const Access& access : what.accesses) {
-      const Value& value = graph_.values()[access.value];
-      if (access.write || access.axis < 0 || !history_.may_conflict(value.buffer)) continue;
-      history_.conflicts(value.buffer, region_of(graph_, what, access, 0, what.extent), false,
-                         [&](const RegionHistory::Record& record, int) {
-                           if (record.stage == copied || copies == 3) return;
-                           copied = record.stage;
-                           ++copies;
-                           const Bounds& made = bounds_[copied];
-                           if (made.size() < 3) return;
-                           Bounds bounds;
-                           for (const int64_t bound : made) {
-                             const int64_t scaled = bound * what.extent;
-                             if (scaled % made.back() != 0) return;
-                             bounds.push_back(scaled / made.back());
-                             if (bounds.back() % grain != 0 && bounds.back() != what.extent) return;
-                           }
-                           found.push_back(bounds);
-                         });
-    }
-    if (found.front().size() > 2) found.push_back({0, what.extent});
-  }
-  return found;
-}
-
-// Two tiles of one stage that touch the same byte, one of them writing, cannot run side by side.
-bool Cutter::tiles_conflict(int stage, const Bounds& bounds) const {
-  const Stage& what = stages_[stage];
-  for (const Access& write : what.accesses) {
-    if (!write.write) continue;
-    const int buffer = graph_.values()[write.value].buffer;
-    if (write.axis < 0) return true;
-    for (const Access& other : what.accesses) {
-      if (graph_.values()[other.value].buffer != buffer) continue;
-      const bool same = graph_.values()[other.value].offset == graph_.values()[write.value].offset &&
-                        graph_.values()[other.value].strides == graph_.values()[write.value].strides &&
-                        graph_.values()[other.value].shape == graph_.values()[write.value].shape &&
-                        other.axis == write.axis;
-      for (size_t tile = 0; tile + 1 < bounds.size(); ++tile) {
-        const Region region = region_of(graph_, what, write, bounds[tile], bounds[tile + 1]);
-        // Neighbours are enough where both are the same view.
-        for (size_t beside = same ? tile + 1 : 0; beside + 1 < bounds.size(); ++beside) {
-          if (beside == tile) continue;
-          if (same && beside > tile + 1) break;
-          if (overlap(region, region_of(graph_, what, other, bounds[beside], bounds[beside + 1]))) return true;
-        }
-      }
-    }
-  }
-  return false;
-}
 
 Choice Cutter::cut_at(int stage, Bounds bounds) {
   const Stage& what = stages_[stage];
@@ -251,8 +147,8 @@ Choice Cutter::choose(int stage) {
   if (groups_.is_replicated(stage)) return replicate(stage);
   Choice best;
   bool first = true;
-  for (Bounds& bounds : candidates(stage)) {
-    if (bounds.size() > 2 && tiles_conflict(stage, bounds)) bounds = {0, stages_[stage].extent};
+  for (Bounds& bounds : candidate_cuts(graph_, stages_[stage], target_, history_, bounds_)) {
+    if (bounds.size() > 2 && tiles_conflict(graph_, stages_[stage], bounds)) bounds = {0, stages_[stage].extent};
     Choice choice = cut_at(stage, std::move(bounds));
     if (first || choice.end < best.end - 1e-9) best = std::move(choice);
     first = false;

@@ -1,0 +1,82 @@
+// See tile_cuts.hpp.
+#include "plan/tile_cuts.hpp"
+
+#include <algorithm>
+
+#include "plan/region.hpp"
+#include "plan/tile.hpp"
+
+namespace ark::plan {
+
+std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const Target& target, RegionHistory& history,
+                                   const std::vector<Bounds>& cuts) {
+  const int64_t grain = std::max<int64_t>(1, what.grain);
+  const int64_t units = (what.extent + grain - 1) / grain;
+  const auto even = [&](int64_t tiles) {
+    // As few tiles as have the same longest one.
+    const int64_t longest = (units + tiles - 1) / tiles;
+    tiles = (units + longest - 1) / longest;
+    Bounds bounds;
+    for (int64_t tile = 0; tile <= tiles; ++tile) bounds.push_back(std::min(what.extent, units * tile / tiles * grain));
+    return bounds;
+  };
+  std::vector<Bounds> found;
+  if (std::holds_alternative<CollectiveStage>(what.body)) return {{0, what.extent}};
+  const double whole = tile_cost_us(graph, what, target, 0, what.extent);
+  const auto worth = static_cast<int64_t>(whole / std::max(target.wait_us, 1e-3));
+  const int64_t most = std::min<int64_t>(target.workers, units);
+  found.push_back(even(std::clamp<int64_t>(worth, 1, most)));
+  if (most > 1) {
+    int copied = -1;
+    int copies = 0;
+    for (const Access& access : what.accesses) {
+      const Value& value = graph.values()[access.value];
+      if (access.write || access.axis < 0 || !history.may_conflict(value.buffer)) continue;
+      history.conflicts(value.buffer, region_of(graph, what, access, 0, what.extent), false,
+                        [&](const RegionHistory::Record& record, int) {
+                          if (record.stage == copied || copies == 3) return;
+                          copied = record.stage;
+                          ++copies;
+                          const Bounds& made = cuts[copied];
+                          if (made.size() < 3) return;
+                          Bounds bounds;
+                          for (const int64_t bound : made) {
+                            const int64_t scaled = bound * what.extent;
+                            if (scaled % made.back() != 0) return;
+                            bounds.push_back(scaled / made.back());
+                            if (bounds.back() % grain != 0 && bounds.back() != what.extent) return;
+                          }
+                          found.push_back(bounds);
+                        });
+    }
+    if (found.front().size() > 2) found.push_back({0, what.extent});
+  }
+  return found;
+}
+
+bool tiles_conflict(const Graph& graph, const Stage& what, const Bounds& bounds) {
+  for (const Access& write : what.accesses) {
+    if (!write.write) continue;
+    const int buffer = graph.values()[write.value].buffer;
+    if (write.axis < 0) return true;
+    for (const Access& other : what.accesses) {
+      if (graph.values()[other.value].buffer != buffer) continue;
+      const bool same = graph.values()[other.value].offset == graph.values()[write.value].offset &&
+                        graph.values()[other.value].strides == graph.values()[write.value].strides &&
+                        graph.values()[other.value].shape == graph.values()[write.value].shape &&
+                        other.axis == write.axis;
+      for (size_t tile = 0; tile + 1 < bounds.size(); ++tile) {
+        const Region region = region_of(graph, what, write, bounds[tile], bounds[tile + 1]);
+        // Neighbours are enough where both are the same view.
+        for (size_t beside = same ? tile + 1 : 0; beside + 1 < bounds.size(); ++beside) {
+          if (beside == tile) continue;
+          if (same && beside > tile + 1) break;
+          if (overlap(region, region_of(graph, what, other, bounds[beside], bounds[beside + 1]))) return true;
+        }
+      }
+    }
+  }
+  return false;
+}
+
+}  // namespace ark::plan
