@@ -104,7 +104,6 @@ class Region:
     def __init__(self, graph: Graph, name: str, options: dict[str, Any]) -> None:
         assert set(options) <= {"threads", "groups", "otherwise", "chained"} and options["threads"] > 0
         assert not options.get("chained")
-        assert not options.get("chained")
         self.graph, self.name, self.calls = graph, name, 0
         self._check()
         Region.made.append(self)
