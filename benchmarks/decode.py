@@ -8,6 +8,9 @@ all_reduces over Gloo and over ark. All contenders decode the same token at the 
 the same processes, taking turns step by step, so that the machine's noise hits all of them alike; their logits are
 compared with float64 before anything is timed. Inductor runs in its default mode, with freezing, and with max-autotune
 besides; the ratio is to the best of them. Inductor's attention reads the whole cache at every position.
+
+`loop_microseconds` is the time of a step of greedy decoding, up to 32 of them from the position on: by launches of one
+step, and by one launch of all (ark_torch.resident), on the model of "ark", taking turns.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import ark_torch
 from ark_torch.tools.bench import report
 
 FOLDER = Path(__file__).resolve().parent
@@ -101,6 +105,38 @@ def measure(made: Contenders, position: int, ids: torch.Tensor, rounds: int) -> 
     return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
 
 
+class Loops:
+    """Greedy decoding by launches of one step, and by one launch."""
+
+    def __init__(self, model: Llama) -> None:
+        def step(token: torch.Tensor, where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return model(token, where).argmax(-1, keepdim=True), where + 1
+
+        self._most = model.config.max_len
+        self._single = torch.compile(step, backend="ark", options={"choose": "ark"})
+        self._loop = ark_torch.resident(step, options={"choose": "ark", "fallback": False})
+
+    def _launches(self, ids: torch.Tensor, where: torch.Tensor, steps: int) -> None:
+        for _ in range(steps):
+            ids, where = self._single(ids, where)
+
+    def measure(self, position: int, ids: torch.Tensor, rounds: int) -> dict[str, float]:
+        """Median microseconds of a step."""
+        where, steps = torch.tensor([position]), min(32, self._most - position)
+        ways: dict[str, Callable[[], object]] = {
+            "launches": lambda: self._launches(ids, where, steps),
+            "resident": lambda: self._loop(ids, where, steps=steps),
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(rounds + 1):
+            for name, way in ways.items():
+                start = time.perf_counter()
+                way()
+                if turn > 0:
+                    times[name].append((time.perf_counter() - start) * 1e6 / steps)
+        return {name: sorted(taken)[len(taken) // 2] for name, taken in times.items()}
+
+
 @torch.no_grad()
 def run_rank(arguments: argparse.Namespace, rows: Path) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -110,6 +146,7 @@ def run_rank(arguments: argparse.Namespace, rows: Path) -> None:
     torch.manual_seed(0)
     model = Llama(LlamaConfig()).eval().requires_grad_(False).to(getattr(torch, arguments.dtype))
     made = contenders(model, arguments.quick)
+    loops = Loops(made["ark"][0])
     ids = torch.randint(0, model.config.vocabulary, (1, 1))
     first_call = {}
     for name, (_, step) in made.items():
@@ -120,6 +157,7 @@ def run_rank(arguments: argparse.Namespace, rows: Path) -> None:
         row: dict[str, Any] = {"ranks": ranks, "threads": torch.get_num_threads(), "position": position}
         row |= {"dtype": arguments.dtype, "error": errors(model, made, position, ids)}
         row["microseconds"] = times = measure(made, position, ids, 20 if arguments.quick else 200)
+        row["loop_microseconds"] = loops.measure(position, ids, 3 if arguments.quick else 30)
         row["ratio"] = min(taken for name, taken in times.items() if name.startswith("inductor")) / times["ark"]
         if ranks == 1 or dist.get_rank() == 0:
             show({**row, "first_call_seconds": first_call})
@@ -134,6 +172,8 @@ def show(row: dict[str, Any]) -> None:
     for name, taken in row["microseconds"].items():
         seconds, error = row["first_call_seconds"][name], row["error"][name]
         print(f"  {name:<32} {taken:>9.0f} us   error {error:.1e}   first call {seconds:>5.1f} s", flush=True)
+    for name, taken in row["loop_microseconds"].items():
+        print(f"  {'greedy decoding, ' + name:<32} {taken:>9.0f} us", flush=True)
 
 
 def main() -> int:
