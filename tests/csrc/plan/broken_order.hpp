@@ -186,6 +186,19 @@ inline std::vector<Mutation> step_mutations() {
          return true;
        }},
       {"dropped wait of a chained plan", false, order_mutations().front().apply},
+      {"a worker that does not hear of the end", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, [&](const Task& each) {
+           return std::holds_alternative<StopStage>(plan.stages[each.stage].body);
+         });
+         if (task < 0) return false;
+         // As the last task it can be taken out without changing other numbers.
+         if (task + 1 != static_cast<int>(plan.tasks.size())) return false;
+         for (const int event : plan.tasks[task].signals) --plan.events[event].threshold;
+         plan.queues[plan.tasks[task].worker].tasks.pop_back();
+         plan.tasks.pop_back();
+         return true;
+       }},
   };
 }
 

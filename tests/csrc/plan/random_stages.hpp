@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "plan/plan.hpp"
@@ -170,5 +171,20 @@ class RandomStages {
   std::vector<Matrix> matrices_;
   int inputs_ = 0, outputs_ = 0;
 };
+
+// The loop's end: every worker reads the first element of the last output.
+inline void add_stop(StageGraph& made) {
+  Value value;
+  value.buffer = static_cast<int>(made.graph.buffers().size()) - 1;
+  value.shape = {1};
+  value.strides = {1};
+  Stage stage;
+  stage.body = StopStage{made.graph.add_value(value)};
+  stage.accesses.push_back({std::get<StopStage>(stage.body).value, -1, false});
+  stage.replicable = true;
+  stage.kind = stage.name = "stop";
+  stage.bytes = 4;
+  made.stages.push_back(std::move(stage));
+}
 
 }  // namespace ark::plan::test

@@ -11,6 +11,7 @@
 #include <map>
 #include <random>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "plan/plan.hpp"
@@ -132,6 +133,7 @@ class SimulatedPlan {
   void start(bool placed, uint64_t poison) {
     placed_ = placed;
     memory_.clear();
+    stops_.clear();
     const std::vector<Buffer>& buffers = plan_.graph.buffers();
     for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
       Words words(buffers[buffer].bytes);
@@ -163,6 +165,7 @@ class SimulatedPlan {
   void write(int index, int step, uint64_t hash) {
     const Task& task = plan_.tasks[index];
     const Stage& stage = plan_.stages[task.stage];
+    if (std::holds_alternative<StopStage>(stage.body)) stops_.push_back(mixed(hash, step * 64 + task.worker));
     for (const Access& access : stage.accesses) {
       if (!access.write) continue;
       const int buffer = plan_.graph.values()[access.value].buffer;
@@ -175,12 +178,15 @@ class SimulatedPlan {
     for (size_t buffer = 0; buffer < memory_.size(); ++buffer) {
       if (plan_.graph.buffers()[buffer].kind != Buffer::Kind::temporary) seen.push_back(memory_[buffer]);
     }
+    seen.push_back(stops_);  // what each worker saw in each step, in any order
+    std::sort(seen.back().begin(), seen.back().end());
     return seen;
   }
 
   const Plan& plan_;
   bool placed_ = false;
   std::vector<Words> memory_;  // by buffer
+  Words stops_;
   Words arena_;
   std::vector<Words> own_;  // by worker
 };

@@ -29,6 +29,7 @@ Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
   target.workers = static_cast<int>(seed % 4) + 2;
   target.page_bytes = 256;
   target.packets = steps == Steps::packets;
+  if (steps == Steps::chained && seed % 2 == 0) test::add_stop(made);
   return plan_stages(std::move(made.graph), std::move(made.stages), target, steps == Steps::chained);
 }
 
