@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from random_graphs import TYPES, Pen
 from random_layouts import broadcasts, join, layout, lookup, put, strided, update, view
+from random_selecting import FAMILIES as SELECTING
 
 Family = Callable[[Pen], object]
 
@@ -272,8 +273,8 @@ def other(pen: Pen) -> object:
     x = pen.floating(1)
     dim = pen.values[x].dim() - 1
     forms = (
-        f"torch.cumsum({x}, {dim})",
-        f"torch.sort({x}, {dim})[0]",
+        f"torch.median({x}, {dim})[0]",
+        f"torch.cummax({x}, {dim})[0]",
         f"torch.tan({x})",
         f"torch.atan2({x}, {x})",
         f"torch.prod({x}, {dim})",
@@ -288,6 +289,7 @@ FAMILIES: tuple[Family, ...] = (
     *(binary, unary, reduction, view, binary, unary, view, softmax, norm, product, choice, update, update),
     *(extremes, jumping, whole, integers, division, power, compare, logic, three, cast, reduction_of_whole, gelu_tanh),
     *(variance, position, attention, strided, join, layout, lookup, lookup, put, inputs),
+    *SELECTING,
 )
 FALLBACKS: tuple[Family, ...] = (other, other, other)
 assert set(TYPES.values()) >= {"f32", "i64"}
