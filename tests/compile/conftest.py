@@ -18,11 +18,15 @@ from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
 SIDES = ["reference", "cpp"]
+# Models and operators as users get them; elsewhere the compiler, which takes most of the time, optimises less.
+FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler")
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache"))
+    if request.module.__name__ not in FULLY_OPTIMISED:
+        monkeypatch.setenv("ARK_OPTIMISE", "1")
     torch._dynamo.reset()
     torch.manual_seed(0)
     backend._say_once.cache_clear()
