@@ -45,6 +45,24 @@ def test_decode_at_every_position(plan: str, compiled: Any, dtype: torch.dtype, 
     assert report.graphs[0].in_place == 2 * model.config.layers
 
 
+def test_fifty_greedy_tokens(compiled: Any) -> None:
+    """A prompt, then each token from the one before; eager's decisions are none that rounding could turn."""
+    model, eager = llama(max_len=64)
+    call, report = compiled(model, fallback=False)
+    lines: list[list[int]] = []
+    for decode_with in (call, eager):
+        ids, positions, line = torch.tensor([[3, 1, 4, 1, 5, 9, 2]]), torch.arange(7), []
+        while len(line) < 50:
+            logits = decode_with(ids, positions)
+            first, second = logits.topk(2).values.flatten().tolist()
+            assert first - second > 1e-3
+            ids, positions = logits.argmax(-1, keepdim=True), positions[-1:] + 1
+            line.append(int(ids))
+        lines.append(line)
+    assert lines[0] == lines[1] and len(set(lines[1])) > 10, lines
+    assert len(report.graphs) == 2  # the prompt's, and that of all steps
+
+
 @pytest.mark.quick
 def test_decode_reads_and_writes_no_whole_cache(double: Any, compiled: Any) -> None:
     """Caches are touched by scatter and attention alone."""
