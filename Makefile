@@ -55,7 +55,7 @@ $(BUILT): $(SOURCES) | $(STAMP)
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
 	$(PY) examples/train_gpt.py --output demo-output
 
-test: setup test-cpp ## everything but the nightly runs (about 45 minutes on two cores)
+test: setup test-cpp ## everything but the nightly runs (about 50 minutes on two cores)
 	$(PYTEST) -m "not nightly"
 
 test-quick: CTEST_FLAGS := -LE slow
