@@ -234,8 +234,7 @@ void bind_plan(py::module_& m) {
            "Many steps in one launch, of a chained region without results; how many were done.")
       .def("function", &function_of, py::arg("otherwise"),
            "A function of the inputs as arguments that does the same, quicker; otherwise() where one is of a class "
-           "derived "
-           "from Tensor.")
+           "derived from Tensor.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })
