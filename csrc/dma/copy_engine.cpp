@@ -37,8 +37,9 @@ size_t CopyEngine::words_bytes(int ranks) {
   return (sizeof(uint32_t) * kWords * ranks * kSlots + kPage - 1) / kPage * kPage;
 }
 
-void CopyEngine::prepare(uint32_t* own, int ranks) {
-  std::fill(own + place_of(free_slot, 0, 0, ranks), own + place_of(entered, 0, 0, ranks), 1);
+void CopyEngine::prepare(uint32_t* own, int rank, int ranks) {
+  std::fill(own + place_of(free_slot, 0, 0, ranks), own + place_of(turn, 0, 0, ranks), 1);
+  own[place_of(turn, (rank + 1) % ranks, 0, ranks)] = 1;
 }
 
 CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t bytes, Words words,
@@ -113,12 +114,28 @@ void CopyEngine::release_all() {
   const auto until = now + kReleasing;
   for (;;) {
     const uint32_t mark = protocol::load_relaxed(host_status_->expected) & kMarkBits;
-    for (size_t i = 0; i < end; ++i) protocol::store_relaxed(words_.own[i], i < marks ? 1 : mark);
+    for (size_t i = 0; i < end; ++i) protocol::store_relaxed(words_.host[rank_][i], i < marks ? 1 : mark);
     if (protocol::load_relaxed(host_status_->busy) != 0) busy_at = now;
     if (now > until || now - busy_at > kIdle) return;
     std::this_thread::sleep_for(kBetween);
     now = Clock::now();
   }
+}
+
+// A rank that does not call has not used the turn that it begins with, to send to the next rank. All others' such turns
+// have been used, and cannot come back without it, but for that of the rank before it, to send to the missing one. In
+// calls that know no turns all of them lie unused.
+int CopyEngine::unused_turn() const {
+  const auto unused = [&](int r) {
+    return protocol::load_acquire(words_.host[r][place_of(turn, (r + 1) % size_, 0, size_)]) != 0;
+  };
+  int count = 0, found = -1;
+  for (int r = 0; r < size_; ++r) {
+    if (!unused(r)) continue;
+    ++count;
+    if (!unused((r + 1) % size_)) found = r;
+  }
+  return count == 1 || (count == 2 && unused(before(found))) ? found : -1;
 }
 
 // A stream says whom it expects behind having used up all earlier marks, and takes it back before a peer can tell the
@@ -127,7 +144,8 @@ EngineDiagnosis CopyEngine::diagnose() const {
   std::vector<uint32_t> seen(place_of(kWords, 0, 0, size_));
   const uint32_t beat = protocol::load_acquire(host_status_->beat);
   const uint32_t expected = protocol::load_acquire(host_status_->expected), asked = expected >> kMarkShift;
-  for (size_t i = 0; i < seen.size(); ++i) seen[i] = protocol::load_acquire(words_.own[i]);
+  const int late = unused_turn();
+  for (size_t i = 0; i < seen.size(); ++i) seen[i] = protocol::load_acquire(words_.host[rank_][i]);
   if (protocol::load_acquire(host_status_->expected) != expected || protocol::load_relaxed(host_status_->beat) != beat)
     return {};
   const auto count_of = [&](Word which, int peer) {
@@ -144,6 +162,7 @@ EngineDiagnosis CopyEngine::diagnose() const {
     silent.push_back(peer);
     if (count_of(free_slot, peer) + count_of(taken, peer) != 2 * kSlots) idle.push_back(peer);
   }
+  if (late >= 0 && late != rank_) return {late, false};
   if (idle.size() == 1) return {idle[0], false};
   return {silent.size() == 1 ? silent[0] : -1, false};
 }

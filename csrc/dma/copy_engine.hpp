@@ -8,7 +8,11 @@
 // slots after all: alone that is slower, beside computation sooner (25 MB: products and all_reduces together 27%; a
 // step of GPT-2 XL with buckets of 50 MB: 66.6 ms, pushed 68.1). All copies over the link are on one stream, one peer
 // at a time, beginning with the next rank: two copies at once, to two peers, or of two ranks to one, halve an engine's
-// speed.
+// speed. From three ranks on ranks drift apart until two of them do send to one. So the right to send to a rank goes
+// round: a word "turn" for each receiver, which starts at the rank before it, is passed on behind each rank's copy (or
+// where it has nothing to send) to the next one to send there, and has come back when all have sent. That is done where
+// all ranks go through the same rounds: all but broadcasts, whose receivers have one sender each, messages of which only
+// two ranks know, and fetched sums.
 //
 // Beside computation each kernel waits until SMs are free, which may take as long as a whole kernel of the others. So
 // there are kWorkers streams for what SMs do, that several pieces wait side by side. Not more: streams share the few
@@ -18,7 +22,7 @@
 // slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
 // behind a piece of a message, "free" and "taken" back from whoever has read the slot; those two are 1 at first, and
 // awaited before the slot is written again. They lie in host memory that all ranks map. No cycle: what a rank does in
-// step j depends on what all ranks do in earlier steps, or in this one before it. That holds for the order in which a
+// step j depends on what all ranks do in earlier steps, or in this one before it (a turn: on the copy before this one). That holds for the order in which a
 // rank submits operations, whatever stream they are for: all streams may share one hardware queue
 // (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all that was submitted after it.
 //
@@ -65,13 +69,13 @@ class CopyEngine {
   // Symmetric memory to give it, of at most `limit` bytes (ARK_BUFFER_MB): with less, smaller pieces; 0: too little.
   static uint64_t memory_bytes(int ranks, uint64_t limit);
 
-  // The words' host memory: of each rank as this rank's device sees it, and this rank's own as its host does.
+  // The words' host memory, each rank's: as this rank's device sees it, and as its host does.
   struct Words {
     std::vector<CUdeviceptr> of;
-    uint32_t* own;
+    std::vector<uint32_t*> host;
   };
   static size_t words_bytes(int ranks);
-  static void prepare(uint32_t* own, int ranks);  // zeroed words, before a peer sees them
+  static void prepare(uint32_t* own, int rank, int ranks);  // zeroed words, before a peer sees them
 
   // memory[r]: rank r's, as mapped here; `bytes` of each. `status`: as the device sees it, and as the host does.
   // `held`: kept as long as the engine; graphs hold addresses of words.
@@ -109,7 +113,8 @@ class CopyEngine {
                       const Add& add);
   // sends[r] to rank r, receives[r] from rank r; own ones too. Registered: at[r] is where this rank's message belongs
   // in rank r's output.
-  void move(const Message* sends, const Place* receives, CUstream stream, MaybeOutputs outputs);
+  // `all`: every rank of the group calls this now.
+  void move(const Message* sends, const Place* receives, bool all, CUstream stream, MaybeOutputs outputs);
   void broadcast(void* data, uint64_t bytes, int root, CUstream stream, MaybeOutputs outputs);  // from rank to rank
 
   uint64_t pull_below = 128 << 20;  // all_reduces up to here, not registered; tests choose others
@@ -121,7 +126,8 @@ class CopyEngine {
   EngineDiagnosis diagnose() const;
 
  private:
-  enum Word { arrived, came, free_slot, taken, entered, kWords };  // 0, 0, 1, 1 at first; marks
+  // 0, 0, 1, 1 at first; of turns 1 at the rank before the receiver, which stands for the teller; marks.
+  enum Word { arrived, came, free_slot, taken, turn, entered, kWords };
   enum Bank { parts, messages, sums };
   static constexpr int kSlots = 4, kWorkers = 2;
   static_assert(kSlots % kWorkers == 0);
@@ -139,6 +145,8 @@ class CopyEngine {
   void copy(CUstream stream, void* to, const void* from, uint64_t bytes);
   void follow(CUstream stream, CUstream before);  // stream waits for all that `before` has been given
   uint64_t piece_of(uint64_t bytes, uint64_t unit, uint64_t wanted, bool slots) const;
+  int before(int rank) const { return (rank + size_ - 1) % size_; }
+  int unused_turn() const;  // of the rank that did not use it, or -1
   uint32_t others() const { return ((uint32_t{1} << size_) - 1) & ~(uint32_t{1} << rank_); }
 
   const int rank_, size_, device_;

@@ -71,6 +71,17 @@ void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t recei
   words.tell(engine_.told(&device::EngineStatus::expected), 0);
 }
 
+// Of two ranks each has one sender.
+void CopyEngine::Call::take_turn(int receiver) {
+  if (engine_.size_ > 2) link_.await(engine_.word(engine_.rank_, turn, receiver, 0));
+}
+
+void CopyEngine::Call::pass_turn(int receiver) {
+  if (engine_.size_ <= 2) return;
+  const int next = engine_.before(engine_.rank_);
+  link_.tell(engine_.word(next != receiver ? next : engine_.before(next), turn, receiver, 0));
+}
+
 void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, uint64_t bytes) {
   link_.await(engine_.word(engine_.rank_, free_slot, owner, piece));
   link_.enqueue();

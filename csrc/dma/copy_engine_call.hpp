@@ -17,6 +17,10 @@ class CopyEngine::Call {
   void await_entered(MaybeOutputs outputs, uint32_t receivers);
   void await_entered_to_add(MaybeOutputs outputs, uint32_t receivers);  // where sums are fetched
 
+  // Around a copy to `receiver`, or instead of one, by every rank in the order of copy_engine.hpp.
+  void take_turn(int receiver);
+  void pass_turn(int receiver);
+
   void push_part(int owner, uint64_t piece, const void* from, uint64_t bytes);
   // `fetched`: the others come for the sum.
   void add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add, bool fetched = false);

@@ -51,9 +51,11 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   Call call(*this, stream);
   call.enter(outputs, owners);
   for (uint64_t t = 0; t < pieces + ahead; ++t) {
-    for (int k = 1; k < size_; ++k) {
+    for (int k = 1; k < size_ && t < pieces; ++k) {
       const int owner = (rank_ + k) % size_;
+      call.take_turn(owner);
       if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
+      call.pass_turn(owner);
     }
     call.step();
     if (const uint64_t mine = length(rank_, t); mine != 0) {
@@ -62,12 +64,15 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
     }
     if (t < ahead) continue;
     const uint64_t i = t - ahead;
-    if (const uint64_t mine = length(rank_, i); mine != 0 && !fetched) {
-      if (i == 0) call.await_entered(outputs, others());
-      call.await_sum(i);
+    if (const uint64_t mine = length(rank_, i); !fetched) {
+      if (i == 0 && mine != 0) call.await_entered(outputs, others());
+      if (mine != 0) call.await_sum(i);
       for (int k = 1; k < size_; ++k) {
         const int peer = (rank_ + k) % size_;
-        call.send(peer, i, straight ? outputs->at[peer] + offset(rank_, i) : nullptr, at(out, offset(rank_, i)), mine);
+        char* const place = straight ? outputs->at[peer] + offset(rank_, i) : nullptr;
+        call.take_turn(peer);
+        if (mine != 0) call.send(peer, i, place, at(out, offset(rank_, i)), mine);
+        call.pass_turn(peer);
       }
     }
     for (int k = 1; k < size_; ++k) {
@@ -92,7 +97,9 @@ void CopyEngine::reduce_scatter(const void* const* ins, void* out, uint64_t byte
     const uint64_t now = length_at(bytes, piece, i);
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + k) % size_;
+      call.take_turn(owner);
       call.push_part(owner, i, at(ins[owner], i * piece), now);
+      call.pass_turn(owner);
     }
     call.step();
     call.add_up(i, at(ins[rank_], i * piece), at(out, i * piece), now, add);
@@ -100,7 +107,7 @@ void CopyEngine::reduce_scatter(const void* const* ins, void* out, uint64_t byte
   call.finish();
 }
 
-void CopyEngine::move(const Message* sends, const Place* receives, CUstream stream, MaybeOutputs outputs) {
+void CopyEngine::move(const Message* sends, const Place* receives, bool all, CUstream stream, MaybeOutputs outputs) {
   const CurrentContext context(device_);
   const bool straight = go_straight(outputs);
   const uint64_t wanted = straight ? 1 : kPieces;
@@ -119,12 +126,14 @@ void CopyEngine::move(const Message* sends, const Place* receives, CUstream stre
     const Place& receive = receives[from];
     const uint64_t sent = piece_of(send.bytes, 16, wanted, !straight);
     const uint64_t received = piece_of(receive.bytes, 16, wanted, !straight);
-    const uint64_t steps = std::max(pieces_in(send.bytes, sent), pieces_in(receive.bytes, received));
+    const uint64_t steps = std::max({pieces_in(send.bytes, sent), pieces_in(receive.bytes, received), uint64_t{1}});
+    if (all) call.take_turn(to);
     for (uint64_t i = 0; i < steps; ++i) {
       if (const uint64_t now = length_at(send.bytes, sent, i); now != 0)
         call.send(to, i, straight ? outputs->at[to] + i * sent : nullptr, at(send.data, i * sent), now);
       if (const uint64_t now = length_at(receive.bytes, received, i); now != 0)
         call.receive(from, i, at(receive.data, i * received), now, straight);
+      if (all && i + 1 == steps) call.pass_turn(to);
       call.step();
     }
   }

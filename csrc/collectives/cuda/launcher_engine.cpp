@@ -55,13 +55,14 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   if (shared->slots.empty()) return refused();
   shared->words = SharedPinnedMemory::create(
       *meeting, device_, CopyEngine::words_bytes(size_),
-      [&](void* own) { CopyEngine::prepare(static_cast<uint32_t*>(own), size_); }, why);
+      [&](void* own) { CopyEngine::prepare(static_cast<uint32_t*>(own), rank_, size_); }, why);
   if (!shared->words) return refused();
   std::vector<char*> memory;
-  CopyEngine::Words words{{}, static_cast<uint32_t*>(shared->words->host(rank_))};
+  CopyEngine::Words words;
   for (int r = 0; r < size_; ++r) {
     memory.push_back(shared->slots[r].data());
     words.of.push_back(shared->words->device(r));
+    words.host.push_back(static_cast<uint32_t*>(shared->words->host(r)));
   }
   engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, std::move(words),
                                          &device_status()->engine, &host_status()->engine, shared);
@@ -140,7 +141,7 @@ bool CudaLauncher::engine_all_gather(const Operation& operation, const void* in,
   CopyEngine::Message sends[device::kMaxRanks];
   CopyEngine::Place receives[device::kMaxRanks];
   for (int r = 0; r < size_; ++r) sends[r] = {in, bytes}, receives[r] = {outs[r], bytes};
-  engine->move(sends, receives, stream_of(operation), outputs.given());
+  engine->move(sends, receives, true, stream_of(operation), outputs.given());
   return true;
 }
 
@@ -169,7 +170,7 @@ void CudaLauncher::engine_all_to_all(const Operation& operation, device::MovePar
   if (!any) return;
   watch_.engine_used(operation.context.timeout);
   const Marked outputs = marked(operation, nullptr, 0, 0, 0);
-  engine_->move(sends, receives, stream_of(operation), outputs.given());
+  engine_->move(sends, receives, false, stream_of(operation), outputs.given());
 }
 
 }  // namespace ark

@@ -64,18 +64,18 @@ class Group {
     use_driver(fake_driver());
     status_.resize(ranks);
     words_.resize(ranks);
-    std::vector<CUdeviceptr> words;
-    for (std::vector<uint32_t>& own : words_) {
-      own.resize(CopyEngine::words_bytes(ranks) / sizeof own[0]);
-      CopyEngine::prepare(own.data(), ranks);
-      words.push_back(reinterpret_cast<CUdeviceptr>(own.data()));
+    CopyEngine::Words words;
+    for (int r = 0; r < ranks; ++r) {
+      words_[r].resize(CopyEngine::words_bytes(ranks) / sizeof(uint32_t));
+      CopyEngine::prepare(words_[r].data(), r, ranks);
+      words.of.push_back(reinterpret_cast<CUdeviceptr>(words_[r].data()));
+      words.host.push_back(words_[r].data());
     }
     constexpr uint64_t kPullBelow[] = {0, 20'000, 1 << 30};
     for (int r = 0; r < ranks; ++r) {
       if (queues != Queues::own) queues_.push_back(std::make_unique<FakeStream>(g_streams++));
       const OneQueue shared(queues != Queues::own ? queues_.back().get() : nullptr);
-      const CopyEngine::Words seen{words, words_[r].data()};
-      engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, seen, &status_[r], &status_[r]));
+      engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, words, &status_[r], &status_[r]));
       engines_.back()->pull_below = kPullBelow[seed % 3];
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
@@ -175,7 +175,7 @@ class Group {
           sends.push_back({step.in_place ? own.out.data() + rank * step.count : own.in.data(), bytes});
           receives.push_back({own.out.data() + r * step.count, bytes});
         }
-        return engine.move(sends.data(), receives.data(), stream, given);
+        return engine.move(sends.data(), receives.data(), true, stream, given);
       }
       case Kind::broadcast: return engine.broadcast(own.out.data(), bytes, step.root, stream, given);
       case Kind::all_to_all: break;
@@ -188,7 +188,7 @@ class Group {
       receives.push_back({own.out.data() + to, 4 * count_of(step, r, rank)});
       from += count_of(step, rank, r), to += count_of(step, r, rank);
     }
-    engine.move(sends.data(), receives.data(), stream, given);
+    engine.move(sends.data(), receives.data(), step.seed % 2 == 0, stream, given);
   }
 
   Values expected(const Step& step, int rank) const {
