@@ -61,7 +61,7 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
     check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, priority),
           "cuStreamCreateWithPriority");
   };
-  create(link_, greatest);
+  for (CUstream* stream : {&link_, &awaiting_, &telling_}) create(*stream, greatest);
   for (CUstream& stream : work_) create(stream, greatest);
   check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
   for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
@@ -74,7 +74,7 @@ CopyEngine::~CopyEngine() {
     driver().event_destroy(event_);
     for (CUevent event : done_) driver().event_destroy(event);
     for (CUstream stream : work_) driver().stream_destroy(stream);
-    driver().stream_destroy(link_);
+    for (CUstream stream : {link_, awaiting_, telling_}) driver().stream_destroy(stream);
   } catch (const Error&) {  // at exit the driver may be gone already
   }
 }

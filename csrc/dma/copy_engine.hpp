@@ -7,12 +7,16 @@
 // driver makes by SMs whatever one asks it for. Therefore sums of up to pull_below bytes are pulled from the owner's
 // slots after all: alone that is slower, beside computation sooner (25 MB: products and all_reduces together 27%; a
 // step of GPT-2 XL with buckets of 50 MB: 66.6 ms, pushed 68.1). All copies over the link are on one stream, one peer
-// at a time, beginning with the next rank: two copies at once, to two peers, or of two ranks to one, halve an engine's
-// speed. From three ranks on ranks drift apart until two of them do send to one. So the right to send to a rank goes
-// round: a word "turn" for each receiver, which starts at the rank before it, is passed on behind each rank's copy (or
-// where it has nothing to send) to the next one to send there, and has come back when all have sent. That is done where
-// all ranks go through the same rounds: all but broadcasts, whose receivers have one sender each, messages of which only
-// two ranks know, and fetched sums.
+// at a time, beginning with the next rank: two copies at once, with two peers, or of two ranks with one, halve an
+// engine's speed. What they wait for is awaited on a stream of its own, and what follows them is told on a third one: in
+// line with the copies each of these would cost 10 to 15 us in which the link is idle, like this they take place beside
+// the copy before.
+//
+// From three ranks on ranks drift apart until two of them do use one link. So the right to it goes round: a word "turn"
+// for each link, which starts at the rank before the link's own and is passed on behind each rank's copy (or where it
+// has nothing to copy) to the rank before, and has come back when all have had it. It is passed while the last tail_bytes
+// are still on their way, which is the time that passing takes. That is done where all ranks go through the same rounds:
+// all but broadcasts, in which each link has one user, and messages of which only two ranks know.
 //
 // Beside computation each kernel waits until SMs are free, which may take as long as a whole kernel of the others. So
 // there are kWorkers streams for what SMs do, that several pieces wait side by side. Not more: streams share the few
@@ -119,6 +123,8 @@ class CopyEngine {
 
   uint64_t pull_below = 128 << 20;  // all_reduces up to here, not registered; tests choose others
 
+  uint64_t tail_bytes = 4 << 20;
+
   // By the watching thread, without a call of the driver. The group has failed: lets the waits end that it finds, for a
   // few milliseconds or until there are none; to be called again and again.
   void release_all();
@@ -156,7 +162,7 @@ class CopyEngine {
   const std::shared_ptr<void> held_;
   device::EngineStatus* const status_;
   device::EngineStatus* const host_status_;
-  CUstream link_ = nullptr, work_[kWorkers] = {};
+  CUstream link_ = nullptr, awaiting_ = nullptr, telling_ = nullptr, work_[kWorkers] = {};
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
   uint32_t calls_ = 0;

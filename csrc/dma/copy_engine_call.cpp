@@ -5,7 +5,8 @@
 
 namespace ark {
 
-CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), stream_(stream), link_(engine.link_) {
+CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) 
+    : engine_(engine), stream_(stream), awaits_(engine.awaiting_), tells_(engine.telling_) {
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
   captured_ = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
@@ -13,7 +14,7 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) : engine_(engine), s
   const auto join = [&](CUstream own) {
     check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
   };
-  join(engine.link_);
+  for (CUstream own : {engine.link_, engine.awaiting_, engine.telling_}) join(own);
   for (CUstream own : engine.work_) {
     work_.emplace_back(own);
     join(own);
@@ -37,7 +38,7 @@ void CopyEngine::Call::finish() {
     engine_.follow(last, own);
     if (!captured_) check(driver().stream_wait_event(stream_, engine_.event_, 0), "cuStreamWaitEvent");
   };
-  join(engine_.link_);
+  for (CUstream own : {engine_.link_, engine_.awaiting_, engine_.telling_}) join(own);
   for (int i = 0; i + 1 < kWorkers; ++i) join(engine_.work_[i]);
   // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
   if (!captured_) engine_.follow(stream_, last);
@@ -48,7 +49,7 @@ void CopyEngine::Call::finish() {
 
 void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
   if (outputs == nullptr) return;
-  for_each(senders, [&](int r) { link_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark & kMarkBits); });
+  for_each(senders, [&](int r) { tells_.tell(engine_.word(r, entered, engine_.rank_, 0), outputs->mark & kMarkBits); });
 }
 
 // That they are awaited is told to the host until they have been sent something, see send(): a peer that has got all of
@@ -56,8 +57,8 @@ void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
 void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
   if (outputs == nullptr || receivers == 0) return;
   const uint32_t mark = outputs->mark & kMarkBits;
-  link_.tell(engine_.told(&device::EngineStatus::expected), receivers << kMarkShift | mark);
-  for_each(receivers, [&](int r) { link_.await(engine_.word(engine_.rank_, entered, r, 0), mark); });
+  awaits_.tell(engine_.told(&device::EngineStatus::expected), receivers << kMarkShift | mark);
+  for_each(receivers, [&](int r) { awaits_.await(engine_.word(engine_.rank_, entered, r, 0), mark); });
   expecting_ = true;
 }
 
@@ -71,27 +72,50 @@ void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t recei
   words.tell(engine_.told(&device::EngineStatus::expected), 0);
 }
 
-// Of two ranks each has one sender.
-void CopyEngine::Call::take_turn(int receiver) {
-  if (engine_.size_ > 2) link_.await(engine_.word(engine_.rank_, turn, receiver, 0));
+// What was told before is enqueued before what is awaited now (copy_engine.hpp: one queue).
+void CopyEngine::Call::over_link(void* to, const void* from, uint64_t bytes) {
+  tells_.enqueue();
+  awaits_.enqueue();
+  engine_.follow(engine_.link_, engine_.awaiting_);
+  const uint64_t tail = passing_ >= 0 && bytes >= 2 * engine_.tail_bytes ? engine_.tail_bytes : 0;
+  if (tail != 0) {
+    engine_.copy(engine_.link_, to, from, bytes - tail);
+    engine_.follow(engine_.telling_, engine_.link_);
+    tell_turn(tells_);
+    tells_.enqueue();
+    to = static_cast<char*>(to) + bytes - tail, from = static_cast<const char*>(from) + bytes - tail;
+  }
+  engine_.copy(engine_.link_, to, from, tail != 0 ? tail : bytes);
+  engine_.follow(engine_.telling_, engine_.link_);
+  tell_turn(tells_);
 }
 
-void CopyEngine::Call::pass_turn(int receiver) {
-  if (engine_.size_ <= 2) return;
-  const int next = engine_.before(engine_.rank_);
-  link_.tell(engine_.word(next != receiver ? next : engine_.before(next), turn, receiver, 0));
+// Of two ranks each has a link to itself.
+void CopyEngine::Call::take_turn(int link) {
+  tell_turn(awaits_);
+  if (engine_.size_ > 2) awaits_.await(engine_.word(engine_.rank_, turn, link, 0));
+}
+
+void CopyEngine::Call::pass_turn(int link) {
+  if (engine_.size_ > 2) passing_ = link;
+}
+
+// Behind a copy, or where there was none behind the wait for the turn.
+void CopyEngine::Call::tell_turn(StreamWords& words) {
+  if (passing_ < 0) return;
+  const int link = std::exchange(passing_, -1), next = engine_.before(engine_.rank_);
+  words.tell(engine_.word(next != link ? next : engine_.before(next), turn, link, 0));
 }
 
 void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, uint64_t bytes) {
-  link_.await(engine_.word(engine_.rank_, free_slot, owner, piece));
-  link_.enqueue();
-  engine_.copy(engine_.link_, engine_.slot(owner, parts, engine_.rank_, piece), from, bytes);
-  link_.tell(engine_.word(owner, arrived, engine_.rank_, piece));
+  awaits_.await(engine_.word(engine_.rank_, free_slot, owner, piece));
+  over_link(engine_.slot(owner, parts, engine_.rank_, piece), from, bytes);
+  tells_.tell(engine_.word(owner, arrived, engine_.rank_, piece));
 }
 
 void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add,
                               bool fetched) {
-  link_.enqueue();
+  tells_.enqueue();
   const int rank = engine_.rank_;
   StreamWords& words = work_[worker(piece)];
   const CUstream stream = engine_.work_[worker(piece)];
@@ -113,28 +137,24 @@ void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64
 }
 
 void CopyEngine::Call::fetch_sum(int owner, uint64_t piece, void* to, uint64_t bytes) {
-  link_.await(engine_.word(engine_.rank_, came, owner, piece));
-  link_.enqueue();
-  engine_.copy(engine_.link_, to, engine_.slot(owner, sums, owner, piece), bytes);
-  link_.tell(engine_.word(owner, taken, engine_.rank_, piece));
+  awaits_.await(engine_.word(engine_.rank_, came, owner, piece));
+  over_link(to, engine_.slot(owner, sums, owner, piece), bytes);
+  tells_.tell(engine_.word(owner, taken, engine_.rank_, piece));
 }
 
 void CopyEngine::Call::await_sum(uint64_t piece) {
-  link_.enqueue();
   check(driver().stream_wait_event(engine_.link_, engine_.done_[piece % kSlots], 0), "cuStreamWaitEvent");
 }
 
 void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes) {
-  link_.await(engine_.word(engine_.rank_, taken, receiver, piece));
-  link_.enqueue();
-  engine_.copy(engine_.link_, place != nullptr ? place : engine_.slot(receiver, messages, engine_.rank_, piece), from,
-               bytes);
-  if (std::exchange(expecting_, false)) link_.tell(engine_.told(&device::EngineStatus::expected), 0);
-  link_.tell(engine_.word(receiver, came, engine_.rank_, piece));
+  awaits_.await(engine_.word(engine_.rank_, taken, receiver, piece));
+  over_link(place != nullptr ? place : engine_.slot(receiver, messages, engine_.rank_, piece), from, bytes);
+  if (std::exchange(expecting_, false)) tells_.tell(engine_.told(&device::EngineStatus::expected), 0);
+  tells_.tell(engine_.word(receiver, came, engine_.rank_, piece));
 }
 
 void CopyEngine::Call::receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight) {
-  link_.enqueue();
+  tells_.enqueue();
   StreamWords& words = work_[worker(piece)];
   words.await(engine_.word(engine_.rank_, came, sender, piece));
   if (!straight) {
@@ -148,15 +168,16 @@ void CopyEngine::Call::forward(int sender, uint64_t piece, void* to, uint64_t by
                                void* place) {
   const CUdeviceptr it_came = engine_.word(engine_.rank_, came, sender, piece);
   const CUdeviceptr it_was_taken = engine_.word(sender, taken, engine_.rank_, piece);
-  link_.await(it_came);
+  awaits_.await(it_came);
   if (straight) {
-    link_.tell(it_was_taken);
+    awaits_.tell(it_was_taken);
     return send(next, piece, place, to, bytes);
   }
-  link_.enqueue();
+  tells_.enqueue();
+  awaits_.enqueue();
   const CUstream stream = engine_.work_[worker(piece)];
   const char* const here = engine_.slot(engine_.rank_, messages, sender, piece);
-  engine_.follow(stream, engine_.link_);
+  engine_.follow(stream, engine_.awaiting_);
   engine_.copy(stream, to, here, bytes);
   send(next, piece, place, here, bytes);
   engine_.follow(stream, engine_.link_);
@@ -168,7 +189,9 @@ void CopyEngine::Call::copy_own(void* to, const void* from, uint64_t bytes) {
 }
 
 void CopyEngine::Call::step() {
-  link_.enqueue();
+  tell_turn(awaits_);
+  tells_.enqueue();
+  awaits_.enqueue();
   for (StreamWords& words : work_) words.enqueue();
 }
 

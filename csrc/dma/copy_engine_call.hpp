@@ -17,9 +17,9 @@ class CopyEngine::Call {
   void await_entered(MaybeOutputs outputs, uint32_t receivers);
   void await_entered_to_add(MaybeOutputs outputs, uint32_t receivers);  // where sums are fetched
 
-  // Around a copy to `receiver`, or instead of one, by every rank in the order of copy_engine.hpp.
-  void take_turn(int receiver);
-  void pass_turn(int receiver);
+  // To use a link, and that only the next copy does, if one comes before the next turn or step().
+  void take_turn(int link);
+  void pass_turn(int link);
 
   void push_part(int owner, uint64_t piece, const void* from, uint64_t bytes);
   // `fetched`: the others come for the sum.
@@ -42,10 +42,14 @@ class CopyEngine::Call {
       if (r != engine_.rank_ && (ranks >> r & 1) != 0) what(r);
   }
 
+  void over_link(void* to, const void* from, uint64_t bytes);  // behind what is awaited; what is told next follows
+  void tell_turn(StreamWords& words);
+
   CopyEngine& engine_;
   const CUstream stream_;
   bool captured_ = false, expecting_ = false;
-  StreamWords link_;  // on the engine's streams
+  int passing_ = -1;             // whose turn is to be told
+  StreamWords awaits_, tells_;  // on the engine's streams
   std::vector<StreamWords> work_;
 };
 

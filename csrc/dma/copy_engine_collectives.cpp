@@ -9,7 +9,7 @@ namespace ark {
 namespace {
 
 constexpr uint64_t kAheadBytes = 64 << 20;  // of parts that leave before the first sum, for adders that wait for SMs
-constexpr uint64_t kPieces = 2;             // so that steps overlap; each costs 10 us, and may wait for SMs
+constexpr uint64_t kPieces = 2;             // so that steps overlap; each may wait for SMs
 
 template <class Pointer>
 Pointer at(Pointer base, uint64_t offset) {
@@ -54,8 +54,8 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
     for (int k = 1; k < size_ && t < pieces; ++k) {
       const int owner = (rank_ + k) % size_;
       call.take_turn(owner);
-      if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
       call.pass_turn(owner);
+      if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
     }
     call.step();
     if (const uint64_t mine = length(rank_, t); mine != 0) {
@@ -71,12 +71,16 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
         const int peer = (rank_ + k) % size_;
         char* const place = straight ? outputs->at[peer] + offset(rank_, i) : nullptr;
         call.take_turn(peer);
-        if (mine != 0) call.send(peer, i, place, at(out, offset(rank_, i)), mine);
         call.pass_turn(peer);
+        if (mine != 0) call.send(peer, i, place, at(out, offset(rank_, i)), mine);
       }
     }
     for (int k = 1; k < size_; ++k) {
-      const int owner = (rank_ + size_ - k) % size_;
+      const int owner = fetched ? (rank_ + k) % size_ : (rank_ + size_ - k) % size_;
+      if (fetched) {
+        call.take_turn(owner);
+        call.pass_turn(owner);
+      }
       if (length(owner, i) == 0) continue;
       if (fetched)
         call.fetch_sum(owner, i, at(out, offset(owner, i)), length(owner, i));
@@ -98,8 +102,8 @@ void CopyEngine::reduce_scatter(const void* const* ins, void* out, uint64_t byte
     for (int k = 1; k < size_; ++k) {
       const int owner = (rank_ + k) % size_;
       call.take_turn(owner);
-      call.push_part(owner, i, at(ins[owner], i * piece), now);
       call.pass_turn(owner);
+      call.push_part(owner, i, at(ins[owner], i * piece), now);
     }
     call.step();
     call.add_up(i, at(ins[rank_], i * piece), at(out, i * piece), now, add);
@@ -129,11 +133,11 @@ void CopyEngine::move(const Message* sends, const Place* receives, bool all, CUs
     const uint64_t steps = std::max({pieces_in(send.bytes, sent), pieces_in(receive.bytes, received), uint64_t{1}});
     if (all) call.take_turn(to);
     for (uint64_t i = 0; i < steps; ++i) {
+      if (all && i + 1 == steps) call.pass_turn(to);
       if (const uint64_t now = length_at(send.bytes, sent, i); now != 0)
         call.send(to, i, straight ? outputs->at[to] + i * sent : nullptr, at(send.data, i * sent), now);
       if (const uint64_t now = length_at(receive.bytes, received, i); now != 0)
         call.receive(from, i, at(receive.data, i * received), now, straight);
-      if (all && i + 1 == steps) call.pass_turn(to);
       call.step();
     }
   }

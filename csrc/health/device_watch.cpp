@@ -66,6 +66,17 @@ struct DeviceWatch::Watched {
     log->add(error);
   }
 
+  // Then its streams are being released, and what they tell now is nonsense; what failed there is heard at the next look.
+  bool a_peer_failed() const {
+    const OperationContext any;
+    for (int peer = 0; peer < health->size(); ++peer) {
+      if (peer == health->rank()) continue;
+      const auto alarm = health->alarm(any, peer);
+      if (alarm && alarm->kind == GroupHealth::Alarm::peer_failed) return true;
+    }
+    return false;
+  }
+
   // A peer says goodbye when its device has done all it was given, so what it has issued came here. Bit r: rank r left.
   bool will_not_call(int peer, uint32_t departed) const {
     return peer >= 0 && (departed >> (peer & 31) & 1) != 0 &&
@@ -90,6 +101,7 @@ struct DeviceWatch::Watched {
       const bool timed_out = stuck_for > limit;
       const bool asked = protocol::load_relaxed(engine->expected) != 0, left = departed != 0 && stuck_for >= kStill;
       const EngineDiagnosis found = timed_out || asked || left ? diagnose_engine() : EngineDiagnosis{};
+      if (a_peer_failed()) return;
       const int peer = health->size() == 2 ? 1 - health->rank() : found.peer;
       if (found.mismatched)
         fail_engine(Error(ErrorKind::mismatch,

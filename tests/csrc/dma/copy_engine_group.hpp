@@ -77,6 +77,7 @@ class Group {
       const OneQueue shared(queues != Queues::own ? queues_.back().get() : nullptr);
       engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, words, &status_[r], &status_[r]));
       engines_.back()->pull_below = kPullBelow[seed % 3];
+      engines_.back()->tail_bytes = 512;
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
   }
