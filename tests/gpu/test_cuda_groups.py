@@ -142,7 +142,8 @@ def _timed(rank: Rank) -> None:
     options.timing = True
     group = dist.new_group(pg_options=options)
     tensor = torch.ones(1000, device=device)
-    dist.all_reduce(tensor, group=group)
+    for later in (False, True):  # the first of a kind makes streams, which may take the host longer than the wait below
+        group._get_backend(device).allreduce([tensor], _async(later)).wait()
     torch.cuda.synchronize()
     for later in (False, True):
         dist.barrier()
