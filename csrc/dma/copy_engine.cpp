@@ -95,6 +95,7 @@ void CopyEngine::copy(CUstream stream, void* to, const void* from, uint64_t byte
 }
 
 void CopyEngine::follow(CUstream stream, CUstream before) {
+  if (stream == before) return;
   check(driver().event_record(event_, before), "cuEventRecord");
   check(driver().stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
 }

@@ -5,8 +5,13 @@
 
 namespace ark {
 
-CopyEngine::Call::Call(CopyEngine& engine, CUstream stream) 
-    : engine_(engine), stream_(stream), awaits_(engine.awaiting_), tells_(engine.telling_) {
+CopyEngine::Call::Call(CopyEngine& engine, CUstream stream, uint64_t copies)
+    : engine_(engine),
+      stream_(stream),
+      awaiting_(copies >= engine.apart_from ? engine.awaiting_ : engine.link_),
+      telling_(copies >= engine.apart_from ? engine.telling_ : engine.link_),
+      awaits_(awaiting_),
+      tells_(telling_) {
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
   captured_ = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
@@ -14,7 +19,8 @@ CopyEngine::Call::Call(CopyEngine& engine, CUstream stream)
   const auto join = [&](CUstream own) {
     check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
   };
-  for (CUstream own : {engine.link_, engine.awaiting_, engine.telling_}) join(own);
+  join(engine.link_);
+  if (awaiting_ != engine.link_) join(awaiting_), join(telling_);
   for (CUstream own : engine.work_) {
     work_.emplace_back(own);
     join(own);
@@ -38,7 +44,8 @@ void CopyEngine::Call::finish() {
     engine_.follow(last, own);
     if (!captured_) check(driver().stream_wait_event(stream_, engine_.event_, 0), "cuStreamWaitEvent");
   };
-  for (CUstream own : {engine_.link_, engine_.awaiting_, engine_.telling_}) join(own);
+  join(engine_.link_);
+  if (awaiting_ != engine_.link_) join(awaiting_), join(telling_);
   for (int i = 0; i + 1 < kWorkers; ++i) join(engine_.work_[i]);
   // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
   if (!captured_) engine_.follow(stream_, last);
@@ -76,17 +83,17 @@ void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t recei
 void CopyEngine::Call::over_link(void* to, const void* from, uint64_t bytes) {
   tells_.enqueue();
   awaits_.enqueue();
-  engine_.follow(engine_.link_, engine_.awaiting_);
+  engine_.follow(engine_.link_, awaiting_);
   const uint64_t tail = passing_ >= 0 && bytes >= 2 * engine_.tail_bytes ? engine_.tail_bytes : 0;
   if (tail != 0) {
     engine_.copy(engine_.link_, to, from, bytes - tail);
-    engine_.follow(engine_.telling_, engine_.link_);
+    engine_.follow(telling_, engine_.link_);
     tell_turn(tells_);
     tells_.enqueue();
     to = static_cast<char*>(to) + bytes - tail, from = static_cast<const char*>(from) + bytes - tail;
   }
   engine_.copy(engine_.link_, to, from, tail != 0 ? tail : bytes);
-  engine_.follow(engine_.telling_, engine_.link_);
+  engine_.follow(telling_, engine_.link_);
   tell_turn(tells_);
 }
 
@@ -177,7 +184,7 @@ void CopyEngine::Call::forward(int sender, uint64_t piece, void* to, uint64_t by
   awaits_.enqueue();
   const CUstream stream = engine_.work_[worker(piece)];
   const char* const here = engine_.slot(engine_.rank_, messages, sender, piece);
-  engine_.follow(stream, engine_.awaiting_);
+  engine_.follow(stream, awaiting_);
   engine_.copy(stream, to, here, bytes);
   send(next, piece, place, here, bytes);
   engine_.follow(stream, engine_.link_);

@@ -10,7 +10,7 @@ namespace ark {
 
 class CopyEngine::Call {
  public:
-  Call(CopyEngine& engine, CUstream stream);
+  Call(CopyEngine& engine, CUstream stream, uint64_t copies);  // so many over the link
   void finish();
   // Tells those who send to this rank that it has come; awaits those to whom it sends. Bit r: rank r.
   void enter(MaybeOutputs outputs, uint32_t senders);
@@ -47,6 +47,7 @@ class CopyEngine::Call {
 
   CopyEngine& engine_;
   const CUstream stream_;
+  const CUstream awaiting_, telling_;  // the link's own where there are few copies
   bool captured_ = false, expecting_ = false;
   int passing_ = -1;             // whose turn is to be told
   StreamWords awaits_, tells_;  // on the engine's streams

@@ -48,7 +48,7 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   uint32_t owners = 0;
   for (int r = 0; r < size_; ++r) owners |= static_cast<uint32_t>(size_of(r) != 0) << r;
 
-  Call call(*this, stream);
+  Call call(*this, stream, 2 * pieces * (size_ - 1));
   call.enter(outputs, owners);
   for (uint64_t t = 0; t < pieces + ahead; ++t) {
     for (int k = 1; k < size_ && t < pieces; ++k) {
@@ -96,7 +96,7 @@ void CopyEngine::reduce_scatter(const void* const* ins, void* out, uint64_t byte
                                 CUstream stream, const Add& add) {
   const CurrentContext context(device_);
   const uint64_t piece = piece_of(bytes, std::max<uint64_t>(element_bytes, 16), kPieces, true);
-  Call call(*this, stream);
+  Call call(*this, stream, pieces_in(bytes, piece) * (size_ - 1));
   for (uint64_t i = 0; i < pieces_in(bytes, piece); ++i) {
     const uint64_t now = length_at(bytes, piece, i);
     for (int k = 1; k < size_; ++k) {
@@ -115,12 +115,15 @@ void CopyEngine::move(const Message* sends, const Place* receives, bool all, CUs
   const CurrentContext context(device_);
   const bool straight = go_straight(outputs);
   const uint64_t wanted = straight ? 1 : kPieces;
+  const auto sent_in = [&](int r) { return piece_of(sends[r].bytes, 16, wanted, !straight); };
   uint32_t senders = 0, receivers = 0;
+  uint64_t copies = 0;
   for (int r = 0; r < size_; ++r) {
+    if (r != rank_) copies += pieces_in(sends[r].bytes, sent_in(r));
     senders |= static_cast<uint32_t>(receives[r].bytes != 0) << r;
     receivers |= static_cast<uint32_t>(sends[r].bytes != 0) << r;
   }
-  Call call(*this, stream);
+  Call call(*this, stream, copies);
   call.enter(outputs, senders);
   call.copy_own(receives[rank_].data, sends[rank_].data, sends[rank_].bytes);
   call.await_entered(outputs, receivers);
@@ -128,7 +131,7 @@ void CopyEngine::move(const Message* sends, const Place* receives, bool all, CUs
     const int to = (rank_ + k) % size_, from = (rank_ + size_ - k) % size_;
     const Message& send = sends[to];
     const Place& receive = receives[from];
-    const uint64_t sent = piece_of(send.bytes, 16, wanted, !straight);
+    const uint64_t sent = sent_in(to);
     const uint64_t received = piece_of(receive.bytes, 16, wanted, !straight);
     const uint64_t steps = std::max({pieces_in(send.bytes, sent), pieces_in(receive.bytes, received), uint64_t{1}});
     if (all) call.take_turn(to);
@@ -152,7 +155,7 @@ void CopyEngine::broadcast(void* data, uint64_t bytes, int root, CUstream stream
   // Every further rank adds the time of a piece.
   const uint64_t wanted = size_ > 2 ? 4 * static_cast<uint64_t>(size_) : straight ? 1 : kPieces;
   const uint64_t piece = piece_of(bytes, 16, wanted, !straight);
-  Call call(*this, stream);
+  Call call(*this, stream, pieces_in(bytes, piece));
   call.enter(outputs, receives ? uint32_t{1} << before : 0);
   call.await_entered(outputs, sends ? uint32_t{1} << next : 0);
   for (uint64_t i = 0; i < pieces_in(bytes, piece); ++i) {

@@ -3,11 +3,13 @@
 
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <ftw.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -63,7 +65,8 @@ std::string first_error(const std::string& output) {
   return last.empty() ? "it said nothing" : last;
 }
 
-// Removed with all that is in it.
+// Removed with all that is in it, by the C library: libtorch.so (2.11.0+cu130) exports std::filesystem::remove_all
+// bound to nothing, and a call from this process's modules ends there.
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -74,8 +77,10 @@ class TemporaryFolder {
     path_ = name;
   }
   ~TemporaryFolder() {
-    std::error_code ignored;
-    fs::remove_all(path_, ignored);
+    constexpr int kDescriptors = 8;
+    ::nftw(
+        path_.c_str(), [](const char* name, const struct stat*, int, struct FTW*) { return std::remove(name), 0; },
+        kDescriptors, FTW_DEPTH | FTW_PHYS);
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;

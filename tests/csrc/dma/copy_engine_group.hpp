@@ -78,6 +78,7 @@ class Group {
       engines_.push_back(std::make_unique<CopyEngine>(r, r, memory_.seen(), kBytes, words, &status_[r], &status_[r]));
       engines_.back()->pull_below = kPullBelow[seed % 3];
       engines_.back()->tail_bytes = 512;
+      engines_.back()->apart_from = seed % 2 == 0 ? 0 : 6;
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
   }
