@@ -22,7 +22,7 @@ constexpr std::chrono::microseconds kBetween{50};
 
 // Of parts and of messages from each peer, and of sums.
 uint64_t CopyEngine::slot_count(int ranks) {
-  return static_cast<uint64_t>(kSlots) * (2 * std::max(ranks - 1, 1) + 1);
+  return static_cast<uint64_t>(slots_of(ranks)) * (2 * std::max(ranks - 1, 1) + 1);
 }
 
 uint64_t CopyEngine::memory_bytes(int ranks, uint64_t limit) {
@@ -47,6 +47,7 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
     : rank_(rank),
       size_(static_cast<int>(memory.size())),
       device_(device),
+      slots_(slots_of(size_)),
       slot_bytes_((bytes - kHead) / slot_count(static_cast<int>(memory.size())) / 4096 * 4096),
       memory_(std::move(memory)),
       words_(std::move(words)),
@@ -80,13 +81,13 @@ CopyEngine::~CopyEngine() {
 }
 
 CUdeviceptr CopyEngine::word(int waiter, Word which, int teller, uint64_t piece) const {
-  return words_.of[waiter] + sizeof(uint32_t) * place_of(which, teller, piece, size_);
+  return words_.of[waiter] + sizeof(uint32_t) * place_of(which, teller, piece % slots_, size_);
 }
 
 char* CopyEngine::slot(int owner, Bank bank, int writer, uint64_t piece) const {
   const int column = writer < owner || bank == sums ? writer : writer - 1;
-  if (bank == sums) return memory_[owner] + kHead + (2 * kSlots * (size_ - 1) + piece % kSlots) * slot_bytes_;
-  return memory_[owner] + kHead + (((bank * kSlots) + piece % kSlots) * (size_ - 1) + column) * slot_bytes_;
+  if (bank == sums) return memory_[owner] + kHead + (2 * slots_ * (size_ - 1) + piece % slots_) * slot_bytes_;
+  return memory_[owner] + kHead + (((bank * slots_) + piece % slots_) * (size_ - 1) + column) * slot_bytes_;
 }
 
 void CopyEngine::copy(CUstream stream, void* to, const void* from, uint64_t bytes) {

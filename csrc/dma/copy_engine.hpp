@@ -137,14 +137,16 @@ class CopyEngine {
   // 0, 0, 1, 1 at first; of turns 1 at the rank before the receiver, which stands for the teller; marks.
   enum Word { arrived, came, free_slot, taken, turn, entered, kWords };
   enum Bank { parts, messages, sums };
-  static constexpr int kSlots = 4, kWorkers = 2;
+  static constexpr int kSlots = 4, kWorkers = 2;  // slots of a bank at most
   static_assert(kSlots % kWorkers == 0);
   class Call;
 
+  // From three ranks on each copy waits for its turn: few large ones.
+  static int slots_of(int ranks) { return ranks <= 2 ? kSlots : 2; }
   static uint64_t slot_count(int ranks);
   CUdeviceptr word(int waiter, Word which, int teller, uint64_t piece) const;
-  static size_t place_of(Word which, int teller, uint64_t piece, int ranks) {
-    return (static_cast<size_t>(which) * ranks + teller) * kSlots + piece % kSlots;
+  static size_t place_of(Word which, int teller, uint64_t slot, int ranks) {
+    return (static_cast<size_t>(which) * ranks + teller) * kSlots + slot;
   }
   char* slot(int owner, Bank bank, int writer, uint64_t piece) const;
   CUdeviceptr told(uint32_t device::EngineStatus::*word) const {  // to the host
@@ -157,7 +159,7 @@ class CopyEngine {
   int unused_turn() const;  // of the rank that did not use it, or -1
   uint32_t others() const { return ((uint32_t{1} << size_) - 1) & ~(uint32_t{1} << rank_); }
 
-  const int rank_, size_, device_;
+  const int rank_, size_, device_, slots_;
   const uint64_t slot_bytes_;
   const std::vector<char*> memory_;
   const Words words_;

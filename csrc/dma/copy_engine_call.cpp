@@ -138,7 +138,7 @@ void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64
   if (fetched)
     for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, came, rank, piece)); });
   else
-    check(driver().event_record(engine_.done_[piece % kSlots], stream), "cuEventRecord");
+    check(driver().event_record(engine_.done_[piece % engine_.slots_], stream), "cuEventRecord");
   for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, free_slot, rank, piece)); });
   words.enqueue();
 }
@@ -150,7 +150,7 @@ void CopyEngine::Call::fetch_sum(int owner, uint64_t piece, void* to, uint64_t b
 }
 
 void CopyEngine::Call::await_sum(uint64_t piece) {
-  check(driver().stream_wait_event(engine_.link_, engine_.done_[piece % kSlots], 0), "cuStreamWaitEvent");
+  check(driver().stream_wait_event(engine_.link_, engine_.done_[piece % engine_.slots_], 0), "cuStreamWaitEvent");
 }
 
 void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes) {

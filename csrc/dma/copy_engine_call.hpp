@@ -1,4 +1,4 @@
-// One collective of copy_engine.hpp while it is enqueued. What belongs to piece i of a message lies in slot i % kSlots,
+// One collective of copy_engine.hpp while it is enqueued. What belongs to piece i of a message lies in slot i % slots_,
 // has the words of that slot and is handled by worker i % kWorkers. Between two calls of step() the host waits for
 // nothing but full queues of the driver; what a peer may wait for is enqueued by then. On one stream or another, what
 // this rank tells is enqueued before it awaits what answers it (copy_engine.hpp: one queue).
