@@ -10,10 +10,10 @@ namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
   // H200, 2 and 4 ranks (relay_from is a guess: two flights over the link against one longer stay on it). Alone, rings
-  // take 209 us for 64 MB and 3.2 ms for 1 GB, copy engines 256 us and 3.2 ms (NCCL 250 us and 3.3 ms); but large
+  // take 209 us for 64 MB and 3.2 ms for 1 GB, copy engines 256 us and 3.0 ms (NCCL 250 us and 3.3 ms); but large
   // buckets are summed beside computation, which rings slow down (a step of GPT-2 XL: 77 ms, NCCL 71, copy engines 67).
-  // On four, 64 MB: 551 us (rings 400, NCCL 325); beside products these lose 10% and both end 0.79 times as soon as
-  // with NCCL, by rings they take eight times as long and both end at 0.29. all_gather into registered memory beside
+  // On four, 64 MB: 454 us (rings 400, NCCL 325); beside products these lose 7% and both end 0.88 times as soon as with
+  // NCCL, by rings they take eight times as long and both end at 0.29. all_gather into registered memory beside
   // products: 64 MB ends 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a
   // graph (rings 40); into plain memory rings are sooner up to 64 MB, but at 256 MB they slow products down threefold.
   // Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose below 16 MB, where lines are there sooner than an
