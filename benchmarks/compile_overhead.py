@@ -3,11 +3,13 @@
     python benchmarks/compile_overhead.py [--layers 16] [--hidden 64] [--rounds 30] [--quick] [--output FOLDER]
 
 Host time of a decoding step: the whole call less the time in which the loop kernel ran in that same call (waking its
-workers included). Dynamo's own is the same model compiled with a backend that returns its results without doing
-anything: the same guards, the same arguments. The two, and Inductor (its whole call, for scale), take turns, call by
-call, and both come after a step of Inductor's, so that both find the processor's caches as a model leaves them. Compile
-times are of fresh processes: cold, with an empty cache, and again with what the first one left; `ark` is the time
-inside ark's backend, `rest` is torch._dynamo and AOTAutograd.
+workers included). Dynamo's own is the same compiled model told to return results that lie ready: the same guards in the
+same place in memory, the same arguments. The two take turns, call by call, and both come after a step of ark's, as in a
+program that decodes; then again with a step of another model between, Inductor's, which has had the processor's caches
+(its whole call is shown, for scale; it has one thread: after a loop of several, OpenMP's threads spin for milliseconds
+on processors that the next call needs). "Inside" is the same from where torch._dynamo's guards have passed, which is
+less noisy. Compile times are of fresh processes: cold, with an empty cache, and again with what the first one left;
+`ark` is the time inside ark's backend, `rest` is torch._dynamo and AOTAutograd.
 """
 
 from __future__ import annotations
@@ -50,66 +52,81 @@ def with_code_of_its_own(model: Llama, name: str) -> Llama:
     return model
 
 
-def nothing(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend that has the results ready."""
-    results = graph_module(*example_inputs)
-    return lambda *arguments: results
+class Either:
+    """The model compiled by ark, and its one region; while `idle`, a call finds its results ready."""
 
+    def __init__(self, model: Llama, inputs: Sequence[torch.Tensor], threads: int) -> None:
+        from ark_torch.compile import backend
+        from ark_torch.compile import options as table
+        from ark_torch.compile.report import Report
 
-def region_of(model: Llama, inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> tuple[Any, Any]:
-    """The model compiled by ark, and its one region."""
-    from ark_torch.compile import backend
-    from ark_torch.compile import options as table
-    from ark_torch.compile.report import Report
+        self.idle, self.entered = False, 0.0
+        told = Report()
 
-    told = Report()
+        def compile_it(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            options = table.parse(None, {"choose": "ark", "threads": threads})
+            call = backend.compile_graph(graph_module, example_inputs, options, told)
+            results = call(*example_inputs)
 
-    def compile_it(graph_module: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return backend.compile_graph(graph_module, example_inputs, table.parse(None, options), told)
+            def either(*arguments: Any) -> Any:
+                self.entered = time.perf_counter()
+                return results if self.idle else call(*arguments)
 
-    step = torch.compile(model, backend=compile_it)
-    step(*inputs)
-    (piece,) = told.regions
-    return step, piece.region
+            return either
+
+        self.step = torch.compile(model, backend=compile_it)
+        self.step(*inputs)
+        (piece,) = told.regions
+        self.region = piece.region
 
 
 @torch.no_grad()
-def host_time(arguments: argparse.Namespace, threads: int) -> dict[str, Any]:
-    torch.set_num_threads(threads)
+def host_time(arguments: argparse.Namespace, threads: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
     inputs = torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5])
-    models = {
-        name: with_code_of_its_own(model_of(arguments.layers, arguments.hidden), name)
-        for name in ("ark", "nothing", "inductor")
-    }
-    model = models["ark"]
-    ark, region = region_of(model, inputs, {"choose": "ark", "threads": threads})
-    steps = {"ark": ark, "nothing": torch.compile(models["nothing"], backend=nothing)}
-    steps["inductor"] = torch.compile(models["inductor"])
-    for step in steps.values():
+    model = model_of(arguments.layers, arguments.hidden)
+    either = Either(with_code_of_its_own(model, "ark"), inputs, threads)
+    inductor = torch.compile(with_code_of_its_own(model_of(arguments.layers, arguments.hidden), "inductor"))
+    for step in (either.step, inductor):
         for _ in range(20):
             step(*inputs)
-    rounds: list[dict[str, float]] = []
-    for _ in range(arguments.rounds):
-        times: dict[str, list[float]] = {name: [] for name in (*steps, "kernel", "ark, host")}
-        for _ in range(CALLS):
-            for name, step in steps.items():
-                if name != "inductor":
-                    steps["inductor"](*inputs)  # both find the processor's caches as a real model leaves them
+    tensors = sum(1 for _ in model.parameters()) + sum(1 for _ in model.buffers())
+    rows = []
+    for after in ("ark", "inductor"):
+        row: dict[str, Any] = {"what": "host time of a call", "layers": arguments.layers, "hidden": arguments.hidden}
+        row |= {"threads": threads, "tensors": tensors, "after": after}
+        between = inductor if after == "inductor" else None
+        rounds = [one_round(either, inputs, between) for _ in range(arguments.rounds)]
+        row["microseconds"] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+        for what in ("host", "inside"):
+            above = sorted(one[f"ark, {what}"] - one[f"nothing, {what}"] for one in rounds)
+            row[f"above_dynamo_{what}_us"] = statistics.median(above)
+            row[f"above_dynamo_{what}_quartiles_us"] = [above[len(above) // 4], above[3 * len(above) // 4]]
+        rows.append(row)
+    return rows
+
+
+def one_round(either: Either, inputs: Sequence[torch.Tensor], between: Callable[..., Any] | None) -> dict[str, float]:
+    """Medians over CALLS turns, in microseconds."""
+    times: dict[str, list[float]] = {}
+    for _ in range(CALLS):
+        for idle in (False, True):
+            either.idle = False
+            either.step(*inputs)
+            if between is not None:
                 begin = time.perf_counter()
-                step(*inputs)
-                taken = (time.perf_counter() - begin) * 1e6
-                times[name].append(taken)
-                if name == "ark":
-                    times["kernel"].append(region.last_kernel_us)
-                    times["ark, host"].append(taken - region.last_kernel_us)
-        rounds.append({name: statistics.median(taken) for name, taken in times.items()})
-    row: dict[str, Any] = {"what": "host time of a call", "layers": arguments.layers, "hidden": arguments.hidden}
-    row |= {"threads": threads, "tensors": sum(1 for _ in model.parameters()) + sum(1 for _ in model.buffers())}
-    row["microseconds"] = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    above = sorted(one["ark, host"] - one["nothing"] for one in rounds)
-    row["above_dynamo_us"] = statistics.median(above)
-    row["above_dynamo_quartiles_us"] = [above[len(above) // 4], above[3 * len(above) // 4]]
-    return row
+                between(*inputs)
+                times.setdefault("inductor", []).append(time.perf_counter() - begin)
+            either.idle = idle
+            begin = time.perf_counter()
+            either.step(*inputs)
+            end = time.perf_counter()
+            name = "nothing" if idle else "ark"
+            kernel = 0.0 if idle else either.region.last_kernel_us * 1e-6
+            times.setdefault(name, []).append(end - begin)
+            times.setdefault(f"{name}, host", []).append(end - begin - kernel)
+            times.setdefault(f"{name}, inside", []).append(end - either.entered - kernel)
+    return {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
 
 
 @torch.no_grad()
@@ -161,11 +178,14 @@ def compile_times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def show(row: dict[str, Any]) -> None:
     if "microseconds" in row:
-        low, high = row["above_dynamo_quartiles_us"]
-        print(f"{row['layers']} layers, {row['tensors']} tensors, {row['threads']} thread(s): host time of a call")
+        shape = f"{row['layers']} layers, {row['tensors']} tensors, {row['threads']} thread(s)"
+        print(f"{shape}: host time of a call after a step of {row['after']}")
         for name, taken in row["microseconds"].items():
-            print(f"  {name:<12} {taken:>9.1f} us")
-        print(f"  ark above Dynamo's own: {row['above_dynamo_us']:.1f} us (quartiles {low:.1f} to {high:.1f})")
+            print(f"  {name:<16} {taken:>9.1f} us")
+        for what in ("host", "inside"):
+            low, high = row[f"above_dynamo_{what}_quartiles_us"]
+            above = row[f"above_dynamo_{what}_us"]
+            print(f"  ark above Dynamo's own, {what}: {above:.1f} us (quartiles {low:.1f} to {high:.1f})")
         return
     print(
         f"{row['what']}: first call {row['first_call_s']:.2f} s, of which ark {row['ark_s']:.2f} s "
@@ -188,7 +208,7 @@ def main() -> int:
     about = report.surroundings(report.shown_command("benchmarks/compile_overhead.py"))
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, 5)
-    rows = [host_time(arguments, threads) for threads in ([1] if arguments.quick else [1, 2])]
+    rows = [row for threads in ([1] if arguments.quick else [1, 2]) for row in host_time(arguments, threads)]
     if not arguments.quick:
         rows += compile_times(arguments)
     for row in rows:

@@ -239,6 +239,7 @@ void bind_plan(py::module_& m) {
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.kernel().source(); })
       .def_property_readonly("name", &Region::name)
+      .def_property_readonly("from_cache", [](const Region& self) { return self.kernel().from_cache(); })
       .def_property_readonly("last_kernel_us", &Region::last_kernel_us)
       .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; });
 }

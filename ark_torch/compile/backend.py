@@ -8,6 +8,7 @@ the others; its updates of inputs become writes in place again before regions ar
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -413,7 +414,11 @@ def make_region(
     graph = plan.Graph()
     lowering.graph.emit(graph)
     options = {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise, "chained": chained}
-    return plan.Region(graph, name, options)
+    begin = time.perf_counter()
+    region = plan.Region(graph, name, options)
+    origin = "taken from the cache" if region.from_cache else "compiled"
+    log.info("%s: kernel %s, %.3f s with its plan", name, origin, time.perf_counter() - begin)
+    return region
 
 
 def plan_for(lowering: Lowering, target: str) -> tuple[str, str]:

@@ -64,6 +64,15 @@ std::string text_of(const List& list) {
   return text + "]";
 }
 
+// Reads a byte of each cache line of an object, if there is one. No read waits for another.
+template <class T>
+void touch(const T* object) {
+  if (object == nullptr) return;
+  const auto* bytes = reinterpret_cast<const volatile char*>(object);
+  for (size_t i = 0; i < sizeof(T); i += 64) static_cast<void>(bytes[i]);
+  static_cast<void>(bytes[sizeof(T) - 1]);
+}
+
 }  // namespace
 
 Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
@@ -73,7 +82,13 @@ Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> r
   plan::validate(plan_);
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
-  for (const Spec& spec : inputs_) mutates_ = mutates_ || spec.mutated;
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const Spec& spec = inputs_[i];
+    expected_.push_back({spec.type, static_cast<uint32_t>(spec.sizes.size()), static_cast<uint32_t>(extents_.size())});
+    extents_.insert(extents_.end(), spec.sizes.begin(), spec.sizes.end());
+    extents_.insert(extents_.end(), spec.strides.begin(), spec.strides.end());
+    if (spec.mutated) mutated_.push_back(i);
+  }
   for (const plan::Stage& stage : plan_.stages)
     if (const auto* ends = std::get_if<plan::CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
   kernel_ = std::make_unique<plan::CpuLoop>(plan_, compiler());
@@ -156,33 +171,49 @@ Region::Spec Region::spec_of(int index) const {
   return {to_torch(value.type), value.shape, value.strides, buffer.mutated, plan::footprint(value)};
 }
 
-void Region::check(const std::vector<at::Tensor>& inputs) const {
-  const auto fail = [&](size_t i, const std::string& what) {
+bool Region::is_as_expected(const at::Tensor& input, const Expected& spec) const {
+  const at::IntArrayRef sizes(extents_.data() + spec.first, spec.dims);
+  const at::IntArrayRef strides(extents_.data() + spec.first + spec.dims, spec.dims);
+  return input.is_cpu() && input.layout() == at::kStrided && !input.unsafeGetTensorImpl()->is_python_dispatch() &&
+         input.scalar_type() == spec.type && input.sizes() == sizes && input.strides() == strides;
+}
+
+// Of an input that is not as expected: throws, unless only strides differ that mean nothing.
+void Region::check(size_t i, const at::Tensor& input) const {
+  const Spec& spec = inputs_[i];
+  const auto fail = [&](const std::string& what) {
     throw Error(ErrorKind::invalid_argument, options_.name + ": input " + std::to_string(i) + " " + what,
                 ErrorContext{-1, -1, "", 0, "Compile again for this input (torch._dynamo.reset())."});
   };
+  if (!input.device().is_cpu() || input.layout() != at::kStrided) fail("is not a strided CPU tensor");
+  if (input.unsafeGetTensorImpl()->is_python_dispatch()) fail("is of a class that may have no memory of its own");
+  if (input.scalar_type() != spec.type)
+    fail(std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
+  if (input.sizes() != at::IntArrayRef(spec.sizes))
+    fail("has the shape " + text_of(input.sizes()) + ", not " + text_of(spec.sizes));
+  // The stride of a dimension of one element (or of none) means nothing.
+  for (size_t d = 0; d < spec.sizes.size() && input.numel() > 0; ++d) {
+    if (spec.sizes[d] > 1 && input.stride(d) != spec.strides[d])
+      fail("has the strides " + text_of(input.strides()) + ", not " + text_of(spec.strides));
+  }
+}
+
+// Checks, and takes the addresses. Tensors and their storages lie scattered, and what ran before has left few of them
+// in near caches: all are touched first, since the check's branches would wait for them one by one.
+std::vector<void*> Region::pointers_of(const std::vector<at::Tensor>& inputs) const {
   if (inputs.size() != inputs_.size())
     throw Error(ErrorKind::invalid_argument, options_.name + " takes " + std::to_string(inputs_.size()) +
                                                  " inputs, not " + std::to_string(inputs.size()));
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    const at::Tensor& input = inputs[i];
-    const Spec& spec = inputs_[i];
-    if (input.is_cpu() && input.layout() == at::kStrided && !input.unsafeGetTensorImpl()->is_python_dispatch() &&
-        input.scalar_type() == spec.type && input.sizes() == at::IntArrayRef(spec.sizes) &&
-        input.strides() == at::IntArrayRef(spec.strides))
-      continue;
-    if (!input.device().is_cpu() || input.layout() != at::kStrided) fail(i, "is not a strided CPU tensor");
-    if (input.unsafeGetTensorImpl()->is_python_dispatch()) fail(i, "is of a class that may have no memory of its own");
-    if (input.scalar_type() != spec.type)
-      fail(i, std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
-    if (input.sizes() != at::IntArrayRef(spec.sizes))
-      fail(i, "has the shape " + text_of(input.sizes()) + ", not " + text_of(spec.sizes));
-    // The stride of a dimension of one element (or of none) means nothing.
-    for (size_t d = 0; d < spec.sizes.size() && input.numel() > 0; ++d) {
-      if (spec.sizes[d] > 1 && input.stride(d) != spec.strides[d])
-        fail(i, "has the strides " + text_of(input.strides()) + ", not " + text_of(spec.strides));
-    }
+  for (const at::Tensor& input : inputs) {
+    touch(input.unsafeGetTensorImpl());
+    touch(input.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   }
+  std::vector<void*> pointers(inputs.size());
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!is_as_expected(inputs[i], expected_[i])) check(i, inputs[i]);
+    pointers[i] = inputs[i].data_ptr();
+  }
+  return pointers;
 }
 
 // What is written in place must lie apart from every other argument, byte for byte: the plan orders accesses by
@@ -193,8 +224,7 @@ bool Region::overlap(const std::vector<void*>& pointers) const {
     const std::lock_guard lock(apart_mutex_);
     if (pointers == apart_) return false;
   }
-  for (size_t i = 0; i < pointers.size(); ++i) {
-    if (!inputs_[i].mutated) continue;
+  for (const size_t i : mutated_) {
     const auto at = reinterpret_cast<intptr_t>(pointers[i]);
     for (size_t k = 0; k < pointers.size(); ++k) {
       const auto other = reinterpret_cast<intptr_t>(pointers[k]);
@@ -229,14 +259,6 @@ void Region::traced(Run&& run) {
   leave();
 }
 
-std::vector<void*> Region::pointers_of(const std::vector<at::Tensor>& inputs) const {
-  check(inputs);
-  std::vector<void*> pointers;
-  pointers.reserve(inputs.size());
-  for (const at::Tensor& input : inputs) pointers.push_back(input.data_ptr());
-  return pointers;
-}
-
 void Region::fail_overlap() const {
   throw Error(ErrorKind::invalid_argument, options_.name + ": two inputs share memory that the compiled region writes",
               ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
@@ -247,8 +269,8 @@ template <class Launch>
 void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
   // As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
   // kernel failed.
-  for (size_t i = 0; i < inputs.size(); ++i)
-    if (inputs_[i].mutated && !inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+  for (const size_t i : mutated_)
+    if (!inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
   try {
     traced(call);
   } catch (const Error&) {
@@ -260,7 +282,7 @@ void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   RECORD_FUNCTION(options_.name, {});
   const std::vector<void*> pointers = pointers_of(inputs);
-  if (mutates_ && overlap(pointers)) {
+  if (!mutated_.empty() && overlap(pointers)) {
     if (options_.otherwise) return options_.otherwise(inputs);
     fail_overlap();
   }
@@ -283,7 +305,7 @@ uint64_t Region::run_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
   RECORD_FUNCTION(options_.name, {});
   if (!outputs_.empty()) throw Error(ErrorKind::invalid_argument, options_.name + " has results of each step");
   const std::vector<void*> pointers = pointers_of(inputs);
-  if (mutates_ && overlap(pointers)) fail_overlap();
+  if (!mutated_.empty() && overlap(pointers)) fail_overlap();
   struct Asker {
     const std::function<bool()>& question;
     bool answer = false;

@@ -60,10 +60,16 @@ class Region {
     bool mutated = false;
     plan::Footprint bytes;
   };
+  // What every call holds an input against, small and side by side. Sizes, then strides, begin at extents_[first].
+  struct Expected {
+    at::ScalarType type;
+    uint32_t dims, first;
+  };
+  bool is_as_expected(const at::Tensor& input, const Expected& spec) const;
+  void check(size_t i, const at::Tensor& input) const;
   std::vector<void*> pointers_of(const std::vector<at::Tensor>& inputs) const;
   template <class Launch>
   void launch(const std::vector<at::Tensor>& inputs, Launch&& call);
-  void check(const std::vector<at::Tensor>& inputs) const;
   bool overlap(const std::vector<void*>& pointers) const;
   [[noreturn]] void fail_overlap() const;
   c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;
@@ -77,7 +83,9 @@ class Region {
   plan::Plan plan_;
   std::unique_ptr<plan::CpuLoop> kernel_;
   std::vector<Spec> inputs_, outputs_;
-  bool mutates_ = false;
+  std::vector<Expected> expected_;  // of inputs_
+  std::vector<int64_t> extents_;
+  std::vector<size_t> mutated_;       // of inputs_
   mutable std::mutex apart_mutex_;    // guards the next
   mutable std::vector<void*> apart_;  // where the inputs of a call lay that was checked
   std::atomic<uint64_t> last_kernel_ns_{0};

@@ -110,10 +110,11 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   if (steps.most < 1 || (steps.most > 1 && !plan_.chained))
     throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(steps.most) + " steps of a plan that is " +
                                                  (plan_.chained ? "" : "not ") + "chained");
-  size_t waits = 1;  // never nullptr
-  for (const Task& task : plan_.tasks) waits += task.waits.size() + task.carried.size();
+  size_t waits = 0;
   const uint64_t stamped = stamps == nullptr ? 0 : std::min(steps.most, steps.stamped);
   if (stamps != nullptr) {
+    waits = 1;  // never nullptr
+    for (const Task& task : plan_.tasks) waits += task.waits.size() + task.carried.size();
     stamps->tasks.assign(plan_.tasks.size() * stamped, {});
     stamps->wait_ends.assign(waits * stamped, 0);
   }

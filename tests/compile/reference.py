@@ -99,6 +99,7 @@ class Region:
     """Runs the recorded graph."""
 
     estimated_us = 0.0
+    from_cache = False
     made: list[Region] = []  # noqa: RUF012 - tests look at what was compiled
 
     def __init__(self, graph: Graph, name: str, options: dict[str, Any]) -> None:

@@ -35,6 +35,21 @@ def test_reasons_have_places(plan: str) -> None:
     assert "models.py:" in text
 
 
+def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) -> None:
+    said = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        with caplog.at_level("INFO", logger="ark_torch.compile"):
+            torch.compile(lambda a: torch.tanh(a) * 1.25 - 0.375, backend="ark", options=ARK)(torch.ones(7))
+        said += [record.getMessage() for record in caplog.records if ": kernel " in record.getMessage()]
+        caplog.clear()
+    assert [next(w for w in ("compiled", "taken from the cache") if w in line) for line in said] == [
+        "compiled",
+        "taken from the cache",
+    ], said
+    assert all("test_explained" in line and line.endswith(" s with its plan") for line in said), said
+
+
 def test_training_says_so() -> None:
     with torch.enable_grad():
         report = ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), ark_options=ARK)

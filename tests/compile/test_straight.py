@@ -86,6 +86,7 @@ def test_a_wrong_argument_is_an_error(compiled: Any, monkeypatch: pytest.MonkeyP
         ((x, 1), TypeError),
         ((x, x.double()), ValueError),
         ((x, x[:2]), ValueError),
+        ((x, x.to_sparse()), ValueError),  # has no storage
     ):
         with pytest.raises(error):
             function(*bad)
