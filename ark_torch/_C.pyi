@@ -108,6 +108,9 @@ def _compile_kernel(stub: str, arch: str, cached: bool = False) -> tuple[bytes, 
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""
 
+    # compiles what measures the costs of this machine, where a Region with measured_costs would have to
+    @staticmethod
+    def prepare_costs() -> None: ...
     @staticmethod
     def targets() -> list[str]: ...
     # JSON and SVG of a plan for a target that may not be here; workers 0: as many as it has
@@ -137,7 +140,7 @@ class plan:
         def output(self, value: int) -> None: ...
 
     class Region:
-        # options: threads (int), groups (list[ProcessGroupArk]), chained (bool)
+        # options: threads (int), groups (list[ProcessGroupArk]), chained (bool), measured_costs (bool)
         def __init__(self, graph: plan.Graph, name: str, options: dict[str, Any]) -> None: ...
         def __call__(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
         # many steps in one launch, of a chained region without results: how many were done
@@ -151,5 +154,7 @@ class plan:
         def name(self) -> str: ...
         @property
         def estimated_us(self) -> float: ...
+        @property
+        def costs(self) -> str: ...  # where the estimate's figures come from
         @property
         def last_kernel_us(self) -> float: ...  # 0 before the first call

@@ -181,6 +181,15 @@ VARIABLES = (
         "is kept. Unset: ark_torch/kernels in XDG_CACHE_HOME or ~/.cache.",
     ),
     Variable(
+        "ARK_COSTS",
+        "choice",
+        "measured",
+        "What torch.compile's plans for the CPU reckon with. measured: what work costs on this machine, measured at "
+        "the first compilation and kept in the cache folder. assumed: the same figures everywhere, so that plans, and "
+        "a cache that was filled elsewhere, do not depend on the machine.",
+        choices=("measured", "assumed"),
+    ),
+    Variable(
         "ARK_TRACE",
         "prefix",
         "",
@@ -236,6 +245,7 @@ class Settings:
     buffer_mb: int
     reduction: str
     cache: str
+    costs: str
     trace: str
     trace_mb: int
     nvrtc: str

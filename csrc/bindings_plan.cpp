@@ -94,6 +94,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.groups = take(options, "groups", settings.groups);
   settings.otherwise = take(options, "otherwise", settings.otherwise);
   settings.chained = take(options, "chained", false);
+  settings.measured_costs = take(options, "measured_costs", false);
   py::gil_scoped_release no_gil;
   return ark::with_torch_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
@@ -199,6 +200,7 @@ void bind_plan(py::module_& m) {
       },
       py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
       "Writes a timeline of all regions' steps from now on; an empty path ends it.");
+  plan.def("prepare_costs", &ark::compile::prepare_costs, py::call_guard<py::gil_scoped_release>());
   plan.def("targets", &known_targets);
   plan.def(
       "plan_for",
@@ -241,7 +243,8 @@ void bind_plan(py::module_& m) {
       .def_property_readonly("name", &Region::name)
       .def_property_readonly("from_cache", [](const Region& self) { return self.kernel().from_cache(); })
       .def_property_readonly("last_kernel_us", &Region::last_kernel_us)
-      .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; });
+      .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; })
+      .def_property_readonly("costs", [](const Region& self) { return self.plan().target.costs; });
 }
 
 }  // namespace ark

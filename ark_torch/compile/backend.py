@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, choice, decompositions, in_place, regions, rest, straight
+from ark_torch.compile import analysis, choice, costs, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, reason_against
@@ -119,6 +119,7 @@ def _capture(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.exc import RestartAnalysis
 
+    costs.prepare()
     way: list[straight.Way] = []
 
     def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -413,7 +414,13 @@ def make_region(
     trace.configure()
     graph = plan.Graph()
     lowering.graph.emit(graph)
-    options = {"threads": threads, "groups": lowering.graph.groups, "otherwise": otherwise, "chained": chained}
+    options = {
+        "threads": threads,
+        "groups": lowering.graph.groups,
+        "otherwise": otherwise,
+        "chained": chained,
+        "measured_costs": costs.are_measured(),
+    }
     begin = time.perf_counter()
     region = plan.Region(graph, name, options)
     origin = "taken from the cache" if region.from_cache else "compiled"

@@ -60,7 +60,9 @@ class PieceReport:
     def __str__(self) -> str:
         common = ", ".join(f"{name} {count}" for name, count in self.operators.most_common(6))
         times = f", ark {self.ark_us:.1f} us, inductor {self.inductor_us:.1f} us" if self.ark_us else ""
-        estimate = f", estimated {self.region.estimated_us:.1f} us" if self.region is not None else ""
+        estimate = ""
+        if self.region is not None:
+            estimate = f", estimated {self.region.estimated_us:.1f} us (costs {self.region.costs})"
         why = f"; {self.reason}" if self.reason else ""
         planned = f"\n    {frame_text(self.target_plan[0])}" if self.target_plan is not None else ""
         return f"{self.name}: {self.runs_on}, {self.nodes} operators ({common}){estimate}{times}{why}{planned}"

@@ -50,6 +50,13 @@ def work_by_kind(plan: dict[str, Any]) -> Iterator[str]:
         yield f"    {name:<24} {shown}"
     arena, eager = plan["arena_bytes"], plan["eager_peak_bytes"]
     yield f"    temporaries: {arena / 1024:.1f} KB, eager {eager / 1024:.1f} KB; {len(plan['events'])} events"
+    target = plan["target"]
+    yield (
+        f"    costs, {target['costs']}: of one worker {target['flops_per_us'] / 1e3:.1f} GFLOP/s in products, "
+        f"{target['pointwise_per_us'] / 1e3:.1f} elsewhere, {target['bytes_per_us'] / 1e3:.1f} GB/s, in caches "
+        f"{target['cached_bytes_per_us'] / 1e3:.1f} GB/s; a task {target['task_us']:.2f} us, "
+        f"a wait {target['wait_us']:.2f} us"
+    )
 
 
 def write(piece: PieceReport, stem: Path) -> None:

@@ -13,6 +13,7 @@
 
 #include "error.hpp"
 #include "jit/host_compiler.hpp"
+#include "plan/costs.hpp"
 
 namespace ark::compile {
 
@@ -30,12 +31,6 @@ at::ScalarType to_torch(plan::ScalarType type) {
   return at::kFloat;
 }
 
-plan::Target cpu_target(int workers) {
-  plan::Target target;
-  target.workers = workers > 0 ? workers : at::get_num_threads();
-  return target;
-}
-
 // What a collective of the step that runs on this thread threw.
 thread_local std::exception_ptr collective_failure;
 
@@ -44,6 +39,12 @@ thread_local std::exception_ptr collective_failure;
 jit::HostCompiler& compiler() {
   static auto* instance = new jit::HostCompiler(jit::settings());
   return *instance;
+}
+
+plan::Target cpu_target(const RegionOptions& options) {
+  plan::Target target;
+  target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
+  return options.measured_costs ? plan::with_measured_costs(target, compiler(), jit::settings().log) : target;
 }
 
 c10d::ReduceOp reduce_op(const std::string& name) {
@@ -75,10 +76,14 @@ void touch(const T* object) {
 
 }  // namespace
 
+void prepare_costs() {
+  plan::prepare_costs(compiler());
+}
+
 Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
   graph.check();
-  plan_ = plan::make_plan(std::move(graph), cpu_target(options.workers), options.chained);
+  plan_ = plan::make_plan(std::move(graph), cpu_target(options), options.chained);
   plan::validate(plan_);
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));

@@ -29,8 +29,13 @@ struct RegionOptions {
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
   // What runs a call whose arguments share memory that the region writes; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
-  bool chained = false;  // for run_steps()
+  bool chained = false;         // for run_steps()
+  bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
 };
+
+// Compiles what measures the costs of this machine, unless that was done before; so that the first region, which needs
+// it, finds it compiled. Does nothing where there is no compiler: the region will say so.
+void prepare_costs();
 
 class Region {
  public:

@@ -216,17 +216,30 @@ const std::vector<Header>& HostCompiler::headers() {
   return *headers_;
 }
 
-HostCompiler::Result HostCompiler::library(const std::string& text, bool afresh) {
-  const Tool& with = tool();
+Source HostCompiler::source_of(const std::string& text) {
   Source source;
   source.stub = text;
-  source.arch = "native-" + with.machine;
+  source.arch = "native-" + tool().machine;
   source.options = default_options();
   source.options.insert(source.options.end(), settings_.cxx_options.begin(), settings_.cxx_options.end());
   source.language = Language::cpp;
+  return source;
+}
+
+std::string HostCompiler::key_of(const Source& source) {
+  return cache_key(settings_.version, tool().text() + " " + tool().version, source, headers());
+}
+
+std::string HostCompiler::key(const std::string& text) {
+  return key_of(source_of(text));
+}
+
+HostCompiler::Result HostCompiler::library(const std::string& text, bool afresh) {
+  const Tool& with = tool();
+  const Source source = source_of(text);
   Result result;
   result.compiler = with.version;
-  result.key = cache_key(settings_.version, with.text() + " " + with.version, source, headers());
+  result.key = key_of(source);
   CachedKernel kernel = cache_.get(
       result.key, settings_.version, with.version, source, [&] { return compile(source, with); }, afresh);
   result.library = std::move(kernel.cubin);

@@ -52,6 +52,10 @@ class HostCompiler {
   // `afresh`: compiled even where the cache has it.
   Result library(const std::string& source, bool afresh = false);
 
+  // What library() keeps the source's result under: it changes with all that the result depends on. Throws as it does.
+  std::string key(const std::string& source);
+  KernelCache& cache() { return cache_; }
+
   // Its path and version. Throws Error(system) where there is none that works.
   std::string compiler();
   static std::vector<std::string> default_options();
@@ -64,6 +68,8 @@ class HostCompiler {
   };
   const Tool& tool();
   const std::vector<Header>& headers();
+  Source source_of(const std::string& text);
+  std::string key_of(const Source& source);
   Compiled compile(const Source& source, const Tool& tool);
 
   const Settings settings_;

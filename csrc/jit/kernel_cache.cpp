@@ -96,6 +96,25 @@ CachedKernel KernelCache::get(const std::string& key, const std::string& version
   return result;
 }
 
+std::optional<std::string> KernelCache::text(const std::string& name,
+                                             const std::function<bool(const std::string&)>& whole,
+                                             const std::function<std::string()>& make) {
+  if (!folder_fd_) return std::nullopt;
+  const auto kept = [&] {
+    std::optional<std::string> found = read_file(folder_fd_.get(), name, FileOwner::ours);
+    if (found && !whole(*found)) found.reset();
+    return found;
+  };
+  if (std::optional<std::string> found = kept()) return found;
+  const UniqueFd held = lock(name);
+  if (!held) return std::nullopt;
+  if (std::optional<std::string> found = kept()) return found;  // another process was faster
+  const std::string made = make();
+  if (write_file(folder_fd_.get(), name, made.data(), made.size())) return made;
+  complain(with_reason("cannot write to it"));
+  return std::nullopt;
+}
+
 UniqueFd KernelCache::lock(const std::string& key) {
   UniqueFd fd(::openat(folder_fd_.get(), (key + ".lock").c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (!fd) {

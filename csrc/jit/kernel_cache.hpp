@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -45,6 +46,12 @@ class KernelCache {
   // `compile` throws. Any number of threads and processes may call.
   CachedKernel get(const std::string& key, const std::string& version, const std::string& compiler,
                    const Source& source, const Compile& compile, bool afresh = false);
+
+  // A small file of text beside the kernels: what the folder has, where `whole` says that it is as it was written, or
+  // else what `make` says, which one process does while the others wait for it. Nothing where nothing can be kept.
+  // Throws only what `make` throws.
+  std::optional<std::string> text(const std::string& name, const std::function<bool(const std::string&)>& whole,
+                                  const std::function<std::string()>& make);
 
   bool stores() const { return static_cast<bool>(folder_fd_); }
 

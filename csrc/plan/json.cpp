@@ -23,10 +23,11 @@ void write_target(JsonWriter& json, const Target& target) {
   json.field("name", target.name).field("workers", target.workers);
   json.field("page_bytes", target.page_bytes).field("pages", target.pages).field("in_flight", target.in_flight);
   json.field("bytes_in_flight", target.page_bytes * target.in_flight).flag("packets", target.packets);
-  json.key("flops_per_us").real(target.flops_per_us).key("bytes_per_us").real(target.bytes_per_us);
+  json.key("flops_per_us").real(target.flops_per_us).key("pointwise_per_us").real(target.pointwise_per_us);
+  json.key("bytes_per_us").real(target.bytes_per_us);
   json.key("cached_bytes_per_us").real(target.cached_bytes_per_us);
   json.key("task_us").real(target.task_us).key("wait_us").real(target.wait_us);
-  json.close('}');
+  json.field("costs", target.costs).close('}');
 }
 
 void write_stages(JsonWriter& json, const Plan& plan) {

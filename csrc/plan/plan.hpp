@@ -34,11 +34,13 @@ struct Target {
   int pages = 10;                    // in the ring of each worker
   int in_flight = 2;                 // pages asked for and not yet landed
   bool packets = false;              // small results travel as {value, epoch} packets instead of data and a counter
-  double flops_per_us = 2e4;         // of one worker
+  double flops_per_us = 2e4;         // of one worker, in products
+  double pointwise_per_us = 2e4;     // the same in pointwise operators, reductions and what else there is
   double bytes_per_us = 5e3;         // of one worker, all of them at work: parameters, caches, inputs
   double cached_bytes_per_us = 2e4;  // of one worker: temporaries
   double task_us = 0.2;              // what a task costs beside its work
   double wait_us = 0.5;              // from a signal to the end of the wait on another worker
+  std::string costs = "assumed";     // for people: where these figures come from
 };
 
 struct Task {

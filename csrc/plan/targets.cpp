@@ -16,7 +16,7 @@ Target target_named(const std::string& name, int workers) {
   if (name == "sm_90a") {
     target.workers = 132;
     target.packets = true;
-    target.flops_per_us = 4e5;
+    target.flops_per_us = target.pointwise_per_us = 4e5;
     target.bytes_per_us = 25e3;
     target.cached_bytes_per_us = 4e4;
     target.task_us = 0.3;

@@ -24,7 +24,11 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   near = std::min(near, stage.bytes);
   const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
-  return std::max(stage.flops * part / target.flops_per_us, move) + target.task_us;
+  const bool product = std::holds_alternative<MatmulStage>(stage.body) ||
+                       std::holds_alternative<AttentionStage>(stage.body) ||
+                       std::holds_alternative<ExpertsStage>(stage.body);
+  const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
+  return std::max(compute, move) + target.task_us;
 }
 
 }  // namespace ark::plan

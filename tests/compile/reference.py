@@ -100,11 +100,12 @@ class Region:
 
     estimated_us = 0.0
     from_cache = False
+    costs = "none"
     made: list[Region] = []  # noqa: RUF012 - tests look at what was compiled
 
     def __init__(self, graph: Graph, name: str, options: dict[str, Any]) -> None:
-        assert set(options) <= {"threads", "groups", "otherwise", "chained"} and options["threads"] > 0
-        assert not options.get("chained")
+        assert set(options) <= {"threads", "groups", "otherwise", "chained", "measured_costs"}
+        assert options["threads"] > 0 and not options.get("chained")
         self.graph, self.name, self.calls = graph, name, 0
         self._check()
         Region.made.append(self)

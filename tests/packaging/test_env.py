@@ -34,6 +34,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_SPIN_US": "auto",
         "ARK_DISPATCH": str(table),
         "ARK_CACHE": str(tmp_path / "new" / "kernels"),
+        "ARK_COSTS": "assumed",
         "ARK_TRACE": str(tmp_path / "trace.json"),
         "ARK_TRACE_MB": "8",
         "ARK_NVRTC": str(table),
@@ -56,6 +57,7 @@ def test_good_values(tmp_path: Path) -> None:
         64,
         "fast",
         values["ARK_CACHE"],
+        "assumed",
         values["ARK_TRACE"],
         8,
         str(table),
@@ -68,6 +70,7 @@ def test_good_values(tmp_path: Path) -> None:
 
 
 BAD = [
+    ("ARK_COSTS", "guessed", "measured or assumed"),
     ("ARK_OPTIMISE", "4", "from 0 to 3"),
     ("ARK_DISABLE", "yes", "0 or 1"),
     ("ARK_DISABLE", "2", "0 or 1"),

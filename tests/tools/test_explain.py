@@ -24,6 +24,7 @@ def partly():
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ARK_COSTS", "assumed")
     path = tmp_path / "model.py"
     path.write_text(MODEL)
     return path
@@ -33,6 +34,7 @@ def test_plan_source_and_drawing(model: Path, tmp_path: Path, capsys: pytest.Cap
     assert explain.main([f"{model}:small", "--output", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "layer_norm" in shown and "linear" in shown and "temporaries:" in shown
+    assert "costs, assumed: of one worker 20.0 GFLOP/s in products, 20.0 elsewhere, 5.0 GB/s" in shown
     (plan,) = (tmp_path / "out").glob("*.json")
     assert {stage["kind"] for stage in json.loads(plan.read_text())["stages"]} == {"matmul", "rows"}
     assert plan.with_suffix(".svg").read_text().startswith("<svg")

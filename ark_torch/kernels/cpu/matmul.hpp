@@ -10,8 +10,8 @@
 // of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
 #pragma once
 
-#include "cpu/loop.hpp"
 #include "cpu/reduce.hpp"
+#include "protocol/base.hpp"
 
 namespace ark::cpu {
 
