@@ -127,16 +127,11 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   }
   if (memory == nullptr) memory = std::make_unique<Memory>(plan_, info_);
   memory->report = {};
-  {
-    const std::lock_guard lock(mutex_);
-    running_.push_back(memory.get());
-  }
   struct GiveBack {
     CpuLoop& loop;
     std::unique_ptr<Memory>& memory;
     ~GiveBack() {
       const std::lock_guard lock(loop.mutex_);
-      std::erase(loop.running_, memory.get());
       loop.idle_.push_back(std::move(memory));
     }
   } give_back{*this, memory};
@@ -184,11 +179,6 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   }
   memory->step += memory->report.steps;
   return memory->report.steps;
-}
-
-void CpuLoop::abort() {
-  const std::lock_guard lock(mutex_);
-  for (Memory* memory : running_) protocol::store_release(memory->report.abort, uint32_t{1});
 }
 
 std::string CpuLoop::describe(int task) const {

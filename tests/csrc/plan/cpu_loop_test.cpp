@@ -1,4 +1,4 @@
-// The loop and its threads: steps one after the other, callers at the same time, abort, deadline, an index out of
+// The loop and its threads: steps one after the other, callers at the same time, deadline, an index out of
 // range, a child after fork, collectives as calls of the host. Built with a sanitizer, what it compiles is too.
 #include "plan/cpu_loop.hpp"
 
@@ -164,26 +164,6 @@ TEST(CpuLoopTest, DeadlineSaysWhoWaitedForWhom) {
         EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
     }
   }
-}
-
-TEST(CpuLoopTest, AbortEndsAStep) {
-  Chain chain(4);
-  CpuLoop loop(plan_that_waits_for_ever(chain), cpu_compiler());
-  std::atomic<bool> done{false};
-  std::thread other([&] {
-    while (!done) {
-      loop.abort();
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-  });
-  try {
-    chain.made.run(loop);
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::aborted) << error.what();
-  }
-  done = true;
-  other.join();
 }
 
 TEST(CpuLoopTest, CollectivesAreCallsOfTheHost) {
