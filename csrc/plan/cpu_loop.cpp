@@ -200,8 +200,9 @@ void CpuLoop::raise(const cpu::Report& report) const {
         throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
       }
       throw Error(ErrorKind::out_of_range,
-                  "index " + std::to_string(report.value) + " is out of range for a dimension of size " +
-                      std::to_string(report.limit) + " in " + stage.name + " (" + stage.origin + ")",
+                  "index " + std::to_string(report.value) + " is out of bounds for dimension " +
+                      std::to_string(report.dimension) + " with size " + std::to_string(report.limit) + " in " +
+                      stage.name + " (" + stage.origin + ")",
                   context);
     }
     case cpu::Failure::deadline: {

@@ -37,7 +37,7 @@
 namespace ark::cpu {
 
 // Number of everything here that host and generated source must agree on.
-inline constexpr uint32_t kAbi = 3;
+inline constexpr uint32_t kAbi = 4;
 
 struct alignas(64) EventCount {
   uint64_t value;
@@ -45,9 +45,9 @@ struct alignas(64) EventCount {
 
 enum class Failure : uint32_t {
   none,
-  aborted,          // the host raised the abort word
+  aborted,          // the caller wants it to end
   deadline,         // a wait took too long: `task`, `event`, `worker`
-  index_too_large,  // an index out of range: `stage`, `value`, `limit`
+  index_too_large,  // an index out of range: `stage`, `value`, `limit`, `dimension`
   collective,       // the host's collective failed, and keeps the reason: `stage`
 };
 
@@ -56,7 +56,7 @@ struct alignas(64) Report {
   uint32_t abort;    // everybody leaves as soon as it is not 0
   uint32_t claimed;  // by worker + 1
   uint32_t failure;
-  int32_t worker, task, stage, event;
+  int32_t worker, task, stage, event, dimension;
   int64_t value, limit;
   // Worker 0 is in a collective, which may wait for its peers as long as its group allows; and how long it has been in
   // those of this step that have ended.
@@ -174,7 +174,7 @@ ARK_INLINE bool aborted(const Launch& launch) {
 
 // Tells the host why this step ends early, unless somebody else has, and makes all workers leave.
 inline void fail(const Launch& launch, Failure failure, int worker, int task, int stage, int event, int64_t value,
-                 int64_t limit) {
+                 int64_t limit, int dimension = 0) {
   Report& report = *launch.report;
   uint32_t nobody = 0;
   if (protocol::compare_exchange(report.claimed, nobody, static_cast<uint32_t>(worker) + 1)) {
@@ -182,6 +182,7 @@ inline void fail(const Launch& launch, Failure failure, int worker, int task, in
     report.task = task;
     report.stage = stage;
     report.event = event;
+    report.dimension = dimension;
     report.value = value;
     report.limit = limit;
     protocol::store_release(report.failure, static_cast<uint32_t>(failure));
@@ -189,15 +190,16 @@ inline void fail(const Launch& launch, Failure failure, int worker, int task, in
   protocol::store_release(report.abort, uint32_t{1});
 }
 
-// For gather and scatter: true when the index may be used. `given` is what the user wrote for it.
-ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given) {
+// True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
+ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64_t>(index) < static_cast<uint64_t>(limit)) return true;
-  fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit);
+  fail(*context.launch, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,
+       dimension);
   return false;
 }
 
 ARK_INLINE bool index_fits(const Context& context, int64_t index, int64_t limit) {
-  return index_fits(context, index, limit, index);
+  return index_fits(context, index, limit, index, 0);
 }
 
 inline void collective(const Context& context, int32_t node, const void* input, void* output) {
