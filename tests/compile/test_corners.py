@@ -109,7 +109,7 @@ LOOKUPS: dict[str, tuple[Callable[..., Any], str]] = {
     "index_put_sums": (lambda t, i, s: t.index_put((i,), s * 2, accumulate=True) + 1, "index_put"),
     "gather": (lambda t, i, s: t.gather(0, i[:, None].repeat(1, 4)) * 2 + 1, "gather"),
     "scatter": (lambda t, i, s: t.scatter(0, i[:, None].repeat(1, 4), s) + 1, "scatter"),
-    "scatter_add_": (lambda t, i, s: t.scatter_add_(0, i[:, None].repeat(1, 4), s) + 1, "scatter_add"),
+    "scatter_add_": (lambda t, i, s: t.scatter_add_(0, i[:, None].repeat(1, 4), s) + 1, "scatter_add_"),
 }
 
 
@@ -137,17 +137,24 @@ def test_an_index_is_what_it_is_in_eager(name: str, compiled: Any) -> None:
 
 
 def test_inductors_pieces_have_every_lookup(compiled: Any) -> None:
-    """What only ark knows whole is taken apart for Inductor."""
+    """What only ark knows whole is taken apart for Inductor, which gets what is too little for a region."""
 
-    def program(t: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        sorted_ = torch.sort(s, dim=0)[0]
-        return t.index_copy_(-2, i, sorted_).cumsum(0), torch.sort(t.index_select(-2, i))[0]
+    def program(t: Tensor, u: Tensor, i: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        r = torch.linalg.qr(((s.tanh() + 1).cos() * 2 + s).sin())[1]
+        t.index_copy_(-2, i, r)
+        u.index_add_(-2, i, r, alpha=3)
+        return t.index_select(-2, i), t.index_add(0, i, r), u.scatter_add_(0, i[:, None].repeat(1, 3), r).neg()
 
-    call, _ = compiled(program, minimum=99)
-    ours, theirs, s = torch.zeros(7, 4), torch.zeros(7, 4), torch.randn(3, 4)
-    i = torch.tensor([4, 0, 6])
-    torch.testing.assert_close(call(ours, i, s), program(theirs, i, s))
-    assert torch.equal(ours, theirs)
+    call, report = compiled(program, minimum=7)
+    i, s = torch.tensor([4, 0, 6]), torch.randn(3, 3)
+    ours, theirs = ([torch.zeros(7, 3), torch.ones(7, 3)] for _ in range(2))
+    for got, wanted in zip(call(*ours, i, s), program(*theirs, i, s), strict=True):
+        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(ours, theirs)
+    pieces = report.graphs[0].pieces
+    assert sorted({piece.runs_on for piece in pieces}) == ["ark", "inductor"], report
+    (rest,) = [piece for piece in pieces if piece.runs_on == "inductor" and "index_select" in piece.operators]
+    assert {"index_copy_", "index_add", "index_add_"} <= set(rest.operators), rest
 
 
 @pytest.mark.parametrize("view", [lambda b: b, lambda b: b.view(-1), lambda b: b.t()[1:]], ids=["all", "flat", "part"])
