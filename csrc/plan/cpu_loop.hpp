@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "jit/host_compiler.hpp"
 #include "plan/plan.hpp"
 

@@ -10,7 +10,7 @@
 // of them stays in the second-level cache while b passes by, and each element of b that was loaded serves several rows.
 #pragma once
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "cpu/reduce.hpp"
 
 namespace ark::cpu {
