@@ -1,6 +1,7 @@
 """What torch.compile(backend="ark") makes of whole models on CPU: errors, regions, fallbacks, compile times.
 
     python benchmarks/compile_models.py [--models llama bert ...] [--ranks 1 2 4] [--output FOLDER]
+    python benchmarks/compile_models.py --readme    measures nothing: renews the README's table from the JSON
 
 Models come from small configurations with random weights. Errors are relative to the model in float64 throughout, for
 ark and for Inductor on the same inputs (over the same ark group where there are several ranks). Cold: the first call
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
+from ark_torch.tools.bench import readme
 from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
@@ -33,12 +35,12 @@ sys.path.insert(0, str(FOLDER.parent / "tests" / "compile"))
 
 import exactness  # noqa: E402
 import models  # noqa: E402
+import parallel_llama  # noqa: E402
 
 
 def huggingface(name: str, ranks: int) -> tuple[Any, Any, Any]:
     """The model, how it is called, and how it is shared by ranks."""
     import transformers as hf
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     ids = torch.randint(0, 100, (1, 7), generator=torch.Generator().manual_seed(1))
     if name == "bert":
@@ -51,26 +53,13 @@ def huggingface(name: str, ranks: int) -> tuple[Any, Any, Any]:
             n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=32, bos_token_id=0, eos_token_id=0
         )
         return hf.GPT2LMHeadModel(gpt), lambda call, _: [call(input_ids=ids, use_cache=False).logits], None
-    llama = hf.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=100,
-        max_position_embeddings=64,
-    )
+    llama = parallel_llama.make(2, 64)
 
     def decode(call: Any, dtype: torch.dtype) -> list[Any]:
-        cache = hf.StaticCache(config=llama, max_cache_len=64)
-        share = 1 if dtype == torch.float64 else ranks
-        cache.early_initialization(1, llama.num_key_value_heads // share, llama.head_dim, dtype, "cpu")
+        cache = parallel_llama.cache_of(llama.config, dtype, 1 if dtype == torch.float64 else ranks)
         return [call(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in range(7)]
 
-    plan = {f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"}
-    plan |= {f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")}
-    plan |= {f"model.layers.*.{n}": RowwiseParallel() for n in ("self_attn.o_proj", "mlp.down_proj")}
-    return hf.LlamaForCausalLM(llama), decode, plan
+    return llama, decode, parallel_llama.plan()
 
 
 def built(name: str, ranks: int) -> tuple[Any, Any, Any]:
@@ -146,6 +135,19 @@ def line(r: dict[str, Any]) -> str:
     return f"| {r['model']} | {r['ranks']} | {errors} | {r['graphs']} / {r['regions']} | {fell} | {times} |"
 
 
+HEAD = """\
+| model | ranks | error: ark | Inductor | graphs / regions | falls back | cold, s | cached, s |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def renew_readme(results: Path) -> None:
+    about = json.loads((results / "compile_models.json").read_text(encoding="utf-8"))
+    table = f"{readme.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"])
+    path = FOLDER.parent / "README.md"
+    path.write_text(readme.replace(path.read_text(encoding="utf-8"), "models", table), encoding="utf-8")
+
+
 ONE = ("hand-written llama", "llama", "bert", "gpt2", "resnet block")
 
 
@@ -154,6 +156,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(ONE), choices=ONE)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    parser.add_argument("--readme", action="store_true", help="measure nothing: the README's table from the JSON")
     parser.add_argument("--row", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row is not None:
@@ -161,9 +164,11 @@ def main() -> int:
         if os.environ.get("RANK", "0") == "0":
             arguments.row.write_text(json.dumps(one), encoding="utf-8")
         return 0
+    if arguments.readme:
+        renew_readme(arguments.output)
+        return 0
     about = bench.surroundings(bench.shown_command("benchmarks/compile_models.py"))
-    print("| model | ranks | error: ark | Inductor | graphs / regions | falls back | cold, s | cached, s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    print(HEAD, end="", flush=True)
     rows = []
     for ranks in arguments.ranks:
         for name in arguments.models if ranks == 1 else ["llama"]:

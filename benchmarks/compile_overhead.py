@@ -132,12 +132,12 @@ def one_round(either: Either, inputs: Sequence[torch.Tensor], between: Callable[
 @torch.no_grad()
 def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of this process, which has compiled nothing yet."""
-    from ark_torch.compile import backend
+    from ark_torch.compile import backend, build
 
     torch.set_num_threads(2)
     model = Llama(LlamaConfig(layers=arguments.layers)).eval().requires_grad_(False)
     inside = 0.0
-    compile_inference, make_region = backend.compile_inference, backend.make_region
+    compile_inference, make_region = backend.compile_inference, build.make_region
     region = 0.0
 
     def timed_inference(*given: Any) -> Any:
@@ -156,7 +156,7 @@ def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
         finally:
             region += time.perf_counter() - begin
 
-    backend.compile_inference, backend.make_region = timed_inference, timed_region
+    backend.compile_inference, build.make_region = timed_inference, timed_region
     step = torch.compile(model, backend="ark", options={"choose": "ark"})
     begin = time.perf_counter()
     step(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5]))

@@ -1,8 +1,9 @@
 """Which operators AOTAutograd takes apart: those that Inductor takes apart, but for a few.
 
-index_copy and index_select refuse negative indices, and their decompositions (index_put, index) take them from the end.
-What ark runs is as strict as eager PyTorch, so both stay whole; a piece that goes to Inductor has them taken apart
-again, since Inductor knows them no other way. index_fill, which PyTorch makes of index_copy, takes them from the end.
+index_add, index_copy and index_select refuse negative indices, and their decompositions (index_put, index) take them
+from the end. What ark runs is as strict as eager PyTorch, so they stay whole; a piece that goes to Inductor has them
+taken apart again, since Inductor knows them no other way. index_fill, which PyTorch makes of index_copy, takes
+negative ones from the end.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from ark_torch.compile.analysis import aten
 
 # Where the index stands among the arguments; the dimension stands before it.
 _KEPT: dict[Any, Any] = {
+    aten.index_add.default: aten.index_put.default,
+    aten.index_add_.default: aten.index_put_.default,
     aten.index_copy.default: aten.index_put.default,
     aten.index_copy_.default: aten.index_put_.default,
     aten.index_select.default: aten.index.Tensor,
 }
+_ADDING = frozenset({aten.index_add.default, aten.index_add_.default})
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -50,10 +54,10 @@ def _fill_by_index(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 def _unless_simple(decomposition: Callable[..., Any]) -> Callable[..., Any]:
     """Single numbers in place of a dimension are for the decomposition."""
 
-    def maybe(base: Any, dim: int, index: Any, *rest: Any) -> Any:
+    def maybe(base: Any, dim: int, index: Any, *rest: Any, **numbers: Any) -> Any:
         if base.ndim and index.ndim == 1 and all(r.ndim == base.ndim for r in rest):
             return NotImplemented
-        return decomposition(base, dim, index, *rest)
+        return decomposition(base, dim, index, *rest, **numbers)
 
     return maybe
 
@@ -65,5 +69,12 @@ def for_inductor(graph: Graph) -> None:
             base, dim, index, *source = node.args
             assert isinstance(base, Node) and isinstance(dim, int)
             dim %= base.meta["val"].ndim
-            node.args = (base, [*[None] * dim, index], *source)
+            alpha, node.kwargs = node.kwargs.get("alpha", 1), {}
+            if alpha != 1:
+                with graph.inserting_before(node):
+                    scaled = graph.call_function(aten.mul.Tensor, (source[0], alpha))
+                scaled.meta = dict(source[0].meta)
+                source = [scaled]
+            adds = [True] if node.target in _ADDING else []
+            node.args = (base, [*[None] * dim, index], *source, *adds)
             node.target = _KEPT[node.target]

@@ -4,8 +4,8 @@ AOTAutograd's graphs are functional: a KV cache comes out as `new = index_copy(c
 the end. Run as it stands, each step would copy the whole cache twice. Where nobody reads the old contents after the
 update, the update may write the cache itself, and the copy goes.
 
-index_put and index_copy become index_put_ and index_copy_, slice_scatter and select_scatter become copy_ into a slice
-of the input. Inductor makes the same of them, so a piece that falls back may hold them.
+index_put, index_copy, index_add, scatter and scatter_add become their forms in place, slice_scatter and select_scatter
+become copy_ into a slice of the input. Inductor makes the same of them, so a piece that falls back may hold them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ _SCATTER_VIEWS: dict[Any, Any] = {
 _BY_INDEX: dict[Any, Any] = {
     aten.index_put.default: aten.index_put_.default,
     aten.index_copy.default: aten.index_copy_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.scatter_add.default: aten.scatter_add_.default,
 }
 _SCATTERS = frozenset({*_BY_INDEX, *_SCATTER_VIEWS})
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from ark_torch.compile import options as table
-from ark_torch.compile.backend import NotOneRegion, compile_graph
+from ark_torch.compile.backend import compile_graph
+from ark_torch.compile.build import NotOneRegion
 from ark_torch.compile.report import Report, log
 from ark_torch.errors import UnsupportedGraph
 

@@ -128,16 +128,11 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   }
   if (memory == nullptr) memory = std::make_unique<Memory>(plan_, info_);
   memory->report = {};
-  {
-    const std::lock_guard lock(mutex_);
-    running_.push_back(memory.get());
-  }
   struct GiveBack {
     CpuLoop& loop;
     std::unique_ptr<Memory>& memory;
     ~GiveBack() {
       const std::lock_guard lock(loop.mutex_);
-      std::erase(loop.running_, memory.get());
       loop.idle_.push_back(std::move(memory));
     }
   } give_back{*this, memory};
@@ -187,11 +182,6 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   return memory->report.steps;
 }
 
-void CpuLoop::abort() {
-  const std::lock_guard lock(mutex_);
-  for (Memory* memory : running_) protocol::store_release(memory->report.abort, uint32_t{1});
-}
-
 std::string CpuLoop::describe(int task) const {
   if (task < 0 || task >= static_cast<int>(plan_.tasks.size())) return "task " + std::to_string(task);
   const Task& one = plan_.tasks[static_cast<size_t>(task)];
@@ -211,8 +201,9 @@ void CpuLoop::raise(const cpu::Report& report) const {
         throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
       }
       throw Error(ErrorKind::out_of_range,
-                  "index " + std::to_string(report.value) + " is out of range for a dimension of size " +
-                      std::to_string(report.limit) + " in " + stage.name + " (" + stage.origin + ")",
+                  "index " + std::to_string(report.value) + " is out of bounds for dimension " +
+                      std::to_string(report.dimension) + " with size " + std::to_string(report.limit) + " in " +
+                      stage.name + " (" + stage.origin + ")",
                   context);
     }
     case cpu::Failure::deadline: {

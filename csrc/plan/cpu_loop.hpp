@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "jit/host_compiler.hpp"
 #include "plan/plan.hpp"
 
@@ -33,7 +33,7 @@ class CpuLoop {
   ~CpuLoop();
 
   // One step: inputs and outputs by argument, as the graph's buffers number them. Throws Error: out_of_range (an
-  // index), timeout (a wait that took longer than the limit), aborted. Any thread may call.
+  // index), timeout (a wait that took longer than the limit). Any thread may call.
   // `stamps`, where given, is filled in.
   void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
 
@@ -46,9 +46,6 @@ class CpuLoop {
     void* asker = nullptr;
   };
   uint64_t run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps = nullptr);
-
-  // Makes the steps that run now end with Error(aborted).
-  void abort();
 
   // For all waits of a step together; zero: none.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
@@ -77,9 +74,8 @@ class CpuLoop {
   std::chrono::milliseconds timeout_ = std::chrono::minutes(10);
   Collective collective_ = nullptr;
   void* collective_host_ = nullptr;
-  std::mutex mutex_;  // guards the two below
+  std::mutex mutex_;  // guards `idle_`
   std::vector<std::unique_ptr<Memory>> idle_;
-  std::vector<Memory*> running_;
 };
 
 }  // namespace ark::plan

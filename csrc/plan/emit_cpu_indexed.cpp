@@ -9,25 +9,37 @@ namespace ark::plan {
 
 namespace {
 
-// Defines `index`, and returns from the task where a dimension of `size` has no such element.
-void emit_index(FunctionWriter& to, const std::string& place, int64_t size, bool wrap) {
-  to.line("const int64_t given = load_one(" + place + ");");
-  to.line("const int64_t index = " +
-          (wrap ? "given < 0 ? given + " + number(size) + " : given;" : std::string("given;")));
-  to.line("if (!index_fits(context, index, " + number(size) + ", given)) return;");
+// Defines `index0` and so on, its number counted from the first, and returns from the task where dimension `dim` of the
+// table has no such element.
+std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim, size_t first,
+                       bool wrap) {
+  const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);
+  const std::string index = "index" + which, given = "given" + which;
+  to.line("const int64_t " + given + " = load_one(" + place + ");");
+  to.line("const int64_t " + index + " = " + (wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given +
+          ";");
+  to.line("if (!index_fits(context, " + index + ", " + size + ", " + given + ", " + number(static_cast<int64_t>(dim)) +
+          ")) return;");
+  return index;
 }
 
 }  // namespace
 
 void emit_gather(FunctionWriter& to, const GatherStage& gather) {
-  const Value &table = to.value(gather.table), &index = to.value(gather.index), &out = to.value(gather.out);
+  const Value &table = to.value(gather.table), &out = to.value(gather.out);
   if (table.type != out.type) to.refuse("it gathers into another type");
-  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
-  const size_t dim = static_cast<size_t>(gather.dim), many = gather.along ? out.shape.size() - dim : index.shape.size();
+  const size_t dim = static_cast<size_t>(gather.dim);
+  const size_t many = gather.along ? out.shape.size() - dim : to.value(gather.indices[0]).shape.size();
   TextNest nest(to, out.shape.empty() ? Shape{} : slice(out.shape, 0, dim + many), to.axis_of(gather.out, true), "i");
   const std::vector<std::string>& names = nest.names();
   const std::vector<std::string> behind(names.begin() + static_cast<int64_t>(gather.along ? 0 : dim), names.end());
-  emit_index(to, at(to.pointer(gather.index, false), behind, index.strides), table.shape[dim], gather.wrap);
+  std::vector<std::string> table_indices(names.begin(), names.begin() + static_cast<int64_t>(dim));
+  for (size_t i = 0; i < gather.indices.size(); ++i) {
+    const Value& index = to.value(gather.indices[i]);
+    if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
+    const std::string place = at(to.pointer(gather.indices[i], false), behind, index.strides);
+    table_indices.push_back(emit_index(to, place, table, dim + i, dim, gather.wrap));
+  }
   // What lies behind the indexed dimension: loops, and a run.
   Shape rest = slice(out.shape, dim + many, out.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
@@ -35,8 +47,6 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   const bool run_cut = !rest.empty() && axis == static_cast<int>(rest.size()) - 1;
   if (!rest.empty()) rest.pop_back();
   TextNest inner(to, rest, axis, "j");
-  std::vector<std::string> table_indices(names.begin(), names.begin() + static_cast<int64_t>(dim));
-  table_indices.push_back("index");
   if (gather.along)
     table_indices.insert(table_indices.end(), names.begin() + static_cast<int64_t>(dim) + 1, names.end());
   std::vector<std::string> out_indices = names;
@@ -68,7 +78,7 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   const std::string index_at = scatter.along ? at(to.pointer(scatter.index, false), names, index.strides)
                                              : at(to.pointer(scatter.index, false), {names[dim]},
                                                   {index.shape.empty() ? 0 : index.strides.back()});
-  emit_index(to, index_at, base.shape[dim], scatter.wrap);
+  const std::string found = emit_index(to, index_at, base, dim, dim, scatter.wrap);
   Shape rest = slice(source.shape, walked, source.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
   const int inner_axis = axis - static_cast<int>(walked);
@@ -76,7 +86,7 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   if (!rest.empty()) rest.pop_back();
   TextNest inner(to, rest, inner_axis, "j");
   std::vector<std::string> base_indices = names;
-  base_indices[dim] = "index";
+  base_indices[dim] = found;
   std::vector<std::string> source_indices = names;
   for (auto* indices : {&base_indices, &source_indices}) {
     indices->insert(indices->end(), inner.names().begin(), inner.names().end());

@@ -31,25 +31,27 @@ int longest_dimension(const Value& value, int from, int to, int64_t& grain) {
 
 Stage gather_stage(Graph& graph, const Node& node) {
   const auto& values = graph.values();
-  const Value &index = values[node.inputs[1]], &out = values[node.outputs[0]];
+  const Value& out = values[node.outputs[0]];
   const auto dim = static_cast<int>(node.integer("dim"));
-  const auto index_rank = static_cast<int>(index.shape.size());
+  const std::vector<int> indices(node.inputs.begin() + 1, node.inputs.end());
+  const auto index_rank = static_cast<int>(values[indices[0]].shape.size());
+  const auto indexed = static_cast<int>(indices.size());
   const bool along = node.flag("along");
-  GatherStage body{node.inputs[0], node.inputs[1], node.outputs[0], dim, node.flag("wrap"), along};
+  GatherStage body{node.inputs[0], indices, node.outputs[0], dim, node.flag("wrap"), along};
   Stage stage;
   const int axis = longest_dimension(out, 0, 0, stage.grain);
   if (axis >= 0) stage.extent = out.shape[axis];
   const bool by_index = axis >= dim && axis < dim + index_rank;
-  int of_table = axis < 0 || by_index ? -1 : axis < dim ? axis : axis - index_rank + 1;
+  int of_table = axis < 0 || by_index ? -1 : axis < dim ? axis : axis - index_rank + indexed;
   int of_index = by_index ? axis - dim : -1;
   if (along) {
     of_table = axis == dim ? -1 : axis;
     of_index = axis;
   }
   stage.accesses.push_back({body.table, of_table, false, true});
-  stage.accesses.push_back({body.index, of_index, false});
+  for (const int index : indices) stage.accesses.push_back({index, of_index, false});
   stage.accesses.push_back({body.out, axis, true});
-  stage.bytes = bytes_of(graph, {body.out, body.out, body.index});
+  stage.bytes = bytes_of(graph, {body.out, body.out}) + bytes_of(graph, indices);
   stage.kind = "gather";
   stage.name = node.text("called");
   if (stage.name.empty()) stage.name = dim == 0 && graph.buffer_of(body.table).parameter ? "embedding" : "gather";

@@ -59,6 +59,7 @@ using Attributes = std::map<std::string, Attribute>;
 //   attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
 //                                           1         scale (float), causal (bool: key <= query position)
 //   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;
+//                                                     several indices, of one shape: along dim and those that follow;
 //                                                     along (bool): index has out's shape, and
 //                                                     out[.., i, ..] = table[.., index[.., i, ..], ..]
 //   scatter      base, index [n], source    1         dim: base[.., index[i], ..] = source[.., i, ..] in place; the

@@ -184,18 +184,24 @@ class NodeChecker {
   }
 
   void gather() const {
-    count(2, 2);
-    expect_index(in(1));
-    const size_t dim = dim_of(in(0));
+    count(2, 1 + in(0).shape.size());
+    const size_t dim = dim_of(in(0)), indices = node_.inputs.size() - 1;
+    for (size_t i = 1; i <= indices; ++i) {
+      expect_index(in(i));
+      expect_shape(in(i), in(1).shape, "an index");
+    }
     Shape shape = in(0).shape;
+    if (dim + indices > shape.size()) fail(std::to_string(indices) + " indices from dimension " + std::to_string(dim));
     if (node_.flag("along")) {
+      count(2, 2);
       expect_type(out(), in(0).type, "the result");
       expect_shape(in(1), out().shape, "the index");
       if (out().shape.size() == shape.size()) shape[dim] = out().shape[dim];
       return expect_shape(out(), shape, "the result");
     }
-    shape.erase(shape.begin() + static_cast<std::ptrdiff_t>(dim));
-    shape.insert(shape.begin() + static_cast<std::ptrdiff_t>(dim), in(1).shape.begin(), in(1).shape.end());
+    const auto at = shape.begin() + static_cast<std::ptrdiff_t>(dim);
+    const auto behind = shape.erase(at, at + static_cast<std::ptrdiff_t>(indices));
+    shape.insert(behind, in(1).shape.begin(), in(1).shape.end());
     expect_shape(out(), shape, "the result");
     expect_type(out(), in(0).type, "the result");
   }

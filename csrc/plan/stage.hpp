@@ -68,10 +68,12 @@ struct AttentionStage {
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };
 
-// Tiles cut the dimension of `out` that its Access names. `wrap`: negative indices count from the end. `along`: an
-// index for each element of `out`.
+// Tiles cut the dimension of `out` that its Access names. Several indices are for as many dimensions, from `dim`.
+// `wrap`: negative indices count from the end. `along`: an index for each element of `out`.
 struct GatherStage {
-  int table = -1, index = -1, out = -1, dim = 0;
+  int table = -1;
+  std::vector<int> indices;
+  int out = -1, dim = 0;
   bool wrap = false, along = false;
 };
 // Tiles cut the dimension of `source` that its Access names (dim itself: positions; then base's axis is -1). `along`:

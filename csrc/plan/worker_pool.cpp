@@ -9,7 +9,7 @@
 #include <thread>
 #include <utility>
 
-#include "cpu/loop.hpp"
+#include "cpu/wait.hpp"
 #include "health/start_thread.hpp"
 
 namespace ark::plan {

@@ -192,12 +192,14 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
         out[(slice(None),) * attributes["dim"] + (index.long(),)] = source.clone()
         return None
     if op == "gather":
-        table, index = inputs
-        assert index.min() >= (-table.shape[attributes["dim"]] if attributes["wrap"] else 0)
-        assert index.max() < table.shape[attributes["dim"]]
+        table, *indices = inputs
+        dim = attributes["dim"]
+        for index, length in zip(indices, table.shape[dim:], strict=False):
+            assert index.min() >= (-length if attributes["wrap"] else 0)
+            assert index.max() < length and index.shape == indices[0].shape
         if attributes.get("along"):
-            return table.gather(attributes["dim"], index.long())
-        return table[(slice(None),) * attributes["dim"] + (index.long(),)]
+            return table.gather(dim, indices[0].long())
+        return table[(slice(None),) * dim + tuple(index.long() for index in indices)]
     if op in indexed.OPERATORS:
         return indexed.OPERATORS[op](inputs, attributes, out)
     if op == "matmul":

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import exactness
+import parallel_llama
 
 pytestmark = pytest.mark.limit(300)
 
@@ -142,35 +143,19 @@ def test_blocks_of_four(sequence: bool) -> None:
 
 def _llama(rank: Rank, layers: int, rival: str) -> None:
     """Hugging Face's, with a static cache of the rank's own heads: the prompt, then steps with one kernel."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
-
     rank.init()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=100,
-        max_position_embeddings=32,
-    )
-    model = LlamaForCausalLM(config).eval()
-    layer: Plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    layer |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    layer |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
-    plan: Plan = {f"model.layers.{i}.{name}": style for i in range(layers) for name, style in layer.items()}
+    model = parallel_llama.make(layers, 32)
     ids = torch.randint(0, 100, (1, 7))
 
     def run(call: Any, dtype: torch.dtype) -> list[Tensor]:
-        cache = StaticCache(config=config, max_cache_len=32)
-        heads = config.num_key_value_heads // (1 if dtype == torch.float64 else rank.world_size)
-        cache.early_initialization(1, heads, config.head_dim, dtype, "cpu")
+        ranks = 1 if dtype == torch.float64 else rank.world_size
+        cache = parallel_llama.cache_of(model.config, dtype, ranks)
         steps = [ids, *(torch.tensor([[token]]) for token in (3, 14, 15))]
         return [call(input_ids=step, past_key_values=cache).logits for step in steps]
 
     with torch.no_grad():
-        check(model, plan, run, {"all_reduce": 2 * layers}, rival)
+        check(model, parallel_llama.plan(), run, {"all_reduce": 2 * layers}, rival)
 
 
 @pytest.mark.parametrize(

@@ -78,17 +78,17 @@ def _ddp(rank: Rank, inside: bool) -> None:
 
 def regions_made() -> list[str]:
     """Names of the regions that this process compiles from now on."""
-    from ark_torch.compile import backend
+    from ark_torch.compile import build
 
     names: list[str] = []
-    made = backend.make_region
+    made = build.make_region
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         region = made(*arguments, **keywords)
         names.append(str(arguments[1]))
         return region
 
-    backend.make_region = noted
+    build.make_region = noted
     return names
 
 

@@ -85,18 +85,3 @@ def layer_norm(low: Lowering, node: Node) -> tuple[Operand, ...]:
         low.copy(mean, low.result(node, 1)),
         low.copy(scale, low.result(node, 2)),
     )
-
-
-@lowers(aten._fused_rms_norm.default)
-def rms_norm(low: Lowering, node: Node) -> tuple[Operand, ...]:
-    x, shape, weight, eps = node.args
-    operand = low.operand(x)
-    if eps is None:
-        eps = torch.finfo(operand.dtype).eps
-    dims = list(range(len(operand.shape) - len(shape), len(operand.shape)))  # type: ignore[arg-type]
-    square = reduce_float(low, "mean", low.pointwise("mul", operand, operand), dims)
-    scale = low.pointwise("rsqrt", low.pointwise("add", square, number(float(eps))))  # type: ignore[arg-type]
-    y = low.pointwise("mul", operand, scale)
-    if weight is not None:
-        y = low.pointwise("mul", y, low.operand(weight))
-    return low.copy(y, low.result(node, 0)), low.copy(scale, low.result(node, 1))

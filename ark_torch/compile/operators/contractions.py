@@ -50,11 +50,9 @@ def addmm(low: Lowering, node: Node) -> Operand:
     return low.pointwise("add", product, bias, out=out)
 
 
-@lowers(aten.mv.default, aten.dot.default, aten.addmv.default)
+@lowers(aten.mv.default, aten.dot.default)
 def matrix_vector(low: Lowering, node: Node) -> Operand:
     """As a product with one row or column: views with a dimension of length 1."""
-    if node.target is aten.addmv.default:
-        raise Unsupported("addmv")
     left, right = (low.stored(low.operand(a)) for a in node.args[:2])
     out = low.result(node)
     row = (
@@ -71,13 +69,6 @@ def flash_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
     if float(keyword(node, "dropout_p", 0.0)) != 0:
         raise Unsupported("attention with dropout")
     return _attention(low, node, low.result(node, 0)), None  # the logarithms of sums, which inference does not use
-
-
-@lowers(aten.scaled_dot_product_attention.default)
-def attention(low: Lowering, node: Node) -> Operand:
-    if float(keyword(node, "dropout_p", 0.0)) != 0:
-        raise Unsupported("attention with dropout")
-    return _attention(low, node, low.result(node))
 
 
 def _attention(low: Lowering, node: Node, out: Strided) -> Strided:

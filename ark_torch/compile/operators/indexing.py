@@ -1,14 +1,11 @@
 """Lookups and updates by index: gather and scatter along one dimension.
 
-A lookup by several dimensions at once is one along a single dimension of the same memory: positions are counted in
-steps of all their strides, and the index is the sum that the indices make. An index out of range is -1 then, which the
-kernel reports as it does any.
+Sums of half types are kept in float32 until all have been added, and rounded once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,20 +23,6 @@ def _index(low: Lowering, argument: Any) -> Strided:
     if index.dtype not in (torch.int64, torch.int32):
         raise Unsupported("indexing by a mask")
     return index
-
-
-def _from_the_end(low: Lowering, index: Strided, length: int) -> Strided:
-    """x[-1] is the last: indices that may be negative, as gather and scatter want them. Once for each index and length,
-    since all layers of a decoder use the same."""
-    known = low.notes.setdefault("indices", {})
-    key = (low.graph.read(index), length)  # another number after a write
-    if key not in known:
-        zero, size = Literal(0, torch.int64, ()), Literal(length, torch.int64, ())
-        negative = low.pointwise("lt", index, zero, dtype=torch.bool)
-        moved = low.pointwise("add", index, size, dtype=torch.int64)
-        known[key] = low.pointwise("where", negative, moved, index, dtype=torch.int64)
-    result: Strided = known[key]
-    return result
 
 
 def _one_index(indices: Any) -> tuple[int, Any]:
@@ -65,33 +48,6 @@ def _name(node: Node) -> str:
     return str(node.target._schema.name).removeprefix("aten::").removeprefix("_unsafe_")  # type: ignore[union-attr]
 
 
-def _out_of_range(low: Lowering, index: Strided, length: int) -> list[Strided]:
-    """Where an index is wrong, which the sum of several would hide."""
-    bounds = (("lt", 0), ("ge", length))
-    return [low.pointwise(op, index, Literal(bound, torch.int64, ()), dtype=torch.bool) for op, bound in bounds]
-
-
-def _flattened(
-    low: Lowering, table: Strided, dims: Sequence[int], indices: Sequence[Strided], wrong: Sequence[Strided]
-) -> tuple[Strided, Strided]:
-    """The table with `dims` (neighbours) as one, and the index into that."""
-    strides = [table.strides[dim] for dim in dims]
-    unit = math.gcd(*strides) or 1
-    extent = 1 + sum((table.shape[dim] - 1) * table.strides[dim] for dim in dims) // unit
-    first, last = dims[0], dims[-1] + 1
-    flat = table._replace(
-        shape=(*table.shape[:first], extent, *table.shape[last:]),
-        strides=(*table.strides[:first], unit, *table.strides[last:]),
-    )
-    total: Operand = Literal(0, torch.int64, ())
-    for index, stride in zip(indices, strides, strict=True):
-        step = low.pointwise("mul", index, Literal(stride // unit, torch.int64, ()), dtype=torch.int64)
-        total = low.pointwise("add", total, step, dtype=torch.int64)
-    for where in wrong:
-        total = low.pointwise("where", where, Literal(-1, torch.int64, ()), total, dtype=torch.int64)
-    return flat, low.stored(total)
-
-
 @lowers(aten.embedding.default)
 def embedding(low: Lowering, node: Node) -> Operand:
     return _gather(low, node, low.operand(node.args[0]), _index(low, node.args[1]), 0)
@@ -109,11 +65,16 @@ def index(low: Lowering, node: Node) -> Operand:
 
 def _by_several(low: Lowering, node: Node, table: Strided, dims: list[int]) -> Operand:
     """x[i, j]: the masks of Hugging Face's models look up so what is padding."""
-    if dims != list(range(dims[0], dims[-1] + 1)):
+    first, behind = dims[0], dims[-1] + 1
+    if dims != list(range(first, behind)):
         raise Unsupported("indexing along dimensions that are not neighbours")
-    indices = [_from_the_end(low, _index(low, node.args[1][dim]), table.shape[dim]) for dim in dims]  # type: ignore[index]
-    wrong = [w for i, dim in zip(indices, dims, strict=True) for w in _out_of_range(low, i, table.shape[dim])]
-    return _gather(low, node, *_flattened(low, table, dims, indices, wrong), dims[0])
+    indices = [_index(low, node.args[1][dim]) for dim in dims]  # type: ignore[index]
+    shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
+    out = low.result(node)
+    if out.shape != (*table.shape[:first], *shape, *table.shape[behind:]):
+        raise Unsupported("indexing with a result of another shape")
+    inputs = [table, *(low.expand(index, shape) for index in indices)]
+    return low.node("gather", inputs, out, dim=first, wrap=True, called=_name(node))
 
 
 @lowers(aten.gather.default)
@@ -153,7 +114,6 @@ def index_put(low: Lowering, node: Node) -> Operand:
 
 @lowers(aten.index_add_.default, aten.index_add.default)
 def index_add(low: Lowering, node: Node) -> Operand:
-    """Where it comes whole, as for bfloat16; other types come as an index_put that accumulates."""
     base, source = low.operand(node.args[0]), low.operand(node.args[3])
     if not base.shape:
         raise Unsupported("index_add into a single number")
@@ -191,8 +151,8 @@ def scatter_along(low: Lowering, node: Node) -> Operand:
     if reduces and (node.args[4] != "sum" or not keyword(node, "include_self", True)):
         raise Unsupported("scatter_reduce that does not add")
     accumulate = reduces or "scatter_add" in name
-    index = _index(low, node.args[2])
-    target, index, source = _target(low, node, index, low.operand(node.args[3]), name.endswith("_"), accumulate)
+    index, in_place = _index(low, node.args[2]), name.endswith("_")
+    target, index, source = _target(low, node, index, low.operand(node.args[3]), in_place, accumulate)
     if not target.shape or len(index.shape) != len(target.shape):
         raise Unsupported("scatter into or by a single number")
     dim = int(node.args[1]) % len(target.shape)  # type: ignore[arg-type]
@@ -201,7 +161,7 @@ def scatter_along(low: Lowering, node: Node) -> Operand:
     source, part = low.stored(low.expand(source, index.shape)), _within(target, index, dim)
     attributes = dict(dim=dim, along=True, accumulate=accumulate, wrap=False, called=name)
     low.node("scatter", [part, index, source], part, **attributes)
-    return target
+    return _rounded(low, node, target, in_place)
 
 
 def _target(
@@ -209,23 +169,37 @@ def _target(
 ) -> tuple[Strided, Strided, Operand]:
     """What an update writes, by which index, and what it writes there."""
     base = low.operand(node.args[0])
-    target = base if in_place else low.copy(base, low.result(node))
-    if not isinstance(target, Strided):
-        raise Unsupported("an update of a constant")
-    if accumulate and target.dtype == torch.bool:
+    dtype = base.dtype
+    if accumulate and dtype == torch.bool:
         raise Unsupported("sums of booleans")
     if isinstance(source, Literal) and not source.shape:  # a number takes the target's type
         kinds = {torch.bool: bool, torch.int64: int, torch.int32: int}
-        source = Literal(kinds.get(target.dtype, float)(source.value), target.dtype, ())
-    if source.dtype != target.dtype:
+        source = Literal(kinds.get(dtype, float)(source.value), dtype, ())
+    if source.dtype != dtype:
         raise Unsupported("an update of another type")
-    check_apart(target)
+    if in_place:
+        if not isinstance(base, Strided):
+            raise Unsupported("an update of a constant")
+        check_apart(base)
+    if accumulate and dtype in (torch.bfloat16, torch.float16):
+        target, source = low.copy(base, low.fresh(torch.float32, base.shape)), low.cast(source, torch.float32)
+    else:
+        target = base if in_place and isinstance(base, Strided) else low.copy(base, low.result(node))
     # What is read while the target is written: a copy, where both lie in one tensor.
     if isinstance(source, Strided) and source.buffer == target.buffer:
         source = low.copy(source, low.fresh(source.dtype, source.shape))
     if index.buffer == target.buffer:
         index = low.copy(index, low.fresh(index.dtype, index.shape))
     return target, index, source
+
+
+def _rounded(low: Lowering, node: Node, target: Strided, in_place: bool) -> Strided:
+    """What has been added up in float32, back in the type that it came in."""
+    if target.dtype == node.meta["val"].dtype:
+        return target
+    out = low.operand(node.args[0]) if in_place else low.result(node)
+    assert isinstance(out, Strided)
+    return low.copy(target, out)
 
 
 def scatter(
@@ -254,4 +228,5 @@ def scatter(
         index = index._replace(shape=(positions,), strides=(1,))
         source = source._replace(shape=flat, strides=contiguous_strides(flat))
     attributes = dict(dim=dim, accumulate=accumulate, wrap=wrap, called=_name(node))
-    return low.node("scatter", [target, index, source], target, **attributes)
+    low.node("scatter", [target, index, source], target, **attributes)
+    return _rounded(low, node, target, in_place)

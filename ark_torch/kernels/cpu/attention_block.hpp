@@ -5,7 +5,7 @@
 // positions, and each element that was loaded serves several rows. Values are taken row by row or by several rows.
 #pragma once
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "cpu/reduce.hpp"
 
 namespace ark::cpu {

@@ -5,7 +5,7 @@
 // checked before its row is read: what is wrong ends the step with an error.
 #pragma once
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "cpu/ops.hpp"
 
 namespace ark::cpu {

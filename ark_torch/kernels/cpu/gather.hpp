@@ -1,9 +1,9 @@
 // Copies of parts of tensors by index: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
 //
-// Generated code walks the indices and checks each (index_fits, loop.hpp); here are the runs that it copies.
+// Generated code walks the indices and checks each (index_fits, launch.hpp); here are the runs that it copies.
 #pragma once
 
-#include "cpu/loop.hpp"
+#include "cpu/launch.hpp"
 #include "cpu/vector.hpp"
 
 namespace ark::cpu {

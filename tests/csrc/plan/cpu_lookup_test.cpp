@@ -23,7 +23,7 @@ TEST(CpuLookupTest, EveryType) {
       one.table = made.input(type, {9, 21}, CpuCase::integers(-50, 50), dim == 0 ? Shape{} : Shape{1, 9});
       one.index = made.input(dim == 0 ? ScalarType::i64 : ScalarType::i32, {4}, CpuCase::integers(-size, size - 1));
       one.out = made.output(type, dim == 0 ? Shape{4, 21} : Shape{9, 4});
-      made.stage(GatherStage{one.table, one.index, one.out, dim, true},
+      made.stage(GatherStage{one.table, {one.index}, one.out, dim, true},
                  {{one.table, dim == 0 ? -1 : 0, false}, {one.index, dim == 0 ? 0 : -1, false}, {one.out, 0, true}},
                  dim == 0 ? 4 : 9);
       one.base = made.input(type, {9, 21}, CpuCase::integers(-50, 50), {}, 0, true);

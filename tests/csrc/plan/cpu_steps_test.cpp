@@ -139,7 +139,7 @@ TEST(CpuStepsTest, AllWorkersStopAfterTheSameStep) {
   }
 }
 
-// A launch without an end in sight, ended from outside: by abort(), or by the caller's own question.
+// A launch without an end in sight, ended by the caller's own question.
 TEST(CpuStepsTest, EndsFromOutside) {
   Loop made(false);
   CpuLoop loop(made.plan(3), cpu_compiler());
@@ -156,21 +156,6 @@ TEST(CpuStepsTest, EndsFromOutside) {
     EXPECT_EQ(Caller::wrong(before, mine.x, 3), 0);
   };
   constexpr uint64_t kForEver = uint64_t{1} << 60;
-  std::atomic<bool> done{false};
-  std::thread other([&] {
-    while (!done) {
-      loop.abort();
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    }
-  });
-  try {
-    mine.run(loop, {.most = kForEver});
-    ADD_FAILURE();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::aborted) << error.what();
-  }
-  done = true;
-  other.join();
   // The limit is that of a step, not of all of them together. Asked about twenty times a second.
   loop.set_timeout(std::chrono::milliseconds(800));
   struct Asker {

@@ -115,6 +115,7 @@ TEST(Graphs, RefuseNodesByTheirOperatorsRules) {
   refuse("dimension 3", node_of("gather", {a, index}, out, {{"dim", int64_t{3}}}));
   refuse("should have [2, 4]", node_of("gather", {a, index}, out, {{"dim", int64_t{0}}}));
   refuse("index of int64 or int32", node_of("gather", {a, a}, out, {{"dim", int64_t{0}}}));
+  refuse("2 indices from dimension 1", node_of("gather", {a, index, index}, out, {{"dim", int64_t{1}}}));
   const int base = builder.input({5, 4}, ScalarType::f32, true), rows = builder.input({2, 4});
   refuse("not the base", node_of("scatter", {base, index, rows}, builder.temporary({5, 4}), {{"dim", int64_t{0}}}));
   refuse("should have [2, 4]", node_of("scatter", {base, index, a}, base, {{"dim", int64_t{0}}}));

@@ -69,14 +69,16 @@ inline void run_attention(Memory& memory, const AttentionStage& body, const std:
 }
 
 inline void run_gather(Memory& memory, const GatherStage& body, const std::vector<Value>& values, Part part) {
-  const Value &table = values[body.table], &index = values[body.index], &out = values[body.out];
-  const auto rank = static_cast<int>(index.shape.size());
+  const Value &table = values[body.table], &out = values[body.out];
+  const auto rank = static_cast<int>(values[body.indices[0]].shape.size());
   each_index(out.shape, [&](const Shape& at) {
     if (!part.has(at)) return;
     const Shape of_index(at.begin() + body.dim, at.begin() + body.dim + rank);
     Shape from(at.begin(), at.begin() + body.dim);
-    const auto given = static_cast<int64_t>(read_value(memory, index, of_index));
-    from.push_back(body.wrap && given < 0 ? given + table.shape[body.dim] : given);
+    for (const int index : body.indices) {
+      const auto given = static_cast<int64_t>(read_value(memory, values[index], of_index));
+      from.push_back(body.wrap && given < 0 ? given + table.shape[from.size()] : given);
+    }
     from.insert(from.end(), at.begin() + body.dim + rank, at.end());
     write_value(memory, out, at, read_value(memory, table, from));
   });
@@ -140,7 +142,8 @@ inline void run_node(Memory& memory, const Graph& graph, const Node& node) {
     run_attention(memory, body, values, {});
   } else if (node.op == "gather") {
     const auto dim = static_cast<int>(node.integer("dim"));
-    run_gather(memory, {node.inputs[0], node.inputs[1], node.outputs[0], dim, node.flag("wrap")}, values, {});
+    const std::vector<int> indices(node.inputs.begin() + 1, node.inputs.end());
+    run_gather(memory, {node.inputs[0], indices, node.outputs[0], dim, node.flag("wrap")}, values, {});
   } else if (node.op == "scatter") {
     const auto dim = static_cast<int>(node.integer("dim"));
     run_scatter(memory, {node.outputs[0], node.inputs[1], node.inputs[2], dim, node.flag("wrap")}, values, {});

@@ -26,7 +26,7 @@ class LlamaStages {
     const int ids = add(Buffer::Kind::input, {1}, ScalarType::i64);
     const int table = parameter({s.vocabulary, s.hidden});
     int residual = temporary({1, s.hidden});
-    GatherStage gather{table, ids, residual, 0};
+    GatherStage gather{table, {ids}, residual, 0};
     begin("gather", "embedding", gather, 1).replicable = true;
     reads(table), reads(ids), writes(residual);
     last().bytes = 2.0 * s.hidden * size_of(s.type);

@@ -1,0 +1,59 @@
+"""Errors of single operators against float64, held against the figures of Inductor that benchmarks/compile_accuracy.py
+has recorded for the same inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import accuracy
+import accuracy_cases
+import accuracy_inputs
+import pytest
+import torch
+
+from ark_torch.compile import lowering
+
+pytestmark = pytest.mark.limit(200)
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compile_accuracy.json"
+
+
+@pytest.mark.quick
+def test_every_operator_has_a_case() -> None:
+    covered = {case.operator for dtype in accuracy_inputs.FLOATS for case in accuracy_cases.cases(dtype)}
+    assert set(lowering.RULES) == covered | accuracy_cases.WITHOUT_ROUNDING
+
+
+# What approximates, adds up or keeps a running result; in half types, what must not round on the way.
+ROUNDING = {
+    torch.float32: {
+        *("exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log10", "sinh", "pow"),
+        *("sum", "mean", "var", "softmax", "native_layer_norm", "mm", "cumsum"),
+    },
+    torch.bfloat16: {"sum", "mean", "mm", "scatter_add", "index_add", "cumsum"},
+}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_no_less_exact_than_inductor(dtype: torch.dtype, compiled: Any) -> None:
+    recorded = {
+        f"{row['operator']} {row['layout']}": row["inductor"]
+        for row in json.loads(RESULTS.read_text(encoding="utf-8"))["rows"]
+        if row["type"] == str(dtype).removeprefix("torch.")
+    }
+    chosen = [
+        (case, given)
+        for case, given in zip(*accuracy.drawn(dtype), strict=True)
+        if str(case.operator).split(".")[1].strip("_") in ROUNDING[dtype]
+    ]
+    assert {str(case.operator).split(".")[1].strip("_") for case, _ in chosen} == ROUNDING[dtype]
+    cases, given = [list(one) for one in zip(*chosen, strict=True)]
+    wanted = accuracy.exact(cases, given)
+    call, report = compiled(accuracy.together(cases), fallback=False, minimum=1)
+    results = [accuracy.tensors(one) for one in call(accuracy.copied(given))]
+    assert len(report.regions) == 1
+    for case, got, right in zip(cases, results, wanted, strict=True):
+        found = accuracy.figures(case, got, right)
+        assert accuracy.nearness(found, recorded[case.name]) <= 1, (case.name, found, recorded[case.name])
