@@ -8,7 +8,6 @@ the others; its updates of inputs become writes in place again before regions ar
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,6 +4,7 @@ Inductor's. Where the choice is to be measured, a piece of ark's is compiled by 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -226,7 +227,11 @@ def make_region(
         "chained": chained,
         "measured_costs": costs.are_measured(),
     }
-    return plan.Region(graph, name, options)
+    begin = time.perf_counter()
+    region = plan.Region(graph, name, options)
+    origin = "taken from the cache" if region.from_cache else "compiled"
+    log.info("%s: kernel %s, %.3f s with its plan", name, origin, time.perf_counter() - begin)
+    return region
 
 
 def plan_for(lowering: Lowering, target: str) -> tuple[str, str]:

@@ -16,9 +16,9 @@
 //
 // From three ranks on ranks drift apart until two of them do use one link. So the right to it goes round: a word "turn"
 // for each link, which starts at the rank before the link's own and is passed on behind each rank's copy (or where it
-// has nothing to copy) to the rank before, and has come back when all have had it. It is passed while the last tail_bytes
-// are still on their way, which is the time that passing takes. That is done where all ranks go through the same rounds:
-// all but broadcasts, in which each link has one user, and messages of which only two ranks know.
+// has nothing to copy) to the rank before, and has come back when all have had it. It is passed while the last
+// tail_bytes are still on their way, which is the time that passing takes. That is done where all ranks go through the
+// same rounds: all but broadcasts, in which each link has one user, and messages of which only two ranks know.
 //
 // Beside computation each kernel waits until SMs are free, which may take as long as a whole kernel of the others. So
 // there are kWorkers streams for what SMs do, that several pieces wait side by side. Not more: streams share the few
@@ -28,9 +28,9 @@
 // slot belongs to one worker. Words (stream_words.hpp) go to whoever waits: "arrived" behind a part to be added, "came"
 // behind a piece of a message, "free" and "taken" back from whoever has read the slot; those two are 1 at first, and
 // awaited before the slot is written again. They lie in host memory that all ranks map. No cycle: what a rank does in
-// step j depends on what all ranks do in earlier steps, or in this one before it (a turn: on the copy before this one). That holds for the order in which a
-// rank submits operations, whatever stream they are for: all streams may share one hardware queue
-// (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all that was submitted after it.
+// step j depends on what all ranks do in earlier steps, or in this one before it (a turn: on the copy before this one).
+// That holds for the order in which a rank submits operations, whatever stream they are for: all streams may share one
+// hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1), and a wait then holds up all that was submitted after it.
 //
 // Registered outputs: copies are enqueued before anybody could ask the receiver for its address. So the contract is
 // NCCL's: all ranks pass the same place of the same window. It is checked on the device: a receiver tells its senders

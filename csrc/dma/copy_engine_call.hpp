@@ -49,7 +49,7 @@ class CopyEngine::Call {
   const CUstream stream_;
   const CUstream awaiting_, telling_;  // the link's own where there are few copies
   bool captured_ = false, expecting_ = false;
-  int passing_ = -1;             // whose turn is to be told
+  int passing_ = -1;            // whose turn is to be told
   StreamWords awaits_, tells_;  // on the engine's streams
   std::vector<StreamWords> work_;
 };

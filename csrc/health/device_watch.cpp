@@ -66,7 +66,8 @@ struct DeviceWatch::Watched {
     log->add(error);
   }
 
-  // Then its streams are being released, and what they tell now is nonsense; what failed there is heard at the next look.
+  // Then its streams are being released, and what they tell now is nonsense; what failed there is heard at the next
+  // look.
   bool a_peer_failed() const {
     const OperationContext any;
     for (int peer = 0; peer < health->size(); ++peer) {
