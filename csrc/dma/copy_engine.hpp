@@ -8,11 +8,11 @@
 // slots after all: alone that is slower, beside computation sooner (25 MB: products and all_reduces together 27%; a
 // step of GPT-2 XL with buckets of 50 MB: 66.6 ms, pushed 68.1). All copies over the link are on one stream, one peer
 // at a time, beginning with the next rank: two copies at once, with two peers, or of two ranks with one, halve an
-// engine's speed. In calls of many copies what they wait for is awaited on a stream of its own, and what
-// follows them is told on a third one: in line with the copies each of these costs up to 15 us in which the link is
-// idle, like this they take place beside the copy before (2 H200: 1 GB 3.0 ms instead of 3.2, 256 MB 0.80 instead of
-// 0.85). The first and the last copy then take 10 us longer, and beside computation more waiting streams cost more: a
-// step of GPT-2 XL with buckets of 50 MB 73.7 ms.
+// engine's speed. In calls of many copies what they wait for is awaited on a stream of its own, and what follows them
+// is told on a third one: in line with the copies each of these costs up to 15 us in which the link is idle, like this
+// they take place beside the copy before (2 H200: 1 GB 3.0 ms instead of 3.2, 256 MB 0.80 instead of 0.85). The first
+// and the last copy then take 10 us longer, and beside computation more waiting streams cost more: on their own streams
+// in all calls, a step of GPT-2 XL with buckets of 50 MB took 73.7 ms instead of 66.7.
 //
 // From three ranks on ranks drift apart until two of them do use one link. So the right to it goes round: a word "turn"
 // for each link, which starts at the rank before the link's own and is passed on behind each rank's copy (or where it
@@ -125,7 +125,8 @@ class CopyEngine {
 
   uint64_t pull_below = 128 << 20;  // all_reduces up to here, not registered; tests choose others
 
-  uint64_t tail_bytes = 4 << 20, apart_from = 8;  // copies of a call whose waits and words are on streams of their own
+  uint64_t tail_bytes = 4 << 20;  // what is still on its way when a turn is passed
+  uint64_t apart_from = 8;        // copies of a call whose waits and words are on streams of their own
 
   // By the watching thread, without a call of the driver. The group has failed: lets the waits end that it finds, for a
   // few milliseconds or until there are none; to be called again and again.
