@@ -54,7 +54,7 @@ class CpuEmitter {
   }
 
   void stage(const Stage& stage) {
-    FunctionWriter writer(plan_.graph, stage);
+    FunctionWriter writer(plan_.graph, stage, Code::cpu);
     std::visit(
         [&](const auto& body) {
           using Body = std::decay_t<decltype(body)>;
