@@ -7,8 +7,8 @@
 
 #include "protocol/base.hpp"
 
-#if defined(__CUDACC__)
 #include "cuda/loop/group.cuh"
+#if defined(__CUDACC__)
 #include "protocol/atomics.hpp"
 #endif
 
@@ -101,7 +101,8 @@ ARK_LOOP unsigned long long now_ns() {
 struct Context {
   const LaunchHead* head;
   char* scratch;  // of this worker, in device memory
-  bool* stop;
+  int* leave;     // of this block: not 0 when the launch ends early
+  bool* stop;     // no step follows
   int worker, task, stage;
 };
 
@@ -122,6 +123,11 @@ ARK_LOOP bool aborted(const LaunchHead& head) {
   return *const_cast<const volatile uint32*>(&head.control->abort) != 0;
 }
 
+// Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
+// for some. In nvcc's and NVRTC's runtime.
+extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function,
+                                        unsigned long long bytes_of_a_character);
+
 // Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By one thread.
 static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
                                          int event, int64_t value, int64_t limit, int dimension) {
@@ -137,11 +143,15 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
     protocol::store_release(report.failure, static_cast<uint32>(failure));
   }
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
+  if (failure == Failure::index_too_large)
+    __assertfail("an index is out of range, or a condition does not hold; the next call of the region says which",
+                 "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
 }
 
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
+  *const_cast<volatile int*>(context.leave) = 1;
   fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,
        dimension);
   return false;
