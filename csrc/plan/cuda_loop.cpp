@@ -56,8 +56,8 @@ CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {
-    throw Error(ErrorKind::invalid_argument, "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why,
-                context);
+    throw Error(ErrorKind::invalid_argument,
+                "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why, context);
   };
   if (kernel_->local > 0)
     refuse("keeps " + std::to_string(kernel_->local) + " bytes of each thread in memory: it needs more than the " +
@@ -133,8 +133,7 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   std::memcpy(at, inputs, most * sizeof(char*));
   std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
   jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kBlockThreads},
-              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(),
-              jit::LaunchMode::cooperative);
+              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
 }
 
 }  // namespace ark::plan

@@ -1,7 +1,7 @@
 // A plan on a GPU: emitted, compiled by NVRTC, loaded, and launched on the caller's stream as one kernel a step.
 //
-// Calls are asynchronous and may be captured in a CUDA graph. Memory of a step (arena, own arenas, scratch, events) is a
-// set of its own for every stream and for every capture: launches on one stream follow each other, launches of others
+// Calls are asynchronous and may be captured in a CUDA graph. Memory of a step (arena, own arenas, scratch, events) is
+// a set of its own for every stream and for every capture: launches on one stream follow each other, launches of others
 // may overlap, and a captured graph may run again at any time. Sets live as long as the loop, which must outlive the
 // graphs that hold its launches.
 //

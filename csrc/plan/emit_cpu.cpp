@@ -92,10 +92,10 @@ class CpuEmitter {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const size_t t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
         position.try_emplace(index, static_cast<int>(position.size()));
-        out << "    {" << functions_.names()[functions_.of_stage(s)] << ", " << task.begin << ", " << task.end << ", " << index << ", "
-            << task.stage << ", " << first[s] << ", " << functions_.operands(s).size() << ", " << events.first_wait[t] << ", "
-            << task.waits.size() << ", " << events.first_carried[t] << ", " << task.carried.size() << ", " << events.first_signal[t]
-            << ", " << task.signals.size() << "},\n";
+        out << "    {" << functions_.names()[functions_.of_stage(s)] << ", " << task.begin << ", " << task.end << ", "
+            << index << ", " << task.stage << ", " << first[s] << ", " << functions_.operands(s).size() << ", "
+            << events.first_wait[t] << ", " << task.waits.size() << ", " << events.first_carried[t] << ", "
+            << task.carried.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << "},\n";
       }
       out << "    {}};\nconstexpr LoadEntry kLoads" << q << "[] = {\n";
       for (const Load& load : merged_loads(queue.loads)) {
@@ -113,8 +113,8 @@ class CpuEmitter {
     out << "};\nconstexpr Tables kTables{kQueues, kOperands, kWaits, kSignals, "
         << plan_.target.pages * plan_.target.page_bytes << ", " << plan_.tasks.size() << "};\n\n}  // namespace\n\n"
         << "extern \"C\" __attribute__((visibility(\"default\"))) const PlanInfo " << kInfoSymbol << "{kAbi, "
-        << plan_.queues.size() << ", " << plan_.events.size() << ", " << plan_.tasks.size() << ", " << functions_.scratch_bytes()
-        << "};\n"
+        << plan_.queues.size() << ", " << plan_.events.size() << ", " << plan_.tasks.size() << ", "
+        << functions_.scratch_bytes() << "};\n"
         << "extern \"C\" __attribute__((visibility(\"default\"))) void " << kRunSymbol
         << "(const Launch* launch, int worker) {\n  run_worker(*launch, kTables, worker);\n}\n";
   }

@@ -43,7 +43,9 @@ void FunctionWriter::refuse(const std::string& why) const {
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";
   throw Error(ErrorKind::invalid_argument,
-              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_.name + " (" + stage_.origin + "): " + why, context);
+              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_.name + " (" +
+                  stage_.origin + "): " + why,
+              context);
 }
 
 std::string FunctionWriter::scaled(const std::string& name, int64_t length) const {

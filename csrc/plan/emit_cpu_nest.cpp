@@ -162,7 +162,8 @@ void RowNest::take_apart(const std::string& index, bool columns) {
     if (loop.tiled && small) size = "static_cast<uint32_t>" + size;
     const bool last = i + 1 == order.size();
     const std::string part = order.size() == 1 ? index : last ? rest : rest + " % " + size;
-    to_.line("[[maybe_unused]] const int64_t " + loop.name + " = " + (loop.tiled ? loop.begin + " + " : "") + part + ";");
+    to_.line("[[maybe_unused]] const int64_t " + loop.name + " = " + (loop.tiled ? loop.begin + " + " : "") + part +
+             ";");
     if (!last) to_.line(rest + " /= " + size + ";");
   }
 }

@@ -110,6 +110,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
 }
 
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+  if (to.cuda()) to.refuse("collectives are not part of loop kernels on GPUs yet");
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
   to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }

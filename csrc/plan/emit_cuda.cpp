@@ -89,8 +89,10 @@ class CudaEmitter {
     out << "    {}};\n\n";
     const EventTables events(plan_);
     out << "// Events and how often each is bumped in a step.\n__device__ const WaitFor kWaits[] = {\n"
-        << events.waits << "{}};\n__device__ const int kSignals[] = {\n" << events.signals << "-1};\n\n"
-        << "// Tile, function, task and stage; first operand; first and number of waits, of waits for the step before,\n"
+        << events.waits << "{}};\n__device__ const int kSignals[] = {\n"
+        << events.signals << "-1};\n\n"
+        << "// Tile, function, task and stage; first operand; first and number of waits, of waits for the step "
+           "before,\n"
         << "// of signals.\n__device__ const TaskEntry kTasks[] = {\n";
     for (const Queue& queue : plan_.queues) {
       for (const int index : queue.tasks) {

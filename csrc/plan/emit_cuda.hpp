@@ -1,5 +1,5 @@
-// A plan as one CUDA source for NVRTC: the stages' functions, which call the device library (kernels/cuda/loop), and the
-// queues as data.
+// A plan as one CUDA source for NVRTC: the stages' functions, which call the device library (kernels/cuda/loop), and
+// the queues as data.
 #pragma once
 
 #include <string>

@@ -10,7 +10,7 @@ namespace ark::plan {
 
 namespace {
 
-std::string describe(const Plan& plan, int task) {
+std::string describe_task(const Plan& plan, int task) {
   if (task < 0 || task >= static_cast<int>(plan.tasks.size())) return "task " + std::to_string(task);
   const Task& one = plan.tasks[static_cast<size_t>(task)];
   const Stage& stage = plan.stages[static_cast<size_t>(one.stage)];
@@ -41,13 +41,13 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
       for (size_t i = 0; i < plan.tasks.size() && whom.size() < 300; ++i) {
         const auto& signals = plan.tasks[i].signals;
         if (std::find(signals.begin(), signals.end(), failure.event) != signals.end())
-          whom += (whom.empty() ? "" : ", ") + describe(plan, static_cast<int>(i));
+          whom += (whom.empty() ? "" : ", ") + describe_task(plan, static_cast<int>(i));
       }
       context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
       throw Error(ErrorKind::timeout,
                   "worker " + std::to_string(failure.worker) + " waited longer than " +
-                      std::to_string(failure.timeout.count()) + " ms before " + describe(plan, failure.task) + " for " + whom +
-                      ": event " + std::to_string(failure.event) + " is at " + std::to_string(failure.value) +
+                      std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) + " for " +
+                      whom + ": event " + std::to_string(failure.event) + " is at " + std::to_string(failure.value) +
                       " and must reach " + std::to_string(failure.limit),
                   context);
     }

@@ -62,8 +62,8 @@ struct alignas(16) TaskEntry {
   long long begin, end;
   int function;
   int task, stage;
-  int operands;             // first of them in the table
-  int waits, wait_count;    // likewise
+  int operands;           // first of them in the table
+  int waits, wait_count;  // likewise
   int carried, carried_count;
   int signals, signal_count;
 };
@@ -79,7 +79,7 @@ struct LaunchHead {
   uint32* steps;   // by worker, kEventStride words each: how many steps it has done
   Control* control;
   Report* report;
-  Stamp* stamps;  // by task; nullptr: not asked for
+  Stamp* stamps;                  // by task; nullptr: not asked for
   unsigned long long timeout_ns;  // for each wait; 0: none
 };
 

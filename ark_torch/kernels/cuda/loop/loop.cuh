@@ -1,8 +1,9 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
-// Warps 0 .. kWarps - 1 run tasks together: wait for a task's events, call its function, bump its events. One warp more,
-// the fetcher, walks the queue's list of parameters ahead of the tasks and brings them into the second-level cache, at
-// most a plan's `fetch_ahead` bytes before they are used, so that memory streams while tasks wait for each other.
+// Warps 0 .. kWarps - 1 run tasks together: wait for a task's events, call its function, bump its events. One warp
+// more, the fetcher, walks the queue's list of parameters ahead of the tasks and brings them into the second-level
+// cache, at most a plan's `fetch_ahead` bytes before they are used, so that memory streams while tasks wait for each
+// other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
 // release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
@@ -134,8 +135,8 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
     sync();
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
-    const Context context{&head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker,
-                          task.task, task.stage};
+    const Context context{
+        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage};
     const Operands operands{Plan::operands() + task.operands, &head, pointers, worker};
     Plan::run(task.function, context, operands, task.begin, task.end);
     sync();
@@ -163,8 +164,7 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   const uint32 step = *count + 1;
   const bool done = run_step<Plan>(head, launch.pointers, queue, step, shared);
   if (thread() != 0) return;
-  if (done)
-    *count = step;
+  if (done) *count = step;
   *const_cast<volatile int*>(&shared.leave) = 1;  // to the fetcher
 }
 
