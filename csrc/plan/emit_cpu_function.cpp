@@ -87,8 +87,8 @@ std::string cpp_lanes(const Value& literal) {
   char text[64];
   if (literal.type == ScalarType::boolean) return literal.literal != 0 ? "splat(true)" : "splat(false)";
   if (!is_floating(literal.type)) {
-    if (literal.literal <= -0x1p63) return "splat(std::numeric_limits<int64_t>::min())";
-    if (literal.literal >= 0x1p63) return "splat(std::numeric_limits<int64_t>::max())";
+    if (literal.literal <= -0x1p63) return "splat(-int64_t{0x7fffffffffffffff} - 1)";
+    if (literal.literal >= 0x1p63) return "splat(int64_t{0x7fffffffffffffff})";
     std::snprintf(text, sizeof(text), "splat(int64_t{%lld})", static_cast<long long>(literal.literal));
     return text;
   }
