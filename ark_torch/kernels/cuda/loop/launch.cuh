@@ -123,11 +123,6 @@ ARK_LOOP bool aborted(const LaunchHead& head) {
   return *const_cast<const volatile uint32*>(&head.control->abort) != 0;
 }
 
-// Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
-// for some. In nvcc's and NVRTC's runtime.
-extern "C" __device__ void __assertfail(const char* message, const char* file, unsigned line, const char* function,
-                                        unsigned long long bytes_of_a_character);
-
 // Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By one thread.
 static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
                                          int event, int64_t value, int64_t limit, int dimension) {
@@ -143,6 +138,8 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
     protocol::store_release(report.failure, static_cast<uint32>(failure));
   }
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
+  // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
+  // for some.
   if (failure == Failure::index_too_large)
     __assertfail("an index is out of range, or a condition does not hold; the next call of the region says which",
                  "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);

@@ -50,14 +50,14 @@ ARK_LOOP void bump_event(uint32* word) {
 
 // False when the launch ends early. By one thread.
 static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint32* word, uint32 target, int worker,
-                                              const TaskEntry& task, int event) {
+                                              int task, int stage, int event) {
   const unsigned long long began = now_ns();
   while (true) {
     for (int turn = 0; turn < 256; ++turn)
       if (static_cast<int>(load_event(word) - target) >= 0) return true;
     if (aborted(head)) return false;
     if (head.timeout_ns != 0 && now_ns() - began > head.timeout_ns) {
-      fail(head, Failure::deadline, worker, task.task, task.stage, event, load_event(word), target, 0);
+      fail(head, Failure::deadline, worker, task, stage, event, load_event(word), target, 0);
       return false;
     }
   }
@@ -68,7 +68,7 @@ ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, in
   const uint32 target = step * wait.threshold;
   for (int turn = 0; turn < 64; ++turn)
     if (static_cast<int>(load_event(word) - target) >= 0) return true;
-  return wait_long(head, word, target, worker, task, wait.event);
+  return wait_long(head, word, target, worker, task.task, task.stage, wait.event);
 }
 
 // What the warps of a block tell each other.
