@@ -59,9 +59,8 @@ class CudaEmitter {
       return std::holds_alternative<GatherStage>(one.body) || std::holds_alternative<ScatterStage>(one.body) ||
              std::holds_alternative<CheckStage>(one.body);
     });
-    include("select", [](const Stage& one) {
-      return std::holds_alternative<SelectStage>(one.body) || std::holds_alternative<ScanStage>(one.body);
-    });
+    include("select", [](const Stage& one) { return std::holds_alternative<SelectStage>(one.body); });
+    include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
     include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
     include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
     return text;
