@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "plan/emit_cpu_loops.hpp"
+#include "plan/emit_cuda_indexed.hpp"
 
 namespace ark::plan {
 
@@ -32,6 +33,7 @@ struct RowsAlong {
 }  // namespace
 
 void emit_select(FunctionWriter& to, const SelectStage& select) {
+  if (to.cuda()) return emit_cuda_select(to, select);
   const Value &input = to.value(select.input), &out = to.value(select.out);
   const auto dim = static_cast<size_t>(select.dim);
   const int64_t scratch = to.scratch(input.shape[dim] * 16);
@@ -46,6 +48,7 @@ void emit_select(FunctionWriter& to, const SelectStage& select) {
 void emit_scan(FunctionWriter& to, const ScanStage& scan) {
   const Value &input = to.value(scan.input), &out = to.value(scan.out);
   if (is_floating(input.type) != is_floating(out.type)) to.refuse("it adds up into another kind of numbers");
+  if (to.cuda()) return emit_cuda_scan(to, scan);
   const auto dim = static_cast<size_t>(scan.dim);
   RowsAlong rows(to, scan.input, scan.out, scan.dim);
   to.line("scan_row<" + std::string(scan.product ? "true" : "false") + ">(" + rows.input_at + ", " +
