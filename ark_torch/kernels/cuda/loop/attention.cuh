@@ -12,7 +12,7 @@
 
 namespace ark::loop {
 
-inline constexpr int kFewRows = 16;  // up to here warps share out positions, not rows
+inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
 
 // Columns: of queries and keys; ValueColumns: of values and of the result. Rows begin_row .. end_row (t * heads + g)
 // of all, where begin_row is a multiple of 64.
@@ -21,7 +21,7 @@ ARK_LOOP void attend(const Context&, const Attention& s, const Q* q, const K* k,
                      int begin_row, int end_row) {
   static_assert(Columns <= 256 && ValueColumns <= 256);
   constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2;
-  const bool few = s.heads * s.queries <= kFewRows;
+  const bool few = s.heads * s.queries <= kFewQueries;
   if constexpr (kTensor && Columns <= 128 && ValueColumns <= 128) {
     if (!few) return attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out, begin_row, end_row);
     if (Columns % 8 == 0 && ValueColumns % 8 == 0 && aligned_rows(q, s.q_head, s.q_row, s.q_column) &&
