@@ -62,7 +62,6 @@ class CpuLoop {
   struct Memory;
   void load(const jit::HostCompiler::Result& compiled);
   [[noreturn]] void raise(const cpu::Report& report) const;
-  std::string describe(int task) const;
 
   const Plan plan_;
   const std::string source_;

@@ -47,10 +47,16 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
           ", .b_column = " + number(stride(b, 1, 1)) + ",");
   to.line("                    .out_row = " + number(stride(out, 2, 0)) + ", .out_column = " + number(out_column) +
           ", .bias_row = " + number(bias_row) + ", .bias_column = " + number(bias_column) + "};");
-  // kRowBlock of matmul.hpp is at most 48 rows.
-  const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
-  to.line("product<" + number(matmul.m) + ">(s, " + a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 +
-          ", " + r1 + ", " + c0 + ", " + c1 + ", context.scratch + " + number(scratch) + ");");
+  const std::string most = "product<" + number(matmul.m);
+  const std::string operands =
+      a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
+  if (to.cuda()) {
+    to.line(most + ", s>(" + operands + ");");  // strides choose among kernels
+  } else {
+    // kRowBlock of matmul.hpp is at most 48 rows.
+    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
+    to.line(most + ">(s, " + operands + ", context.scratch + " + number(scratch) + ");");
+  }
   nest.close();
 }
 
@@ -110,6 +116,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
 }
 
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+  if (to.cuda()) to.refuse("collectives are not part of loop kernels on GPUs yet");
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
   to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }

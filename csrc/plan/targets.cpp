@@ -30,4 +30,11 @@ Target target_named(const std::string& name, int workers) {
   return target;
 }
 
+Target gpu_target(const std::string& arch, int multiprocessors) {
+  Target target = target_named("sm_90a", multiprocessors);
+  target.name = arch;
+  target.packets = false;
+  return target;
+}
+
 }  // namespace ark::plan

@@ -8,8 +8,14 @@
 
 namespace ark::loop {
 
+inline constexpr int kWarps = 16;  // that run tasks
+inline constexpr int kThreads = kWarps * 32;
+inline constexpr int kBlockThreads = kThreads + 32;  // with the fetcher's warp
+
 // Bytes of shared memory that a task may use as it likes.
 inline constexpr int kWorkspaceBytes = 96 * 1024;
+
+#if defined(__CUDACC__)
 
 ARK_LOOP char* workspace() {
   extern __shared__ __align__(1024) char dynamic_shared[];
@@ -91,5 +97,7 @@ template <class Group, class Body>
 ARK_LOOP void for_columns(int64_t count, Body body) {
   for (int64_t i = Group::rank(); i < count; i += Group::kSize) body(i);
 }
+
+#endif
 
 }  // namespace ark::loop

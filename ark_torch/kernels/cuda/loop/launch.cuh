@@ -7,8 +7,8 @@
 
 #include "protocol/base.hpp"
 
-#if defined(__CUDACC__)
 #include "cuda/loop/group.cuh"
+#if defined(__CUDACC__)
 #include "protocol/atomics.hpp"
 #endif
 
@@ -62,8 +62,8 @@ struct alignas(16) TaskEntry {
   long long begin, end;
   int function;
   int task, stage;
-  int operands;             // first of them in the table
-  int waits, wait_count;    // likewise
+  int operands;           // first of them in the table
+  int waits, wait_count;  // likewise
   int carried, carried_count;
   int signals, signal_count;
 };
@@ -79,7 +79,7 @@ struct LaunchHead {
   uint32* steps;   // by worker, kEventStride words each: how many steps it has done
   Control* control;
   Report* report;
-  Stamp* stamps;  // by task; nullptr: not asked for
+  Stamp* stamps;                  // by task; nullptr: not asked for
   unsigned long long timeout_ns;  // for each wait; 0: none
 };
 
@@ -101,7 +101,8 @@ ARK_LOOP unsigned long long now_ns() {
 struct Context {
   const LaunchHead* head;
   char* scratch;  // of this worker, in device memory
-  bool* stop;
+  int* leave;     // of this block: not 0 when the launch ends early
+  bool* stop;     // no step follows
   int worker, task, stage;
 };
 
@@ -137,11 +138,17 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
     protocol::store_release(report.failure, static_cast<uint32>(failure));
   }
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
+  // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
+  // for some.
+  if (failure == Failure::index_too_large)
+    __assertfail("an index is out of range, or a condition does not hold; the next call of the region says which",
+                 "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
 }
 
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
+  *const_cast<volatile int*>(context.leave) = 1;
   fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,
        dimension);
   return false;

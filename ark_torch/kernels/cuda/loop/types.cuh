@@ -20,10 +20,9 @@ using uint16_t = unsigned short;
 using uint8_t = unsigned char;
 #endif
 
-#define ARK_LOOP __device__ __forceinline__
+#if defined(__CUDACC__)
 
-inline constexpr int kWarps = 16;  // that run tasks
-inline constexpr int kThreads = kWarps * 32;
+#define ARK_LOOP __device__ __forceinline__
 
 using Floats = float;
 using Ints = int64_t;
@@ -126,5 +125,7 @@ template <class V, class T>
 ARK_LOOP V round_to(V x, T type) {
   return widen(narrow(x, type));
 }
+
+#endif
 
 }  // namespace ark::loop

@@ -1,0 +1,128 @@
+// Few rows times columns whose depth is adjacent: bound by the memory that b comes from.
+//
+// A thread keeps its part of a in registers, the same depth for all columns, and lets columns pass: eight loads of 16
+// bytes (four where rows need the registers) are under way at any time, the next column's the moment that one has been
+// used: 64 KB a block. What the lanes of a warp have is added up eight columns at once, by nine shuffles instead of
+// forty; slices meet in shared memory.
+#pragma once
+
+#include "cuda/loop/lanes.cuh"
+
+namespace ark::loop {
+
+// 16 bytes of a column of b; kFast: they are adjacent and aligned.
+template <bool kFast, class B>
+ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B* from, int64_t d, bool wanted) {
+  if constexpr (kFast) {
+    return read_once(from, wanted);
+  } else {
+    Chunk chunk{};
+    ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && d + i < s.depth)
+        set_element(chunk, i, from[i * s.b_depth]);
+    return chunk;
+  }
+}
+
+// Columns [c, c + columns) of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them are
+// meant) and a b of its own, as sums of slices: parts[segment][row][slice][column].
+template <int Rows, bool kFast, int kTogether, class At, class A, class B>
+ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows, int first_segment,
+                        int segments, int64_t c, int columns, int batches, float* parts) {
+  constexpr int kPer = kPerChunk<B>;
+  const DepthSplit split = split_depth(s.depth, kPer);
+  const int slice = warp() % split.slices, group = warp() / split.slices;
+  if (group >= split.groups) return;
+  const ReadOnce read_once;
+  const int64_t step = static_cast<int64_t>(split.slices) * 32 * kPer;
+  const int64_t my_depth = (slice * 32 + lane()) * kPer;
+
+  // The next batch of columns to be loaded.
+  struct {
+    int batch = 0, pass = 0, segment = 0;
+    int left;  // of its columns
+    int64_t d;
+    const B* from;
+  } next;
+  auto place = [&] {
+    const int column = (next.batch * split.groups + group) * kTogether;
+    next.d = my_depth + next.pass * step;
+    next.left = next.segment < segments && next.d < s.depth ? columns - column : 0;
+    next.from =
+        next.left > 0 ? b + at.b(first_segment + next.segment) + (c + column) * s.b_column + next.d * s.b_depth : b;
+  };
+  auto advance = [&] {
+    if (++next.batch == batches) {
+      next.batch = 0;
+      if (++next.pass == split.passes) {
+        next.pass = 0;
+        ++next.segment;
+      }
+    }
+    place();
+  };
+  auto load = [&](int u) {
+    return load_column<kFast>(s, read_once, next.from + u * s.b_column, next.d, u < next.left);
+  };
+
+  Chunk ring[kTogether];
+  place();
+  ARK_UNROLL for (int u = 0; u < kTogether; ++u) ring[u] = load(u);
+  for (int segment = 0; segment < segments; ++segment)
+    for (int pass = 0; pass < split.passes; ++pass) {
+      float x[Rows][kPer];
+      const int64_t d = my_depth + pass * step;
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) load_run(
+          s, a + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
+      for (int batch = 0; batch < batches; ++batch) {
+        advance();
+        float sums[Rows][kTogether] = {};
+        ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
+          float w[kPer];
+          ARK_UNROLL for (int i = 0; i < kPer; ++i) w[i] = chunk_element<B>(ring[u], i);
+          ring[u] = load(u);
+          ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r][u] =
+              fused(x[r][i], w[i], sums[r][u]);
+        }
+        ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+          const float sum = fold_lanes<16, 1>(sums[r]);
+          constexpr int kLanes = 32 / kTogether;  // that have the same column
+          float* const to = parts +
+                            ((segment * Rows + r) * split.slices + slice) * (batches * split.groups * kTogether) +
+                            (batch * split.groups + group) * kTogether + lane() / kLanes;
+          if (lane() % kLanes == 0) *to = pass == 0 ? sum : *to + sum;
+        }
+      }
+    }
+}
+
+template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
+ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias,
+                          int64_t r0, int rows, int segments, int64_t c0, int64_t c1) {
+  constexpr int kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;  // as many as there are registers for
+  const DepthSplit split = split_depth(s.depth, kPerChunk<B>);
+  const int batch_columns = split.groups * kTogether;
+  const int most = kWorkspaceBytes / 4 / (split.slices * Rows) / batch_columns * batch_columns;
+  float* const parts = reinterpret_cast<float*>(workspace());
+  for (int64_t c = c0; c < c1; c += most) {
+    const int columns = static_cast<int>(least<int64_t>(c1 - c, most));
+    const int batches = static_cast<int>(in_wholes(columns, batch_columns)), padded = batches * batch_columns;
+    const int most_segments = most / padded;
+    for (int first = 0; first < segments; first += most_segments) {
+      const int count = least(segments - first, most_segments);
+      sync();
+      dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
+      sync();
+      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+        const int line = i / columns, column = i % columns, r = line % Rows;
+        if (r >= rows) continue;
+        const float* const part = parts + line * split.slices * padded + column;
+        float sum = part[0];
+        ARK_UNROLL for (int slice = 1; slice < split.slices; ++slice) sum += part[slice * padded];
+        const int64_t row = r0 + first * Rows + line;
+        finish_one(s, out + at.out(row), bias, row, c + column, sum);
+      }
+    }
+  }
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,65 @@
+// Many rows: tiles of a and b on their way into shared memory.
+//
+// A tile consists of lines of 128 bytes. Chunks of 16 bytes stand in a line where their number xor the line's says, so
+// eight lines are read, and eight chunks of a line written, without bank conflicts. A line is a part of one row of a
+// (column of b) along the depth; or, where elements of different rows (columns) are adjacent and can be transposed on
+// the way to the tensor cores, 64 of those at one depth. What lies outside of the matrix is zero.
+#pragma once
+
+#include "cuda/loop/product.cuh"
+
+namespace ark::loop {
+
+inline constexpr int kLineBytes = 128;
+template <class T>
+inline constexpr int kTileDepth = kLineBytes / sizeof(T);
+
+ARK_LOOP char* tile_chunk(char* tile, int line, int chunk) {
+  return tile + line * kLineBytes + ((chunk ^ line) & 7) * 16;
+}
+ARK_LOOP const char* tile_chunk(const char* tile, int line, int chunk) {
+  return tile + line * kLineBytes + ((chunk ^ line) & 7) * 16;
+}
+
+// One of the two matrices: `others` are its rows where it is a, its columns where it is b.
+template <class T, class At>
+struct Side {
+  const T* data;
+  At at;  // at.a(o): where the o-th other begins, in elements
+  int64_t depth_stride;
+  bool whole;  // chunks are aligned
+};
+
+// The tile of others o0 to o0 + kOthers (lines across: rounded up to whole lines) and of a line's depth from d0 on.
+template <int kOthers, bool kAcross, class T, class At>
+ARK_LOOP void copy_tile(char* tile, const Side<T, At>& side, int64_t o0, int64_t o1, int64_t d0, int64_t depth) {
+  constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
+  constexpr int kLines = kAcross ? (kOthers + kDepth - 1) / kDepth * kDepth : kOthers;
+  constexpr int kChunks = kLines * 8, kTurns = (kChunks + kThreads - 1) / kThreads;
+  ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+    const int i = turn * kThreads + thread();
+    if (kChunks % kThreads != 0 && i >= kChunks) break;
+    const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
+    const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
+    // The chunk's first element, and how many of it there are.
+    const int64_t o = o0 + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
+    const int64_t d = d0 + (kAcross ? line % kDepth : chunk * kPer);
+    const int64_t left = kAcross ? (d < depth ? o1 - o : 0) : (o < o1 ? depth - d : 0);
+    const int count = left <= 0 ? 0 : static_cast<int>(least<int64_t>(left, kPer));
+    const T* const from = count == 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride;
+    const int64_t step = kAcross ? 1 : side.depth_stride;
+    char* const to = tile_chunk(tile, line, chunk);
+    if (side.whole) {
+      copy_16(to, from, count * static_cast<int>(sizeof(T)));
+    } else if constexpr (sizeof(T) == 4) {
+      ARK_UNROLL for (int e = 0; e < kPer; ++e)
+          copy_4(to + e * 4, e < count ? from + e * step : side.data, e < count ? 4 : 0);
+    } else {
+      Chunk elements{};
+      ARK_UNROLL for (int e = 0; e < kPer; ++e) if (e < count) set_element(elements, e, from[e * step]);
+      *reinterpret_cast<Chunk*>(to) = elements;
+    }
+  }
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,69 @@
+// Many rows: tiles of both matrices pass through a ring in shared memory.
+//
+// The ring's stages are filled ahead of the multiplications, without a break where one tile of the result ends and the
+// next begins; one barrier a stage.
+#pragma once
+
+#include "cuda/loop/tile_plain.cuh"
+#include "cuda/loop/tile_tensor.cuh"
+
+namespace ark::loop {
+
+template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, class T, class At, class BAt, class Out,
+          class Bias>
+ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
+                            int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+  constexpr int kABytes = Tile::kALines * kLineBytes, kBytes = kABytes + Tile::kBLines * kLineBytes;
+  constexpr int kStages = least(kWorkspaceBytes / kBytes, 6);
+  constexpr int kDepth = kTileDepth<T>;
+  const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
+  const int across = static_cast<int>(in_wholes(c1 - c0, kColumns));
+  const int total = static_cast<int>(in_wholes(r1 - r0, kRows)) * across * steps;
+  const bool paired = !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && At::kEven && is_aligned(out, 4);
+
+  // Where a stage is: of which tile of the result, which depth.
+  struct Place {
+    int64_t r, c;
+    int step;
+  };
+  auto advance = [&](Place& place) {
+    if (++place.step < steps) return;
+    place.step = 0;
+    place.c += kColumns;
+    if (place.c < c1) return;
+    place.c = c0;
+    place.r += kRows;
+  };
+  Place next{r0, c0, 0}, now{r0, c0, 0};
+  int next_stage = 0, stage = 0;
+  auto fill = [&](bool any) {
+    if (any) {
+      char* const to = workspace() + next_stage * kBytes;
+      copy_tile<kRows, kAAcross>(to, a, next.r, r1, static_cast<int64_t>(next.step) * kDepth, s.depth);
+      copy_tile<kColumns, kBAcross>(to + kABytes, b, next.c, c1, static_cast<int64_t>(next.step) * kDepth, s.depth);
+      advance(next);
+      next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
+    }
+    end_copies();
+  };
+
+  sync();
+  for (int i = 0; i < kStages - 1; ++i) fill(i < total);
+  Tile tile;
+  tile.clear();
+  for (int i = 0; i < total; ++i) {
+    wait_copies<kStages - 2>();
+    sync();  // all have it, and are done with the stage before
+    fill(i + kStages - 1 < total);
+    const char* const from = workspace() + stage * kBytes;
+    tile.add(from, from + kABytes);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    if (now.step + 1 == steps) {
+      tile.finish(s, a.at, out, bias, now.r, r1, now.c, c1, paired);
+      tile.clear();
+    }
+    advance(now);
+  }
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,139 @@
+// Memory, launches and errors behind cuda_loop.hpp.
+#include "plan/cuda_loop.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cuda/loop/launch.cuh"
+#include "error.hpp"
+#include "memory/device_memory.hpp"
+#include "plan/step_failure.hpp"
+#include "protocol/atomics.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+size_t aligned(int64_t bytes) {
+  return static_cast<size_t>((bytes + 255) / 256 * 256);
+}
+
+uint64_t capture_of(CUstream stream) {
+  CUstreamCaptureStatus status{};
+  uint64_t id = 0;
+  check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr),
+        "cuStreamGetCaptureInfo");
+  return status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? id : 0;
+}
+
+}  // namespace
+
+// One allocation: control, events, steps, then what tasks write.
+struct CudaLoop::Memory {
+  Memory(const Plan& plan, int64_t scratch_bytes, int device)
+      : events(aligned(sizeof(loop::Control))),
+        steps(events + (plan.events.size() + 1) * loop::kEventStride * sizeof(uint32_t)),
+        own(steps + plan.queues.size() * loop::kEventStride * sizeof(uint32_t)),
+        own_stride(aligned(plan.own_bytes)),
+        scratch(own + own_stride * plan.queues.size()),
+        scratch_stride(aligned(scratch_bytes)),
+        arena(scratch + scratch_stride * plan.queues.size()),
+        data(DeviceMemory::allocate(device, arena + aligned(plan.arena_bytes))),
+        report(device, sizeof(loop::Report)) {}
+
+  loop::Report& host_report() const { return *static_cast<loop::Report*>(report.host()); }
+
+  // Offsets, and sizes of a worker's part.
+  const size_t events, steps, own, own_stride, scratch, scratch_stride, arena;
+  const DeviceMemory data;
+  const PinnedMemory report;
+};
+
+CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit_cuda(plan_)), device_(device) {
+  auto& library = jit::KernelLibrary::of(device);
+  kernel_ = &library.get(source_.text, kLoopKernel);
+  ErrorContext context;
+  context.remedy = "Leave this region to another backend.";
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorKind::invalid_argument,
+                "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why, context);
+  };
+  if (kernel_->local > 0)
+    refuse("keeps " + std::to_string(kernel_->local) + " bytes of each thread in memory: it needs more than the " +
+           std::to_string(kernel_->registers) + " registers that a thread can have");
+  if (kernel_->max_dynamic_shared < shared_bytes())
+    refuse("needs " + std::to_string(shared_bytes() + kernel_->static_shared) +
+           " bytes of shared memory a block, and the device has " +
+           std::to_string(kernel_->max_dynamic_shared + kernel_->static_shared));
+  const int resident = resident_blocks(*kernel_, loop::kBlockThreads, static_cast<size_t>(shared_bytes()));
+  if (resident < static_cast<int>(plan_.queues.size()))
+    refuse("needs " + std::to_string(plan_.queues.size()) + " blocks at once, and the device holds " +
+           std::to_string(resident));
+}
+
+CudaLoop::~CudaLoop() = default;
+
+int CudaLoop::shared_bytes() const {
+  return loop::kWorkspaceBytes;
+}
+
+CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {
+  const uint64_t capture = capture_of(stream);
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<Memory>& memory = memories_[{stream, capture}];
+  if (memory == nullptr) memory = std::make_unique<Memory>(plan_, source_.scratch_bytes, device_);
+  return *memory;
+}
+
+void CudaLoop::raise_if_failed(Memory& memory, CUstream stream) const {
+  loop::Report& report = memory.host_report();
+  const uint32_t failure = protocol::load_acquire(report.failure);
+  if (failure == 0) return;
+  StepFailure what;
+  what.worker = report.worker;
+  what.task = report.task;
+  what.stage = report.stage;
+  what.event = report.event;
+  what.dimension = report.dimension;
+  what.value = report.value;
+  what.limit = report.limit;
+  what.timeout = timeout_;
+  switch (static_cast<loop::Failure>(failure)) {
+    case loop::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
+    case loop::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
+    default: break;
+  }
+  // As if none had run. An assertion has ended the context: then this is all in vain.
+  std::memset(static_cast<void*>(&report), 0, sizeof(report));
+  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));
+  raise_step_failure(plan_, what);
+}
+
+void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream) {
+  Memory& memory = memory_of(stream);
+  raise_if_failed(memory, stream);
+  const auto given = static_cast<size_t>(source_.pointers);
+  const auto most = static_cast<size_t>(plan_.graph.inputs());
+  std::vector<char> launch(sizeof(loop::LaunchHead) + given * sizeof(char*));
+  char* const base = memory.data.data();
+  loop::LaunchHead head{};
+  head.arena = base + memory.arena;
+  head.own = base + memory.own;
+  head.own_stride = static_cast<long long>(memory.own_stride);
+  head.scratch = base + memory.scratch;
+  head.scratch_stride = static_cast<long long>(memory.scratch_stride);
+  head.events = reinterpret_cast<uint32_t*>(base + memory.events);
+  head.steps = reinterpret_cast<uint32_t*>(base + memory.steps);
+  head.control = reinterpret_cast<loop::Control*>(base);
+  head.report = static_cast<loop::Report*>(memory.report.device());
+  head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
+  std::memcpy(launch.data(), &head, sizeof(head));
+  char* at = launch.data() + sizeof(head);
+  std::memcpy(at, inputs, most * sizeof(char*));
+  std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
+  jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kBlockThreads},
+              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
+}
+
+}  // namespace ark::plan
