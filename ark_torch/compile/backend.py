@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ark_torch.compile import analysis, costs, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
@@ -163,7 +164,10 @@ def _check_static(graph_module: GraphModule) -> None:
 
 def device_of(nodes: Iterable[Node]) -> torch.device:
     """Where the graph's regions run: the GPU that has most of its results, if one can run them, or else the CPU."""
-    devices = Counter(value.device for node in nodes if (value := analysis.tensor_of(node)) is not None)
+    devices: Counter[torch.device] = Counter()
+    for node in nodes:
+        value = node.meta.get("val")
+        devices.update({one.device for one in tree_leaves(value) if isinstance(one, torch.Tensor)})
     gpus = [device for device, _ in devices.most_common() if device.type == "cuda"]
     return gpus[0] if gpus and _runs_loop_kernels(gpus[0].index) else CPU
 

@@ -52,7 +52,7 @@ struct CudaLoop::Memory {
 
 CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit_cuda(plan_)), device_(device) {
   auto& library = jit::KernelLibrary::of(device);
-  kernel_ = &library.get(source_.text, kLoopKernel);
+  kernel_ = &library.get(source_.text, kLoopKernel, true);
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {

@@ -51,7 +51,7 @@ class Sources:
         assert self.found
         _jit.configure()
         for source in self.found:
-            cubin, kernels = _C._compile_kernel(source, self.arch, False)
+            cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
             assert cubin[:4] == b"\x7fELF"
             ((name, registers, spills, stack),) = kernels
             assert name == "loop_kernel" and 0 < registers <= 112 and spills == 0 and stack == 0, kernels
