@@ -55,4 +55,34 @@ ARK_LOOP void load_run(const Product& s, const A* row, int64_t d, bool wanted, f
   }
 }
 
+// Columns [c0, c1) of `segments` products of `Rows` rows each (from row r0 on; `rows` of them are meant): `add` makes
+// sums of slices, parts[segment][row][slice][column], of a run of columns (from `from` on, which may be before c0) in
+// whole batches, and they are put together here.
+template <int Rows, class At, class Out, class Bias, class Add>
+ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r0, int rows, int segments,
+                        int64_t from, int64_t c0, int64_t c1, int slices, int batch_columns, Add add) {
+  const int most = kWorkspaceBytes / 4 / (slices * Rows) / batch_columns * batch_columns;
+  float* const parts = reinterpret_cast<float*>(workspace());
+  for (int64_t c = from; c < c1; c += most) {
+    const int columns = static_cast<int>(least<int64_t>(c1 - c, most));
+    const int batches = static_cast<int>(in_wholes(columns, batch_columns)), width = batches * batch_columns;
+    const int most_segments = most / width;
+    for (int first = 0; first < segments; first += most_segments) {
+      const int count = least(segments - first, most_segments);
+      sync();
+      add(first, count, c, columns, batches, parts);
+      sync();
+      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+        const int line = i / columns, column = i % columns;
+        if (line % Rows >= rows || c + column < c0) continue;
+        const float* const part = parts + line * slices * width + column;
+        float sum = part[0];
+        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += part[slice * width];
+        const int64_t row = r0 + first * Rows + line;
+        finish_one(s, out + at.out(row), bias, row, c + column, sum);
+      }
+    }
+  }
+}
+
 }  // namespace ark::loop

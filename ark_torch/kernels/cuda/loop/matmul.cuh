@@ -18,19 +18,19 @@ inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 
 template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int rows,
-                       int64_t c0, int64_t c1) {
+                       int segments, int64_t c0, int64_t c1) {
   constexpr int kPer = kPerChunk<B>;
-  const bool aligned = is_aligned(b, 16);
+  const bool aligned = is_aligned(b, 16) && at.b_aligned(kPer);
   if constexpr (s.b_column == 1 && s.b_depth != 1) {
     if (s.b_depth % kPer == 0 && aligned)
-      across_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, c0, c1);
+      across_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
     else
-      across_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, c0, c1);
+      across_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   } else {
     if (s.b_depth == 1 && s.b_column % kPer == 0 && s.depth % kPer == 0 && aligned)
-      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, 1, c0, c1);
+      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
     else
-      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, 1, c0, c1);
+      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   }
 }
 
@@ -92,7 +92,7 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
                          int64_t c0, int64_t c1) {
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
-    few_rows<MostRows, s>(at, a, b, out, bias, r0, static_cast<int>(r1 - r0), c0, c1);
+    few_rows<MostRows, s>(at, a, b, out, bias, r0, static_cast<int>(r1 - r0), 1, c0, c1);
   else if constexpr (kSame<A, B>)
     many_rows<MostRows, s>(at, a, b, out, bias, r0, r1, c0, c1);
   else
