@@ -152,10 +152,13 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
     bool aligned = true;
     for (int p = thread(); p < s.rows; p += kThreads) aligned = aligned && a_at(p) % kPerChunk<A> == 0;
     const SortedRows<AAt, OutAt> at{order, a_at, out_at, !any_thread(!aligned)};
+    // With few rows for each matrix memory is the limit.
+    constexpr int kMost = least<int64_t>(s.rows, s.rows <= 8 * s.experts ? kTensorRows : s.rows);
     int e = 0;
-    for (int from = 0; from < last; from = first[e + 1]) {
+    for (int from = 0, to; from < last; from = to) {
       while (first[e + 1] <= from) ++e;
-      product_of<s.rows, of_one>(at, a, table + e * s.table_expert, out, no_bias, from, first[e + 1], c0, c1);
+      to = least(first[e + 1], from + kMost);
+      product_of<kMost, of_one>(at, a, table + e * s.table_expert, out, no_bias, from, to, c0, c1);
     }
   }
 }

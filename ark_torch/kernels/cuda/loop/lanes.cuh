@@ -7,13 +7,13 @@
 
 namespace ark::loop {
 
-// A slice of the depth is what one warp's threads load at once. Warps take `slices` of them side by side, `passes`
-// times; as many groups of warps as there is room for take columns of their own.
+// A slice of the depth is what one warp keeps of a. Warps take `slices` of them side by side, `passes` times; as many
+// groups of warps as there is room for take columns of their own.
 struct DepthSplit {
   int slices, passes, groups;
 };
-ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int per_chunk) {
-  const int64_t count = depth > 0 ? in_wholes(depth, 32 * per_chunk) : 1;
+ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int slice) {
+  const int64_t count = depth > 0 ? in_wholes(depth, slice) : 1;
   const int64_t passes = in_wholes(count, kWarps);
   const int64_t slices = in_wholes(count, passes);
   return {static_cast<int>(slices), static_cast<int>(passes), static_cast<int>(kWarps / slices)};

@@ -29,7 +29,7 @@ template <int Rows, bool kFast, int kTogether, class At, class A, class B>
 ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows, int first_segment,
                         int segments, int64_t c, int columns, int batches, float* parts) {
   constexpr int kPer = kPerChunk<B>;
-  const DepthSplit split = split_depth(s.depth, kPer);
+  const DepthSplit split = split_depth(s.depth, 32 * kPer);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
   const ReadOnce read_once;
@@ -99,7 +99,7 @@ template <int Rows, bool kFast, class At, class A, class B, class Out, class Bia
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias,
                           int64_t r0, int rows, int segments, int64_t c0, int64_t c1) {
   constexpr int kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;  // as many as there are registers for
-  const DepthSplit split = split_depth(s.depth, kPerChunk<B>);
+  const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
   in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
                   [&](int first, int count, int64_t c, int columns, int batches, float* parts) {
                     dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
