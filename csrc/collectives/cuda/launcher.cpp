@@ -241,13 +241,14 @@ void CudaLauncher::set_rings(const Operation& operation, device::TwoShotParams& 
   if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
 }
 
-// Its lanes are few and drift apart by few pages: no message is too long for one launch.
+// Its lanes are few and drift apart by few pages: no message is too long for one launch. Nor does the next launch begin
+// before its end: it would hold as many SMs again all the while.
 void CudaLauncher::launch_bulk(const Operation& operation, device::TwoShotParams& params) {
   set_rings(operation, params);
   const jit::Kernel& kernel = adding_in_bulk(operation);
   const CurrentContext context(device_);
   jit::launch(kernel, {layout_.collectives.bulk.lanes}, {device::kBulkThreads}, device::kBulkSharedBytes,
-              stream_of(operation), params, jit::LaunchMode::overlapped);
+              stream_of(operation), params);
 }
 
 void CudaLauncher::launch_two_shot(const Operation& operation, device::TwoShotParams& params) {
