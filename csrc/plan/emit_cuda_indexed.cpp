@@ -214,11 +214,11 @@ void emit_cuda_select(FunctionWriter& to, const SelectStage& select) {
   while (keys < (by_threshold ? candidates : length)) keys *= 2;
   const int64_t bytes = keys * (input.type == ScalarType::i64 ? 16 : 8);
   if (bytes > most) to.refuse("it sorts rows of " + number(length) + " numbers");
-  const int64_t scratch = bytes > shared ? to.scratch(bytes) : 0;
+  const int64_t scratch_bytes = bytes > shared ? bytes : 0;
   CudaRows rows(to, select.input, select.out, select.dim);
   rows.call("select_rows<" + flag(select.largest) + ", " + number(length) + ", " + number(count) + ", " +
-                number(out.strides[dim]) + ", " + number(input.strides[dim]) + ">",
-            "context.scratch + " + number(scratch) + ", ");
+                number(out.strides[dim]) + ", " + number(input.strides[dim]) + ", " + number(scratch_bytes) + ">",
+            "context.scratch + " + number(to.scratch(scratch_bytes)) + ", ");
 }
 
 void emit_cuda_scan(FunctionWriter& to, const ScanStage& scan) {

@@ -12,7 +12,7 @@
 
 namespace ark::loop {
 
-inline constexpr int kRowsToDecode = 16;  // up to here warps share out positions, not rows
+inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
 
 // By itself, so that it takes no registers from the ways that are taken.
 template <Attention s, int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
@@ -28,7 +28,7 @@ ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M
   static_assert(Columns <= 256 && ValueColumns <= 256);
   constexpr bool kTensor =
       kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
-  constexpr bool kFew = s.heads * s.queries <= kRowsToDecode;
+  constexpr bool kFew = s.heads * s.queries <= kFewQueries;
   if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
     if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
         aligned_rows(v, 0, s.v_row, s.v_column))

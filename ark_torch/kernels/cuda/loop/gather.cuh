@@ -67,7 +67,9 @@ ARK_LOOP void check_holds(const Context& context, const bool* condition, bool* o
   if (thread() != 0) return;
   const bool holds = load_one(condition);
   *out = holds;
-  if (!holds) fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, 0, 0, 0);
+  if (holds) return;
+  *const_cast<volatile int*>(context.leave) = 1;
+  fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, 0, 0, 0);
 }
 
 }  // namespace ark::loop

@@ -96,16 +96,19 @@ ARK_LOOP void select_long(int64_t* to, const T* from, Key* keys) {
   sync();
 }
 
-// Writes where the kCount greatest (least) of kLength elements are, for each row. `scratch` is used where
-// select_scratch() of the emitter says so.
-template <bool kLargest, int64_t kLength, int64_t kCount, int64_t kTo, int64_t kFrom, class T, class Place>
+// Writes where the kCount greatest (least) of kLength elements are, for each row. `scratch` has kScratch bytes: room
+// for the keys where they are too many for shared memory.
+template <bool kLargest, int64_t kLength, int64_t kCount, int64_t kTo, int64_t kFrom, int64_t kScratch, class T,
+          class Place>
 ARK_LOOP void select_rows(int64_t* to, const T* from, uint32 rows, char* scratch, Place place) {
   constexpr Selection s{kLength, kCount};
   if constexpr (s.is_short()) {
     select_short<kLargest, kTo, kFrom, s>(to, from, rows, place);
   } else {
     using Key = typename KeyOf<T>::type;
-    constexpr bool kShared = s.keys() * static_cast<int64_t>(sizeof(Key)) <= kWorkspaceBytes;
+    constexpr int64_t kBytes = s.keys() * static_cast<int64_t>(sizeof(Key));
+    constexpr bool kShared = kBytes <= kWorkspaceBytes;
+    static_assert(kShared || kBytes <= kScratch);
     Key* const keys = reinterpret_cast<Key*>(kShared ? workspace() : scratch);
     for (uint32 row = 0; row < rows; ++row) {
       int64_t to_at, from_at;
