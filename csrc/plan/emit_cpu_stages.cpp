@@ -109,7 +109,9 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
           ", .out_head = " + number(head(out)) + ", .out_row = " + number(stride(out, 2)) + ",");
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
-          ", .causal = " + (attention.causal ? "true" : "false") + "};");
+          ", .causal = " + (attention.causal ? "true" : "false") +
+          (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") + "};");
+  if (!to.cuda() && attention.first_query != 0) to.refuse("attention over a block of query rows");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp

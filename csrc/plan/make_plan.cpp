@@ -7,6 +7,7 @@
 #include "plan/loads.hpp"
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
+#include "plan/split_attention.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
@@ -39,6 +40,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
+  if (target.name != "cpu") stages = split_attention(graph, std::move(stages), target.workers);
   return plan_stages(std::move(graph), std::move(stages), target, chained);
 }
 

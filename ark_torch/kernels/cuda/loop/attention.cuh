@@ -26,8 +26,7 @@ template <int Columns, int ValueColumns, Attention s, class Q, class K, class V,
 ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out, int begin_row,
                      int end_row) {
   static_assert(Columns <= 256 && ValueColumns <= 256);
-  constexpr bool kTensor =
-      kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
+  constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
   constexpr bool kFew = s.heads * s.queries <= kFewQueries;
   if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
     if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&

@@ -44,8 +44,7 @@ ARK_LOOP void decode_rows(const Attention& s, const T* q, const T* k, const T* v
   const AttentionRow rows[2] = {AttentionRow(s, first + 2 * j), AttentionRow(s, first + 2 * j + 1)};
   const bool exists[2] = {first + 2 * j < all_rows, first + 2 * j + 1 < all_rows};
   const int end_row = first + kDecodeRows < all_rows ? first + kDecodeRows : all_rows;
-  const int last = (end_row - 1) / static_cast<int>(s.heads);
-  const int limit = s.causal && last + 1 < s.keys ? last + 1 : static_cast<int>(s.keys);
+  const int limit = limit_of(s, end_row);
 
   float greatest[2] = {-kInfinity, -kInfinity}, total[2] = {};
   float sums[4][4] = {};  // tile n: value columns 8 i + 2 n (numbers 0, 1: of both rows) and 8 i + 2 n + 1
@@ -111,8 +110,8 @@ ARK_LOOP void decode_rows(const Attention& s, const T* q, const T* k, const T* v
       ARK_UNROLL for (int n = 0; n < 4; ++n) {
         const uint32 a = values[u][0][0].words[n], b = values[u][0][1].words[n];
         const uint32 c = values[u][1][0].words[n], d = values[u][1][1].words[n];
-        multiply_add<T>(sums[n], {low_halves(a, b), high_halves(a, b), low_halves(c, d), high_halves(c, d)},
-                        weights[0], weights[1]);
+        multiply_add<T>(sums[n], {low_halves(a, b), high_halves(a, b), low_halves(c, d), high_halves(c, d)}, weights[0],
+                        weights[1]);
       }
     }
   }

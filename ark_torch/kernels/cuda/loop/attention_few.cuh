@@ -17,11 +17,11 @@ struct FewRows {
   static constexpr int kValueLanes = lanes_for(in_wholes(ValueColumns, kPerChunk<V>));
   static constexpr int kLanes = kKeyLanes > kValueLanes ? kKeyLanes : kValueLanes;  // of a position
   static constexpr int kBeside = 32 / kLanes;                                       // positions side by side
-  static constexpr int kParts = in_wholes(Columns, kLanes * kPerChunk<K>);          // 16 bytes of a lane
-  static constexpr int kValueParts = in_wholes(ValueColumns, kLanes * kPerChunk<V>);
+  static constexpr int kParts = in_wholes(Columns, kLanes* kPerChunk<K>);           // 16 bytes of a lane
+  static constexpr int kValueParts = in_wholes(ValueColumns, kLanes* kPerChunk<V>);
   static constexpr int kNumbers = kParts * kPerChunk<K>, kValueNumbers = kValueParts * kPerChunk<V>;
   static constexpr bool kShort = kNumbers <= 4 && kValueNumbers <= 4;
-  static constexpr int kRows = kShort ? 4 : 2;   // together
+  static constexpr int kRows = kShort ? 4 : 2;                   // together
   static constexpr int kStates = kWarps * kRows * ValueColumns;  // behind the sums, in floats
   static_assert((kStates + kWarps * kRows * 2) * 4 <= kWorkspaceBytes);
 };
@@ -35,16 +35,14 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   const int all_rows = static_cast<int>(s.heads * s.queries);
   const bool k_aligned = aligned_rows(k, 0, s.k_row, s.k_column), v_aligned = aligned_rows(v, 0, s.v_row, s.v_column);
   const int end_row = first + kRows < all_rows ? first + kRows : all_rows;
-  const int last = (end_row - 1) / static_cast<int>(s.heads);
-  const int limit = s.causal && last + 1 < s.keys ? last + 1 : static_cast<int>(s.keys);
+  const int limit = limit_of(s, end_row);
 
   float query[kRows][Shape::kNumbers];
   ARK_UNROLL for (int r = 0; r < kRows; ++r) ARK_UNROLL for (int e = 0; e < Shape::kNumbers; ++e) {
     const AttentionRow row(s, first + r);
     const int c = (e / kPerChunk<K> * Shape::kLanes + i) * kPerChunk<K> + e % kPerChunk<K>;
-    query[r][e] = first + r < all_rows && c < Columns
-                      ? load_one(q + row.g * s.q_head + row.t * s.q_row + c * s.q_column)
-                      : 0.0f;
+    query[r][e] =
+        first + r < all_rows && c < Columns ? load_one(q + row.g * s.q_head + row.t * s.q_row + c * s.q_column) : 0.0f;
   }
   float greatest[kRows], total[kRows] = {}, sums[kRows][Shape::kValueNumbers] = {};
   ARK_UNROLL for (int r = 0; r < kRows; ++r) greatest[r] = -kInfinity;
@@ -65,15 +63,14 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
     if (ballot(any) == 0) continue;
 
     Chunk keys[kDeep][Shape::kParts] = {};
-    ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part)
-      if (looks[n])
+    ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) if (looks[n])
         keys[n][part] = load_part<Columns>(k + (key + n * Shape::kBeside + position) * s.k_row, s.k_column,
                                            (part * Shape::kLanes + i) * kPerChunk<K>, k_aligned);
     Chunk values[kDeep][Shape::kValueParts] = {};
-    ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kValueParts; ++part)
-      if (looks[n])
-        values[n][part] = load_part<ValueColumns>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
-                                                  (part * Shape::kLanes + i) * kPerChunk<V>, v_aligned);
+    ARK_UNROLL for (int n = 0; n < kDeep; ++n)
+        ARK_UNROLL for (int part = 0; part < Shape::kValueParts; ++part) if (looks[n]) values[n][part] =
+            load_part<ValueColumns>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
+                                    (part * Shape::kLanes + i) * kPerChunk<V>, v_aligned);
 
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
       float dots[kRows] = {};
@@ -113,8 +110,7 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
       state[1] = total[r];
     }
     ARK_UNROLL for (int e = 0; e < Shape::kValueNumbers; ++e) {
-      ARK_UNROLL for (int other = Shape::kLanes; other < 32; other *= 2)
-          sums[r][e] += shuffle_xor(sums[r][e], other);
+      ARK_UNROLL for (int other = Shape::kLanes; other < 32; other *= 2) sums[r][e] += shuffle_xor(sums[r][e], other);
       const int c = (e / kPerChunk<V> * Shape::kLanes + i) * kPerChunk<V> + e % kPerChunk<V>;
       if (position == 0 && c < ValueColumns) shared[(warp() * kRows + r) * ValueColumns + c] = sums[r][e];
     }

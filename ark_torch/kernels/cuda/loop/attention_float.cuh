@@ -16,7 +16,8 @@ struct PlainTiles {
   static constexpr int kBlock = kLongest <= 64 ? 64 : kLongest <= 128 ? 32 : 16, kLanePositions = kBlock / 16;
   static constexpr int kParts = (ValueColumns + 63) / 64;  // of 64 value columns
   // Numbers from row to row: a bank's width (16 bytes) apart.
-  static constexpr int kUsed = (Columns + 3) / 4 * 4, kRow = kUsed + 4, kValueRow = kParts * 64, kWeightRow = kBlock + 4;
+  static constexpr int kUsed = (Columns + 3) / 4 * 4, kRow = kUsed + 4, kValueRow = kParts * 64,
+                       kWeightRow = kBlock + 4;
   static constexpr int kKeys = kRows * kRow, kValues = kKeys + kBlock * kRow, kWeights = kValues + kBlock * kValueRow;
   static constexpr int kLooks = kWeights + kRows * kWeightRow;
   static_assert((kLooks + kWarps) * 4 <= kWorkspaceBytes);
@@ -43,9 +44,7 @@ template <class Shape>
 struct PlainRows {
   float greatest[Shape::kLaneRows], total[Shape::kLaneRows] = {};
   float sums[Shape::kLaneRows][Shape::kParts][4] = {};
-  ARK_LOOP PlainRows() {
-    ARK_UNROLL for (int r = 0; r < Shape::kLaneRows; ++r) greatest[r] = -kInfinity;
-  }
+  ARK_LOOP PlainRows() { ARK_UNROLL for (int r = 0; r < Shape::kLaneRows; ++r) greatest[r] = -kInfinity; }
 };
 
 template <class Shape, class M>
@@ -81,8 +80,8 @@ ARK_LOOP void attend_block(const Attention& s, const M* mask, float* shared, int
     const float base = base_of(now), before = expf(rows.greatest[r] - base);
     rows.greatest[r] = now;
     rows.total[r] *= before;
-    ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part)
-        ARK_UNROLL for (int e = 0; e < 4; ++e) rows.sums[r][part][e] *= before;
+    ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) ARK_UNROLL for (int e = 0; e < 4; ++e)
+        rows.sums[r][part][e] *= before;
     ARK_UNROLL for (int n = 0; n < Shape::kLanePositions; ++n) {
       const float weight = expf(scores[r][n] - base);
       rows.total[r] += weight;
@@ -111,8 +110,7 @@ ARK_LOOP void attend_plainly(const Attention& s, const Q* q, const K* k, const V
   uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
   for (int first = begin_row; first < end_row; first += Shape::kRows) {
     const int end = end_row - first < Shape::kRows ? end_row : first + Shape::kRows;
-    const int last = (end - 1) / static_cast<int>(s.heads);
-    const int limit = s.causal && last + 1 < s.keys ? last + 1 : static_cast<int>(s.keys);
+    const int limit = limit_of(s, end);
     widen_rows<Columns, Shape::kUsed, Shape::kRow, Shape::kRows>(
         shared, s.q_column,
         [&](int row) {

@@ -17,6 +17,7 @@ struct Attention {
   int64_t mask_head, mask_row, mask_column;
   float scale;
   bool causal;
+  int64_t first_query;  // where row 0 stands among the positions, for `causal`
 };
 
 struct NoMask {};
@@ -28,10 +29,17 @@ struct AttentionRow {
       : g(row % static_cast<int>(s.heads)), t(row / static_cast<int>(s.heads)) {}
 };
 
+// Where rows before `end_row` end to look.
+ARK_LOOP int limit_of(const Attention& s, int end_row) {
+  const int keys = static_cast<int>(s.keys);
+  const int next = (end_row - 1) / static_cast<int>(s.heads) + static_cast<int>(s.first_query) + 1;
+  return s.causal && next < keys ? next : keys;
+}
+
 // What is added to a score; -inf where the row may not look. The position exists.
 template <class M>
 ARK_LOOP float bias_of(const Attention& s, const M* mask, AttentionRow row, int key) {
-  if (s.causal && key > row.t) return -kInfinity;
+  if (s.causal && key > row.t + s.first_query) return -kInfinity;
   if constexpr (kSame<M, NoMask>) {
     return 0.0f;
   } else {
@@ -77,8 +85,7 @@ ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
   if (kColumns % kPerChunk<T> == 0 && aligned) {
     if (c < kColumns) part = *reinterpret_cast<const Chunk*>(row + c);
   } else {
-    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i)
-      if (c + i < kColumns) set_element(part, i, row[(c + i) * stride]);
+    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (c + i < kColumns) set_element(part, i, row[(c + i) * stride]);
   }
   return part;
 }

@@ -1,9 +1,9 @@
 // Attention of many query rows on tensor cores: encoders, prefill (flash attention; Dao et al., 2022).
 //
-// 64 rows at a time, each warp 16 of them, 64 value columns and a part of each block's positions, so that 16 warps work;
-// blocks of keys and values come through shared memory, the next while one is worked on. Scores, weights (rounded to
-// the values' type for the second product) and sums stay in registers; at the end the warps of a row combine what they
-// have, in a fixed order. A block that no row looks at is not copied, nor is a position.
+// 64 rows at a time, each warp 16 of them, 64 value columns and a part of each block's positions, so that 16 warps
+// work; blocks of keys and values come through shared memory, the next while one is worked on. Scores, weights (rounded
+// to the values' type for the second product) and sums stay in registers; at the end the warps of a row combine what
+// they have, in a fixed order. A block that no row looks at is not copied, nor is a position.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -13,9 +13,9 @@ namespace ark::loop {
 template <int Columns, int ValueColumns>
 struct Tiles {
   static constexpr int kRows = 64, kWarpRows = 16, kRun = 16;  // what a warp multiplies at a time
-  static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;    // of value columns: 64 are a warp's
-  static constexpr int kGroups = 4 / kHalves;                   // of warps that share rows
-  static constexpr int kRuns = 2;                               // of a warp in a block
+  static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;   // of value columns: 64 are a warp's
+  static constexpr int kGroups = 4 / kHalves;                  // of warps that share rows
+  static constexpr int kRuns = 2;                              // of a warp in a block
   static constexpr int kBlock = kGroups * kRuns * kRun;
   static constexpr int kSteps = (Columns + 15) / 16;  // of 16 columns
   static constexpr int kPairs = kHalves == 1 ? (ValueColumns + 15) / 16 : 4;
@@ -23,7 +23,7 @@ struct Tiles {
   static constexpr int kParts = kSteps <= 4 ? 8 : 16, kValueParts = 8 * kHalves;
   static constexpr int kKeyBytes = kBlock * kParts * 16, kValueBytes = kBlock * kValueParts * 16;
   static constexpr int kStage = kKeyBytes + kValueBytes;
-  static constexpr int kQueries = 2 * kStage;               // where the rows' queries lie
+  static constexpr int kQueries = 2 * kStage;                    // where the rows' queries lie
   static constexpr int kLooks = kQueries + kRows * kParts * 16;  // and who looks where
   static_assert(kSteps <= 8 && kHalves * kPairs <= 8 && kLooks + 2 * kWarps * 4 <= kWorkspaceBytes);
   static_assert((kPairs * 8 + 4) * 256 * 4 <= kWorkspaceBytes);
@@ -80,8 +80,8 @@ struct RunningRows {
       to[r * 256] = greatest[r];
       to[(2 + r) * 256] = total[r];
     }
-    ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n)
-        ARK_UNROLL for (int e = 0; e < 4; ++e) to[(4 + n * 4 + e) * 256] = sums[n][e];
+    ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) to[(4 + n * 4 + e) * 256] =
+        sums[n][e];
   }
   ARK_LOOP void take(const float* from) {
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
@@ -89,8 +89,8 @@ struct RunningRows {
       rescale(r, fmaxf(greatest[r], other));
       const float weight = fast_exp(other - base_of(greatest[r]));
       total[r] = fused(from[(2 + r) * 256], weight, total[r]);
-      ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e)
-          sums[n][2 * r + e] = fused(from[(4 + n * 4 + 2 * r + e) * 256], weight, sums[n][2 * r + e]);
+      ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) sums[n][2 * r + e] =
+          fused(from[(4 + n * 4 + 2 * r + e) * 256], weight, sums[n][2 * r + e]);
     }
   }
 };
@@ -105,7 +105,7 @@ ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, 
   const int warp_row = warp % 4 * Shape::kWarpRows, half = warp / 4 % Shape::kHalves;
   const int run = (which * Shape::kGroups + warp / (4 * Shape::kHalves)) * Shape::kRun, key = block + run;
   const int all_rows = static_cast<int>(s.heads * s.queries);
-  if (key >= limit || (s.causal && key > (first_row + warp_row + 15) / static_cast<int>(s.heads))) return;
+  if (key >= limit || (s.causal && key >= limit_of(s, first_row + warp_row + Shape::kWarpRows))) return;
   const int query_at = Shape::kQueries + part_at<Shape::kParts>(warp_row + (tile & 1) * 8 + in_tile, tile >> 1);
   const int key_at = stage + part_at<Shape::kParts>(run + (tile >> 1) * 8 + in_tile, tile & 1);
   const int value_at =
@@ -166,8 +166,7 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
 
   for (int first = begin_row; first < end_row; first += Shape::kRows) {
     const int end = end_row - first < Shape::kRows ? end_row : first + Shape::kRows;
-    const int last = (end - 1) / static_cast<int>(s.heads);
-    const int limit = s.causal && last + 1 < s.keys ? last + 1 : static_cast<int>(s.keys);
+    const int limit = limit_of(s, end);
     copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
         shared + Shape::kQueries, aligned, s.q_column,
         [&](int row) {
