@@ -103,13 +103,13 @@ ARK_LOOP void attend_block(const Attention& s, const M* mask, float* shared, int
 }
 
 template <int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend_plainly(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, Out* out,
-                             int begin_row, int end_row) {
+ARK_LOOP void attend_plainly(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+  const int all_rows = static_cast<int>(s.heads * s.queries);
   using Shape = PlainTiles<Columns, ValueColumns>;
   float* const shared = reinterpret_cast<float*>(workspace());
   uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
-  for (int first = begin_row; first < end_row; first += Shape::kRows) {
-    const int end = end_row - first < Shape::kRows ? end_row : first + Shape::kRows;
+  for (int first = 0; first < all_rows; first += Shape::kRows) {
+    const int end = all_rows - first < Shape::kRows ? all_rows : first + Shape::kRows;
     const int limit = limit_of(s, end);
     widen_rows<Columns, Shape::kUsed, Shape::kRow, Shape::kRows>(
         shared, s.q_column,

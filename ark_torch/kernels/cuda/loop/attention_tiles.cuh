@@ -155,8 +155,8 @@ ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, 
 }
 
 template <int Columns, int ValueColumns, class T, class M, class Out>
-ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* v, const M* mask, Out* out,
-                           int begin_row, int end_row) {
+ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* v, const M* mask, Out* out) {
+  const int all_rows = static_cast<int>(s.heads * s.queries);
   using Shape = Tiles<Columns, ValueColumns>;
   constexpr bool kScan = !kSame<M, NoMask>;
   char* const shared = workspace();
@@ -164,8 +164,8 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
   const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
                        aligned_rows(v, 0, s.v_row, s.v_column);
 
-  for (int first = begin_row; first < end_row; first += Shape::kRows) {
-    const int end = end_row - first < Shape::kRows ? end_row : first + Shape::kRows;
+  for (int first = 0; first < all_rows; first += Shape::kRows) {
+    const int end = all_rows - first < Shape::kRows ? all_rows : first + Shape::kRows;
     const int limit = limit_of(s, end);
     copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
         shared + Shape::kQueries, aligned, s.q_column,
