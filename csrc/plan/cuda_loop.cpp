@@ -15,6 +15,9 @@ namespace ark::plan {
 
 namespace {
 
+// Of each thread: what calls between functions take. More is registers that were spilled.
+constexpr int kMostLocal = 2048;
+
 size_t aligned(int64_t bytes) {
   return static_cast<size_t>((bytes + 255) / 256 * 256);
 }
@@ -59,14 +62,14 @@ CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit
     throw Error(ErrorKind::invalid_argument,
                 "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why, context);
   };
-  if (kernel_->local > 0)
+  if (kernel_->local > kMostLocal)
     refuse("keeps " + std::to_string(kernel_->local) + " bytes of each thread in memory: it needs more than the " +
            std::to_string(kernel_->registers) + " registers that a thread can have");
   if (kernel_->max_dynamic_shared < shared_bytes())
     refuse("needs " + std::to_string(shared_bytes() + kernel_->static_shared) +
            " bytes of shared memory a block, and the device has " +
            std::to_string(kernel_->max_dynamic_shared + kernel_->static_shared));
-  const int resident = resident_blocks(*kernel_, loop::kBlockThreads, static_cast<size_t>(shared_bytes()));
+  const int resident = resident_blocks(*kernel_, loop::kThreads, static_cast<size_t>(shared_bytes()));
   if (resident < static_cast<int>(plan_.queues.size()))
     refuse("needs " + std::to_string(plan_.queues.size()) + " blocks at once, and the device holds " +
            std::to_string(resident));
@@ -132,7 +135,7 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   char* at = launch.data() + sizeof(head);
   std::memcpy(at, inputs, most * sizeof(char*));
   std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
-  jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kBlockThreads},
+  jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kThreads},
               static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
 }
 

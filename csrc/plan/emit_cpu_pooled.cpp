@@ -120,15 +120,17 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
   to.line("                    .table_depth = " + number(stride(table, 1)) +
           ", .table_column = " + number(stride(table, 2)) + ", .out_column = " + number(stride(out, lead)) +
           ", .runs = " + (experts.runs ? "true" : "false") + "};");
-  // experts_scratch() of experts.hpp.
-  const int64_t scratch =
-      to.scratch((table.shape[0] + 1 + rows) * 8 + 64 + std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
   const std::string a_at = to.pointer(experts.a, false), table_at = to.pointer(experts.table, false),
                     index_at = to.pointer(experts.index, false), out_at = to.pointer(experts.out, true);
   const std::string of_index =
       experts.runs ? "[](int64_t e) { return e * " + number(index.strides[0]) + "; }" : place(index);
-  to.line("grouped_product<" + number(rows) + ">(context, s, " + a_at + ", " + table_at + ", " + index_at + ", " +
-          out_at + ", " + place(a) + ",");
+  // What grouped_product() sorts and keeps there.
+  if (to.cuda() && table.shape[0] > 16384) to.refuse("it chooses among " + number(table.shape[0]) + " matrices");
+  const int64_t scratch = to.scratch(to.cuda() ? (table.shape[0] + 1 + rows) * 4
+                                               : (table.shape[0] + 1 + rows) * 8 + 64 +
+                                                     std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
+  to.line("grouped_product<" + (to.cuda() ? "s>(context, " : number(rows) + ">(context, s, ") + a_at + ", " + table_at +
+          ", " + index_at + ", " + out_at + ", " + place(a) + ",");
   to.line("                " + of_index + ", " + place(out) + ", begin, end, context.scratch + " + number(scratch) +
           ");");
 }

@@ -71,8 +71,10 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
   auto column = [](const Value& value) { return value.shape[3] == 1 ? 1 : value.strides[3]; };
   const int64_t columns = q.shape[3], value_columns = v.shape[3];
-  // A row's running result stays in registers, and code is made for each size.
-  if (columns > 512 || value_columns > 512)
+  // A row's running result stays in registers (CPU) or a tile of rows in shared memory (CUDA); code is made for each
+  // size.
+  const int64_t most = to.cuda() ? 256 : 512;
+  if (columns > most || value_columns > most)
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
   TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
@@ -109,9 +111,12 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") + "};");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
-  to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
-  to.line("attend<" + number(columns) + ", " + number(value_columns) + ">(context, s, " + q_at + ", " + k_at + ", " +
-          v_at + ", " + mask_at + ", " + out_at + ");");
+  if (!to.cuda())
+    to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
+  // The strides are a template argument where code is chosen by them.
+  const std::string sizes = number(columns) + ", " + number(value_columns);
+  to.line((to.cuda() ? "attend<" + sizes + ", s>(context, " : "attend<" + sizes + ">(context, s, ") + q_at + ", " +
+          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + ");");
   nest.close();
 }
 

@@ -136,7 +136,7 @@ class CudaEmitter {
            "end) {\n    switch (function) {\n";
     for (size_t i = 0; i < functions_.names().size(); ++i)
       out << "      case " << i << ": " << functions_.names()[i] << "(context, p, begin, end); break;\n";
-    out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kBlockThreads, 1) "
+    out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) "
         << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
         << "> launch) {\n  run_loop<Plan>(launch);\n}\n";
   }

@@ -69,7 +69,7 @@ void StageFunctions::add(const Stage& stage) {
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
   const bool cuda = code_ == Code::cuda;
-  text += std::string(cuda ? "__device__ " : "") + "void " + names_[known->second] +
+  text += std::string(cuda ? "__device__ __noinline__ " : "") + "void " + names_[known->second] +
           "([[maybe_unused]] const Context& context, " + (cuda ? "const Operands& p, " : "char* const* p, ") +
           "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
   texts_[known->second] = text;

@@ -12,32 +12,41 @@
 
 namespace ark::loop {
 
-inline constexpr int kFewRows = 16;  // up to here warps share out positions, not rows
+inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
+
+// By itself, so that it takes no registers from the ways that are taken.
+template <Attention s, int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
+__device__ __noinline__ void attend_few_unaligned(const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+  attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+}
 
 // Columns: of queries and keys; ValueColumns: of values and of the result. Rows begin_row .. end_row (t * heads + g)
 // of all, where begin_row is a multiple of 64.
-template <int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend(const Context&, const Attention& s, const Q* q, const K* k, const V* v, const M* mask, Out* out,
-                     int begin_row, int end_row) {
+template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out, int begin_row,
+                     int end_row) {
   static_assert(Columns <= 256 && ValueColumns <= 256);
-  constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2;
-  const bool few = s.heads * s.queries <= kFewRows;
-  if constexpr (kTensor && Columns <= 128 && ValueColumns <= 128) {
-    if (!few) return attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out, begin_row, end_row);
-    if (Columns % 8 == 0 && ValueColumns % 8 == 0 && aligned_rows(q, s.q_head, s.q_row, s.q_column) &&
-        aligned_rows(k, 0, s.k_row, s.k_column) && aligned_rows(v, 0, s.v_row, s.v_column))
-      return attend_few<Columns, ValueColumns>(s, q, k, v, mask, out);
-  }
-  if (few)
+  constexpr bool kTensor =
+      kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
+  constexpr bool kFew = s.heads * s.queries <= kFewQueries;
+  if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
+    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
+        aligned_rows(v, 0, s.v_row, s.v_column))
+      attend_few<Columns, ValueColumns>(s, q, k, v, mask, out);
+    else
+      attend_few_unaligned<s, Columns, ValueColumns>(q, k, v, mask, out);
+  } else if constexpr (kFew) {
     attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
-  else
+  } else if constexpr (kTensor) {
+    attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out, begin_row, end_row);
+  } else {
     attend_plainly<Columns, ValueColumns>(s, q, k, v, mask, out, begin_row, end_row);
+  }
 }
 
-template <int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend(const Context& context, const Attention& s, const Q* q, const K* k, const V* v, const M* mask,
-                     Out* out) {
-  attend<Columns, ValueColumns>(context, s, q, k, v, mask, out, 0, static_cast<int>(s.heads * s.queries));
+template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+ARK_LOOP void attend(const Context& context, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+  attend<Columns, ValueColumns, s>(context, q, k, v, mask, out, 0, static_cast<int>(s.heads * s.queries));
 }
 
 }  // namespace ark::loop

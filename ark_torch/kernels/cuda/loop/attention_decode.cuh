@@ -51,13 +51,15 @@ ARK_LOOP void decode_rows(const Attention& s, const T* q, const T* k, const T* v
   float sums[4][4] = {};  // tile n: value columns 8 i + 2 n (numbers 0, 1: of both rows) and 8 i + 2 n + 1
   for (int key = group * Shape::kBlock; key < limit; key += Shape::kGroups * Shape::kBlock) {
     float bias[Shape::kUnits][2][2];  // position i or i + 8; row
+    uint32 seen = 0;                  // a bit for each of them
     uint32 looks[Shape::kUnits][2];   // who looks there, four bits a position
     uint32 any = 0;
     ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
       const int at = key + u * 16 + h * 8 + i;
       ARK_UNROLL for (int r = 0; r < 2; ++r) bias[u][h][r] =
           at < limit && exists[r] ? bias_of(s, mask, rows[r], at) : -kInfinity;
-      looks[u][h] = ballot(bias[u][h][0] != -kInfinity || bias[u][h][1] != -kInfinity);
+      ARK_UNROLL for (int r = 0; r < 2; ++r) seen |= (bias[u][h][r] != -kInfinity ? 1u : 0u) << (u * 4 + h * 2 + r);
+      looks[u][h] = ballot((seen >> (u * 4 + h * 2) & 3) != 0);
       any |= looks[u][h];
     }
     if (any == 0) continue;
@@ -87,7 +89,8 @@ ARK_LOOP void decode_rows(const Attention& s, const T* q, const T* k, const T* v
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
       float now = greatest[r];
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
-        scores[u][2 * h + r] = masked(scores[u][2 * h + r], s.scale, bias[u][h][r]);
+        scores[u][2 * h + r] =
+            masked<M>(scores[u][2 * h + r], s.scale, bias[u][h][r], (seen >> (u * 4 + h * 2 + r) & 1) != 0);
         now = fmaxf(now, scores[u][2 * h + r]);
       }
       ARK_UNROLL for (int other = 4; other < 32; other *= 2) now = fmaxf(now, shuffle_xor(now, other));
@@ -114,12 +117,13 @@ ARK_LOOP void decode_rows(const Attention& s, const T* q, const T* k, const T* v
     }
   }
 
+  const int self = thread(), own = self >> 5;
   ARK_UNROLL for (int n = 0; n < 4; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e)
-      shared[warp() * Shape::kSums + (n * 4 + e) * 33 + lane()] = sums[n][e];
+      shared[own * Shape::kSums + (n * 4 + e) * 33 + (self & 31)] = sums[n][e];
   ARK_UNROLL for (int r = 0; r < 2; ++r) {
     ARK_UNROLL for (int other = 4; other < 32; other *= 2) total[r] += shuffle_xor(total[r], other);
-    if (i == 0) {
-      float* const state = shared + Shape::kStates + (warp() * kDecodeRows + 2 * j + r) * 2;
+    if ((self & 31) < 4) {
+      float* const state = shared + Shape::kStates + (own * kDecodeRows + 2 * (self & 3) + r) * 2;
       state[0] = greatest[r];
       state[1] = total[r];
     }

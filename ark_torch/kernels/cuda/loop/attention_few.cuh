@@ -22,8 +22,6 @@ struct FewRows {
   static constexpr int kNumbers = kParts * kPerChunk<K>, kValueNumbers = kValueParts * kPerChunk<V>;
   static constexpr bool kShort = kNumbers <= 4 && kValueNumbers <= 4;
   static constexpr int kRows = kShort ? 4 : 2;   // together
-  static constexpr int kDeep = kShort ? 4 : 2;   // positions of a lane under way
-  static constexpr int kBlock = kDeep * kBeside;
   static constexpr int kStates = kWarps * kRows * ValueColumns;  // behind the sums, in floats
   static_assert((kStates + kWarps * kRows * 2) * 4 <= kWorkspaceBytes);
 };
@@ -31,7 +29,8 @@ struct FewRows {
 template <class Shape, int kRows, int Columns, int ValueColumns, class Q, class K, class V, class M>
 ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, int first,
                               float* shared) {
-  constexpr int kDeep = Shape::kDeep;
+  constexpr int kDeep = Shape::kShort && kRows == 1 ? 4 : 2;  // positions of a lane under way
+  constexpr int kBlock = kDeep * Shape::kBeside;
   const int position = lane() / Shape::kLanes, i = lane() % Shape::kLanes;
   const int all_rows = static_cast<int>(s.heads * s.queries);
   const bool k_aligned = aligned_rows(k, 0, s.k_row, s.k_column), v_aligned = aligned_rows(v, 0, s.v_row, s.v_column);
@@ -50,7 +49,7 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   float greatest[kRows], total[kRows] = {}, sums[kRows][Shape::kValueNumbers] = {};
   ARK_UNROLL for (int r = 0; r < kRows; ++r) greatest[r] = -kInfinity;
 
-  for (int key = warp() * Shape::kBlock; key < limit; key += kWarps * Shape::kBlock) {
+  for (int key = warp() * kBlock; key < limit; key += kWarps * kBlock) {
     float scores[kDeep][kRows];  // first what the mask adds
     bool looks[kDeep], any = false;
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
@@ -84,7 +83,7 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
       }
       ARK_UNROLL for (int r = 0; r < kRows; ++r) {
         ARK_UNROLL for (int other = Shape::kLanes / 2; other > 0; other /= 2) dots[r] += shuffle_xor(dots[r], other);
-        scores[n][r] = masked(dots[r], s.scale, scores[n][r]);
+        scores[n][r] = masked<M>(dots[r], s.scale, scores[n][r]);
       }
     }
     ARK_UNROLL for (int r = 0; r < kRows; ++r) {

@@ -74,7 +74,7 @@ ARK_LOOP void attend_block(const Attention& s, const M* mask, float* shared, int
     ARK_UNROLL for (int n = 0; n < Shape::kLanePositions; ++n) {
       const int at = key + i + 16 * n;
       const float bias = at < limit && number < all_rows ? bias_of(s, mask, row, at) : -kInfinity;
-      scores[r][n] = masked(scores[r][n], s.scale, bias);
+      scores[r][n] = masked<M>(scores[r][n], s.scale, bias);
       now = fmaxf(now, scores[r][n]);
     }
     ARK_UNROLL for (int other = 8; other > 0; other /= 2) now = fmaxf(now, shuffle_xor(now, other));

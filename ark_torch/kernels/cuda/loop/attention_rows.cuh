@@ -44,8 +44,14 @@ ARK_LOOP float bias_of(const Attention& s, const M* mask, AttentionRow row, int 
 }
 
 // A score where the mask lets the row look; what it hides may be anything, NaN as well.
+template <class M>
+ARK_LOOP float masked(float score, float scale, float bias, bool seen) {
+  const float there = kIsFloat<M> ? fused(score, scale, bias) : score * scale;
+  return seen ? there : -kInfinity;
+}
+template <class M>
 ARK_LOOP float masked(float score, float scale, float bias) {
-  return bias != -kInfinity ? fused(score, scale, bias) : bias;
+  return masked<M>(score, scale, bias, bias != -kInfinity);
 }
 
 // What exponents are taken from: the greatest score, or anything finite where the row looks at nothing yet.
@@ -82,14 +88,14 @@ ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
 template <int kBlock, class M>
 ARK_LOOP bool scan_block(const Attention& s, const M* mask, int first_row, int end_row, int key, int limit,
                          uint32* words) {
-  const int at = key + thread() % kBlock;
+  const int self = thread_anew(), at = key + self % kBlock;
   // Rows of which one speaks for all.
   const int heads = static_cast<int>(s.heads);
   const int step = s.mask_head == 0 && !s.causal ? (s.mask_row == 0 ? end_row - first_row : heads) : 1;
   bool any = false;
   if (at < limit)
 #pragma unroll 1
-    for (int row = first_row + thread() / kBlock * step; row < end_row; row += kThreads / kBlock * step)
+    for (int row = first_row + self / kBlock * step; row < end_row; row += kThreads / kBlock * step)
       any = any || bias_of(s, mask, AttentionRow(s, row), at) != -kInfinity;
   const uint32 word = ballot(any);
   if (lane() == 0) words[warp()] = word;

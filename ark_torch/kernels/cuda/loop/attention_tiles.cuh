@@ -12,10 +12,11 @@ namespace ark::loop {
 
 template <int Columns, int ValueColumns>
 struct Tiles {
-  static constexpr int kRows = 64, kWarpRows = 16, kRun = 32;  // rows and positions of a warp
+  static constexpr int kRows = 64, kWarpRows = 16, kRun = 16;  // what a warp multiplies at a time
   static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;    // of value columns: 64 are a warp's
   static constexpr int kGroups = 4 / kHalves;                   // of warps that share rows
-  static constexpr int kBlock = kGroups * kRun;
+  static constexpr int kRuns = 2;                               // of a warp in a block
+  static constexpr int kBlock = kGroups * kRuns * kRun;
   static constexpr int kSteps = (Columns + 15) / 16;  // of 16 columns
   static constexpr int kPairs = kHalves == 1 ? (ValueColumns + 15) / 16 : 4;
   // Rows of shared memory: 16-byte parts, a multiple of eight of them.
@@ -94,15 +95,15 @@ struct RunningRows {
   }
 };
 
-// One warp's rows and its run of the positions of the block that begins at `block` and lies at `stage`.
+// One warp's rows and its run number `which` of the positions of the block that begins at `block` and lies at `stage`.
 template <class Shape, class T, class M>
 ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, int stage, int first_row, int block,
-                         int limit, RunningRows<Shape::kPairs>& rows) {
+                         int which, int limit, RunningRows<Shape::kPairs>& rows) {
   constexpr int kTiles = Shape::kRun / 8;
   const int self = thread_anew(), lane = self & 31, warp = self >> 5;
   const int i = lane >> 2, j = lane & 3, tile = lane >> 3, in_tile = lane & 7;
   const int warp_row = warp % 4 * Shape::kWarpRows, half = warp / 4 % Shape::kHalves;
-  const int run = warp / (4 * Shape::kHalves) * Shape::kRun, key = block + run;
+  const int run = (which * Shape::kGroups + warp / (4 * Shape::kHalves)) * Shape::kRun, key = block + run;
   const int all_rows = static_cast<int>(s.heads * s.queries);
   if (key >= limit || (s.causal && key > (first_row + warp_row + 15) / static_cast<int>(s.heads))) return;
   const int query_at = Shape::kQueries + part_at<Shape::kParts>(warp_row + (tile & 1) * 8 + in_tile, tile >> 1);
@@ -124,18 +125,18 @@ ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, 
 
   uint32 weights[kTiles][2];
   ARK_UNROLL for (int r = 0; r < 2; ++r) {
-    const int number = first_row + warp_row + i + r * 8;
-    const AttentionRow row(s, number);
+    const int row_number = first_row + warp_row + i + r * 8;
+    const AttentionRow row(s, row_number);
     float now = rows.greatest[r];
     ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) {
       const int at = key + n * 8 + 2 * j + e;
-      const float bias = at < s.keys && number < all_rows ? bias_of(s, mask, row, at) : -kInfinity;
-      scores[n][2 * r + e] = masked(scores[n][2 * r + e], s.scale, bias);
+      const float bias = at < s.keys && row_number < all_rows ? bias_of(s, mask, row, at) : -kInfinity;
+      scores[n][2 * r + e] = masked<M>(scores[n][2 * r + e], s.scale, bias);
       now = fmaxf(now, scores[n][2 * r + e]);
     }
     now = fmaxf(now, shuffle_xor(now, 1));
     now = fmaxf(now, shuffle_xor(now, 2));
-    rows.rescale(r, now);
+    if (ballot(now != rows.greatest[r]) != 0) rows.rescale(r, now);
     const float base = base_of(now);
     ARK_UNROLL for (int n = 0; n < kTiles; ++n) {
       const float x = fast_exp(scores[n][2 * r] - base), y = fast_exp(scores[n][2 * r + 1] - base);
@@ -160,17 +161,15 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
   constexpr bool kScan = !kSame<M, NoMask>;
   char* const shared = workspace();
   uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
-  const bool q_aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column);
-  const bool k_aligned = aligned_rows(k, 0, s.k_row, s.k_column);
-  const bool v_aligned = aligned_rows(v, 0, s.v_row, s.v_column);
-  const int half = warp() / 4 % Shape::kHalves, group = warp() / (4 * Shape::kHalves);
+  const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
+                       aligned_rows(v, 0, s.v_row, s.v_column);
 
   for (int first = begin_row; first < end_row; first += Shape::kRows) {
     const int end = end_row - first < Shape::kRows ? end_row : first + Shape::kRows;
     const int last = (end - 1) / static_cast<int>(s.heads);
     const int limit = s.causal && last + 1 < s.keys ? last + 1 : static_cast<int>(s.keys);
     copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
-        shared + Shape::kQueries, q_aligned, s.q_column,
+        shared + Shape::kQueries, aligned, s.q_column,
         [&](int row) {
           const AttentionRow at(s, first + row);
           return q + at.g * s.q_head + at.t * s.q_row;
@@ -198,9 +197,9 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
         }
       };
       copy_rows<Columns, Shape::kParts, Shape::kBlock, T>(
-          stage, k_aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
+          stage, aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
       copy_rows<ValueColumns, Shape::kValueParts, Shape::kBlock, T>(
-          stage + Shape::kKeyBytes, v_aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
+          stage + Shape::kKeyBytes, aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
     };
 
     RunningRows<Shape::kPairs> rows;
@@ -214,7 +213,9 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
       end_copies();
       wait_copies<1>();
       sync();
-      attend_run<Shape, T>(s, mask, shared, slot * Shape::kStage, first, key, limit, rows);
+#pragma unroll 1
+      for (int run = 0; run < Shape::kRuns; ++run)
+        attend_run<Shape, T>(s, mask, shared, slot * Shape::kStage, first, key, run, limit, rows);
       sync();
       key = after;
       slot ^= 1;
@@ -222,19 +223,20 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
     wait_copies<0>();
     sync();
 
+    const int self = thread_anew(), half = self / 128 % Shape::kHalves, group = self / (128 * Shape::kHalves);
     ARK_UNROLL for (int others = Shape::kGroups / 2; others > 0; others /= 2) {
-      float* const place = reinterpret_cast<float*>(shared) + thread() % (others * Shape::kHalves * 128);
+      float* const place = reinterpret_cast<float*>(shared) + self % (others * Shape::kHalves * 128);
       if (group >= others && group < 2 * others) rows.give(place);
       sync();
       if (group < others) rows.take(place);
       sync();
     }
     if (group == 0) {
-      const int i = lane() >> 2, j = lane() & 3;
+      const int i = self % 32 / 4, j = self % 4;
       ARK_UNROLL for (int r = 0; r < 2; ++r) {
         rows.total[r] += shuffle_xor(rows.total[r], 1);
         rows.total[r] += shuffle_xor(rows.total[r], 2);
-        const int number = first + warp() % 4 * Shape::kWarpRows + i + r * 8;
+        const int number = first + self / 32 % 4 * Shape::kWarpRows + i + r * 8;
         if (number >= end) continue;
         const AttentionRow row(s, number);
         const float factor = last_factor(rows.total[r]);

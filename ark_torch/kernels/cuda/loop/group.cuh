@@ -1,6 +1,6 @@
-// Who works on something together: a warp, or all threads of a block that run tasks; and what they put together.
+// Who works on something together: a warp, or all threads of a block; and what they put together.
 //
-// A task's function is called by all kThreads consumer threads of a block, converged, with the same arguments. Shared
+// A task's function is called by all kThreads threads of a block, converged, with the same arguments. Shared
 // memory that functions use for themselves is workspace(); whoever has used it calls sync() before the next use.
 #pragma once
 
@@ -8,9 +8,8 @@
 
 namespace ark::loop {
 
-inline constexpr int kWarps = 16;  // that run tasks
+inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
-inline constexpr int kBlockThreads = kThreads + 32;  // with the fetcher's warp
 
 // Bytes of shared memory that a task may use as it likes.
 inline constexpr int kWorkspaceBytes = 96 * 1024;
@@ -22,9 +21,9 @@ ARK_LOOP char* workspace() {
   return dynamic_shared;
 }
 
-// All consumer threads of the block; the loader's warp takes no part.
+// All threads of the block.
 ARK_LOOP void sync() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  __syncthreads();
 }
 
 ARK_LOOP int thread() {
@@ -61,7 +60,7 @@ struct Warp {
   }
 };
 
-// Columns over all consumer threads; one row after the other.
+// Columns over all threads; one row after the other.
 struct Block {
   static constexpr int kSize = kThreads, kGroups = 1;
   static ARK_LOOP int rank() { return thread(); }

@@ -7,13 +7,13 @@
 
 namespace ark::loop {
 
-// A slice of the depth is what one warp's threads load at once. Warps take `slices` of them side by side, `passes`
-// times; as many groups of warps as there is room for take columns of their own.
+// A slice of the depth is what one warp keeps of a. Warps take `slices` of them side by side, `passes` times; as many
+// groups of warps as there is room for take columns of their own.
 struct DepthSplit {
   int slices, passes, groups;
 };
-ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int per_chunk) {
-  const int64_t count = depth > 0 ? in_wholes(depth, 32 * per_chunk) : 1;
+ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int slice) {
+  const int64_t count = depth > 0 ? in_wholes(depth, slice) : 1;
   const int64_t passes = in_wholes(count, kWarps);
   const int64_t slices = in_wholes(count, passes);
   return {static_cast<int>(slices), static_cast<int>(passes), static_cast<int>(kWarps / slices)};
@@ -52,6 +52,36 @@ ARK_LOOP void load_run(const Product& s, const A* row, int64_t d, bool wanted, f
   } else {
     ARK_UNROLL for (int i = 0; i < kCount; ++i) to[i] =
         wanted && d + i < s.depth ? load_one(from + i * s.a_depth) : 0.0f;
+  }
+}
+
+// Columns [c0, c1) of `segments` products of `Rows` rows each (from row r0 on; `rows` of them are meant): `add` makes
+// sums of slices, parts[segment][row][slice][column], of a run of columns (from `from` on, which may be before c0) in
+// whole batches, and they are put together here.
+template <int Rows, class At, class Out, class Bias, class Add>
+ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r0, int rows, int segments,
+                        int64_t from, int64_t c0, int64_t c1, int slices, int batch_columns, Add add) {
+  const int most = kWorkspaceBytes / 4 / (slices * Rows) / batch_columns * batch_columns;
+  float* const parts = reinterpret_cast<float*>(workspace());
+  for (int64_t c = from; c < c1; c += most) {
+    const int columns = static_cast<int>(least<int64_t>(c1 - c, most));
+    const int batches = static_cast<int>(in_wholes(columns, batch_columns)), width = batches * batch_columns;
+    const int most_segments = most / width;
+    for (int first = 0; first < segments; first += most_segments) {
+      const int count = least(segments - first, most_segments);
+      sync();
+      add(first, count, c, columns, batches, parts);
+      sync();
+      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+        const int line = i / columns, column = i % columns;
+        if (line % Rows >= rows || c + column < c0) continue;
+        const float* const part = parts + line * slices * width + column;
+        float sum = part[0];
+        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += part[slice * width];
+        const int64_t row = r0 + first * Rows + line;
+        finish_one(s, out + at.out(row), bias, row, c + column, sum);
+      }
+    }
   }
 }
 

@@ -106,17 +106,18 @@ struct Context {
   int worker, task, stage;
 };
 
+ARK_LOOP char* address_of(const LaunchHead& head, char* const* pointers, int worker, const Operand& one) {
+  if (one.base == Operand::pointer) return pointers[one.index] + one.offset;
+  return (one.base == Operand::arena ? head.arena : head.own + worker * head.own_stride) + one.offset;
+}
+
 // The operands of a task: p[i] is where the i-th lies.
 struct Operands {
   const Operand* table;
   const LaunchHead* head;
   char* const* pointers;
   int worker;
-  ARK_LOOP char* operator[](int i) const {
-    const Operand one = table[i];
-    if (one.base == Operand::pointer) return pointers[one.index] + one.offset;
-    return (one.base == Operand::arena ? head->arena : head->own + worker * head->own_stride) + one.offset;
-  }
+  ARK_LOOP char* operator[](int i) const { return address_of(*head, pointers, worker, table[i]); }
 };
 
 ARK_LOOP bool aborted(const LaunchHead& head) {

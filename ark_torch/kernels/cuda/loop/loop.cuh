@@ -71,60 +71,50 @@ ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, in
   return wait_long(head, word, target, worker, task.task, task.stage, wait.event);
 }
 
-// What the warps of a block tell each other.
+// What the threads of a block tell each other.
 struct Shared {
-  int position;  // of the task that runs, in its queue
-  int leave;     // the launch ends early
-  bool stop;     // no step follows
+  int leave;  // the launch ends early
+  bool stop;  // no step follows
 };
 
-// Walks the loads of one step. `position` grows while tasks run; what lies more than `ahead` bytes before it waits.
+// Walks the loads of one step ahead of its tasks. Every thread keeps the same account.
 template <class Plan>
-ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, const QueueEntry& queue, int worker,
-                    const volatile Shared& shared) {
-  long long in_advance = 0;
-  int behind = 0;  // loads before it are of tasks that have begun
-  for (int i = 0; i < queue.load_count; ++i) {
-    const LoadEntry load = Plan::loads()[queue.loads + i];
-    const long long bytes = load.rows * load.bytes;
-    // Nothing is lost by going on: the fetcher keeps to its distance by what tasks have reached.
-    while (in_advance > 0 && in_advance + bytes > Plan::kFetchAhead) {
-      if (shared.leave != 0) return;
-      const int reached = shared.position;
-      bool moved = false;
-      while (behind < i) {
-        const LoadEntry& old = Plan::loads()[queue.loads + behind];
-        if (old.position >= reached) break;
-        in_advance -= old.rows * old.bytes;
-        ++behind;
-        moved = true;
-      }
-      if (!moved) __nanosleep(200);
+struct Fetcher {
+  const LaunchHead& head;
+  char* const* pointers;
+  const QueueEntry& queue;
+  int next = 0, behind = 0;  // load to ask for; first one whose task has not begun
+  long long in_advance = 0;  // bytes of those between
+
+  ARK_LOOP void fetch(int position) {
+    while (behind < next && Plan::loads()[queue.loads + behind].position < position) {
+      const LoadEntry& old = Plan::loads()[queue.loads + behind++];
+      in_advance -= old.rows * old.bytes;
     }
-    in_advance += bytes;
-    if (shared.position > load.position) continue;  // too late
-    const Operand one = load.operand;
-    const char* from = (one.base == Operand::pointer ? pointers[one.index]
-                        : one.base == Operand::arena ? head.arena
-                                                     : head.own + worker * head.own_stride) +
-                       one.offset;
-    for (int row = 0; row < load.rows; ++row) {
-      const char* begin = from + row * load.stride;
-      for (long long at = lane() * kLine; at < load.bytes; at += 32 * kLine)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(begin + at));
+    while (next < queue.load_count) {
+      const LoadEntry& load = Plan::loads()[queue.loads + next];
+      const long long bytes = load.rows * load.bytes;
+      if (in_advance > 0 && in_advance + bytes > Plan::kFetchAhead) return;
+      in_advance += bytes;
+      ++next;
+      const char* const from = address_of(head, pointers, static_cast<int>(blockIdx.x), load.operand);
+      const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
+      for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
     }
   }
-}
+};
 
 template <class Plan>
 ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const QueueEntry& queue, uint32 step,
                        Shared& shared) {
   const int worker = static_cast<int>(blockIdx.x);
+  Fetcher<Plan> fetcher{head, pointers, queue};
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry task = Plan::tasks()[queue.tasks + position];
     Stamp* const stamp = head.stamps == nullptr || thread() != 0 ? nullptr : head.stamps + task.task;
     if (stamp != nullptr) stamp->came_ns = now_ns();
-    if (thread() == 0) *const_cast<volatile int*>(&shared.position) = position;
+    fetcher.fetch(position);
     // Each wait by a thread of its own: all are under way together.
     const int waits = task.wait_count + task.carried_count;
     for (int i = thread(); i < waits; i += kThreads) {
@@ -156,16 +146,10 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   const QueueEntry queue = Plan::queues()[worker];
   if (threadIdx.x == 0) shared = {};
   __syncthreads();
-  if (warp() == kWarps) {
-    fetch<Plan>(head, launch.pointers, queue, worker, shared);
-    return;
-  }
   uint32* const count = head.steps + worker * kEventStride;
   const uint32 step = *count + 1;
   const bool done = run_step<Plan>(head, launch.pointers, queue, step, shared);
-  if (thread() != 0) return;
-  if (done) *count = step;
-  *const_cast<volatile int*>(&shared.leave) = 1;  // to the fetcher
+  if (done && thread() == 0) *count = step;
 }
 
 #endif

@@ -29,7 +29,7 @@ template <int Rows, bool kFast, int kTogether, class At, class A, class B>
 ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows, int first_segment,
                         int segments, int64_t c, int columns, int batches, float* parts) {
   constexpr int kPer = kPerChunk<B>;
-  const DepthSplit split = split_depth(s.depth, kPer);
+  const DepthSplit split = split_depth(s.depth, 32 * kPer);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
   const ReadOnce read_once;
@@ -99,30 +99,11 @@ template <int Rows, bool kFast, class At, class A, class B, class Out, class Bia
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias,
                           int64_t r0, int rows, int segments, int64_t c0, int64_t c1) {
   constexpr int kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;  // as many as there are registers for
-  const DepthSplit split = split_depth(s.depth, kPerChunk<B>);
-  const int batch_columns = split.groups * kTogether;
-  const int most = kWorkspaceBytes / 4 / (split.slices * Rows) / batch_columns * batch_columns;
-  float* const parts = reinterpret_cast<float*>(workspace());
-  for (int64_t c = c0; c < c1; c += most) {
-    const int columns = static_cast<int>(least<int64_t>(c1 - c, most));
-    const int batches = static_cast<int>(in_wholes(columns, batch_columns)), padded = batches * batch_columns;
-    const int most_segments = most / padded;
-    for (int first = 0; first < segments; first += most_segments) {
-      const int count = least(segments - first, most_segments);
-      sync();
-      dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
-      sync();
-      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
-        const int line = i / columns, column = i % columns, r = line % Rows;
-        if (r >= rows) continue;
-        const float* const part = parts + line * split.slices * padded + column;
-        float sum = part[0];
-        ARK_UNROLL for (int slice = 1; slice < split.slices; ++slice) sum += part[slice * padded];
-        const int64_t row = r0 + first * Rows + line;
-        finish_one(s, out + at.out(row), bias, row, c + column, sum);
-      }
-    }
-  }
+  const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
+  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
+                  [&](int first, int count, int64_t c, int columns, int batches, float* parts) {
+                    dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
+                  });
 }
 
 }  // namespace ark::loop

@@ -22,62 +22,81 @@ ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* ro
   }
 }
 
-// Sums over this warp's part of the depth, of the columns from c on: one for each lane that `fold_lanes` leaves one.
+// As dot_parts, a warp's rows of b being a slice.
 template <int Rows, bool kFast, class At, class A, class B>
-ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows, int64_t c,
-                           int64_t c1, float* parts, int width) {
+ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows,
+                           int first_segment, int segments, int64_t c, int64_t c1, int batches, float* parts) {
   constexpr int kPer = kPerChunk<B>, kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;
   constexpr int kStep = kWarps * kAcrossRows;
+  const int turns = static_cast<int>(in_wholes(s.depth, kStep * kTogether));
   const ReadOnce read_once;
-  const int64_t my_column = c + lane() % kAcrossChunks * kPer;
-  const int my_row = lane() / kAcrossChunks;
+  const int my_row = lane() / kAcrossChunks, my_chunk = lane() % kAcrossChunks;
+
+  // What is to be loaded next: rows of b that are kStep apart, of a batch of columns.
+  struct {
+    int turn = 0, batch = 0, segment = 0;
+    int64_t d, column, row;
+    const B* from;
+  } next;
+  auto place = [&] {
+    next.d = next.segment < segments ? next.turn * (kStep * kTogether) + warp() * kAcrossRows + my_row : s.depth;
+    next.column = c + (next.batch * kAcrossChunks + my_chunk) * kPer;
+    const int64_t segment = first_segment + (next.segment < segments ? next.segment : 0);
+    next.from = b + at.b(segment) + next.d * s.b_depth;
+    next.row = r0 + segment * Rows;
+  };
+  auto advance = [&] {
+    if (++next.turn == turns) {
+      next.turn = 0;
+      if (++next.batch == batches) {
+        next.batch = 0;
+        ++next.segment;
+      }
+    }
+    place();
+  };
   Chunk ring[kTogether];
   float x[Rows][kTogether];
-  auto load = [&](int u, int64_t d) {
-    const bool wanted = d < s.depth;
-    ring[u] = load_row<kFast>(s, read_once, b + d * s.b_depth, my_column, c1, wanted && my_column < c1);
+  auto load = [&](int u) {
+    const bool wanted = next.d + u * kStep < s.depth;
+    ring[u] =
+        load_row<kFast>(s, read_once, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r][u] =
-        wanted && r < rows ? load_one(a + at.a(r0 + r) + d * s.a_depth) : 0.0f;
+        wanted && r < rows ? load_one(a + at.a(next.row + r) + (next.d + u * kStep) * s.a_depth) : 0.0f;
   };
-  float sums[Rows][kPer] = {};
-  ARK_UNROLL for (int u = 0; u < kTogether; ++u) load(u, warp() * kAcrossRows + my_row + u * kStep);
-  for (int64_t d = warp() * kAcrossRows; d < s.depth; d += kTogether * kStep)
-    ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
-      ARK_UNROLL for (int i = 0; i < kPer; ++i) {
-        const float w = chunk_element<B>(ring[u], i);
-        ARK_UNROLL for (int r = 0; r < Rows; ++r) sums[r][i] = fused(x[r][u], w, sums[r][i]);
+  place();
+  ARK_UNROLL for (int u = 0; u < kTogether; ++u) load(u);
+  for (int segment = 0; segment < segments; ++segment)
+    for (int batch = 0; batch < batches; ++batch) {
+      float sums[Rows][kPer] = {};
+      for (int turn = 0; turn < turns; ++turn) {
+        advance();
+        ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
+          ARK_UNROLL for (int i = 0; i < kPer; ++i) {
+            const float w = chunk_element<B>(ring[u], i);
+            ARK_UNROLL for (int r = 0; r < Rows; ++r) sums[r][i] = fused(x[r][u], w, sums[r][i]);
+          }
+          load(u);
+        }
       }
-      load(u, d + my_row + (kTogether + u) * kStep);
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+        const float sum = fold_lanes<16, kAcrossChunks>(sums[r]);
+        constexpr int kLanes = kAcrossRows / kPer;  // that have the same column
+        if (my_row % kLanes == 0)
+          parts[((segment * Rows + r) * kWarps + warp()) * (batches * kAcrossChunks * kPer) +
+                (batch * kAcrossChunks + my_chunk) * kPer + my_row / kLanes] = sum;
+      }
     }
-  ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-    const float sum = fold_lanes<16, kAcrossChunks>(sums[r]);
-    constexpr int kLanes = kAcrossRows / kPer;  // that have the same column
-    if (my_row % kLanes == 0)
-      parts[(warp() * Rows + r) * width + lane() % kAcrossChunks * kPer + my_row / kLanes] = sum;
-  }
 }
 
 template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias,
-                             int64_t r0, int rows, int64_t c0, int64_t c1) {
-  constexpr int kPer = kPerChunk<B>, kColumns = kAcrossChunks * kPer;
-  constexpr int kMost = kWorkspaceBytes / 4 / (kWarps * Rows) / kColumns * kColumns;
-  float* const parts = reinterpret_cast<float*>(workspace());
-  for (int64_t c = c0 / kPer * kPer; c < c1; c += kMost) {
-    const int64_t end = least(c1, c + kMost);
-    sync();
-    for (int64_t from = c; from < end; from += kColumns)
-      across_parts<Rows, kFast>(s, at, a, b, r0, rows, from, c1, parts + (from - c), kMost);
-    sync();
-    for (int r = 0; r < rows; ++r)
-      for (int64_t i = thread(); i < end - c; i += kThreads) {
-        if (c + i < c0) continue;
-        const float* const part = parts + r * kMost + i;
-        float sum = part[0];
-        ARK_UNROLL for (int w = 1; w < kWarps; ++w) sum += part[w * Rows * kMost];
-        finish_one(s, out + at.out(r0 + r), bias, r0 + r, c + i, sum);
-      }
-  }
+                             int64_t r0, int rows, int segments, int64_t c0, int64_t c1) {
+  constexpr int kPer = kPerChunk<B>;
+  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
+                  [&](int first, int count, int64_t c, int, int batches, float* parts) {
+                    across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
+                  });
 }
 
 }  // namespace ark::loop

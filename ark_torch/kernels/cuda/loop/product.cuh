@@ -23,7 +23,9 @@ struct EvenRows {
   int64_t a_row, out_row;
   ARK_LOOP bool aligned(int elements) const { return a_row % elements == 0; }
   ARK_LOOP int64_t a(int64_t r) const { return r * a_row; }
-  ARK_LOOP int64_t b(int64_t) const { return 0; }  // of a segment, see matvec.cuh
+  // Of a segment's b, see matvec.cuh.
+  ARK_LOOP int64_t b(int64_t) const { return 0; }
+  ARK_LOOP bool b_aligned(int) const { return true; }
   ARK_LOOP int64_t out(int64_t r) const { return r * out_row; }
 };
 

@@ -14,7 +14,7 @@ template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, cla
 ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
                             int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
   constexpr int kABytes = Tile::kALines * kLineBytes, kBytes = kABytes + Tile::kBLines * kLineBytes;
-  constexpr int kStages = least(kWorkspaceBytes / kBytes, 6);
+  constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
   const int across = static_cast<int>(in_wholes(c1 - c0, kColumns));

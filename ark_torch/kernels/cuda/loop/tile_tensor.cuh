@@ -11,7 +11,7 @@ namespace ark::loop {
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross>
 struct TensorTile {
   static constexpr int kWarpsDown = kRows == 16 ? 1 : kRows == 64 ? 2 : kColumns == 32 ? 8 : 4;
-  static constexpr int kWarpsAcross = kWarps / kWarpsDown;
+  static constexpr int kWarpsAcross = kColumns / 8 < kWarps / kWarpsDown ? kColumns / 8 : kWarps / kWarpsDown;
   static constexpr int kMyRows = kRows / kWarpsDown, kMyColumns = kColumns / kWarpsAcross;
   static constexpr int kDown = kMyRows / 16, kOver = kMyColumns / 8;  // of products 16 x 8
   // A tile of lines across is never narrower than a line.
@@ -39,7 +39,11 @@ struct TensorTile {
     }
   }
 
+  // A tile of few rows and columns leaves warps without work.
+  static ARK_LOOP bool idle() { return warp() >= kWarpsDown * kWarpsAcross; }
+
   ARK_LOOP void add(const char* a, const char* b) {
+    if (idle()) return;
     const int m = lane() / 8;  // the matrix whose line this lane names
     ARK_UNROLL for (int d = 0; d < 64; d += 16) {
       uint32 rows[kDown][4];
@@ -62,6 +66,7 @@ struct TensorTile {
   template <class At, class Out, class Bias>
   ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r, int64_t r1, int64_t c,
                        int64_t c1, bool paired) const {
+    if (idle()) return;
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int half = 0; half < 2; ++half) {
       const int64_t row = r + first_row() + i * 16 + half * 8 + lane() / 4;
       if (row >= r1) continue;
