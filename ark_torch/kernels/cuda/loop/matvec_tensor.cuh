@@ -16,7 +16,7 @@ inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a; zeros outside of the matrix.
 template <class T>
-ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int64_t d, bool wanted) {
+ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
   Chunk chunk{};
   const T* const from = row + d * s.a_depth;
   if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && is_aligned(from, 16)) {
@@ -30,8 +30,8 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int64_t d, bool wa
 
 // As dot_parts.
 template <int Rows, class At, class T>
-ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int64_t r0, int rows, int64_t c,
-                           int columns, int batches, float* parts) {
+ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int r0, int rows, int c, int columns,
+                           int batches, Parts parts) {
   constexpr int kTogether = kTensorOctets * 8, kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
   const int slice = warp() % split.slices, group = warp() / split.slices;
@@ -39,12 +39,12 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
   const ReadOnce read_once;
   const int my_line = lane() / 4;  // row of a, column of b
   const int my_depth = slice * kSlice + lane() % 4 * kPerChunk<T>;
-  const int step = split.slices * kSlice, width = batches * split.groups * kTogether;
+  const int step = split.slices * kSlice;
 
   // The next batch of columns to be loaded.
   struct {
     int batch = 0, pass = 0, left;
-    int64_t d;
+    int d;
     const T* from;
   } next;
   auto place = [&] {
@@ -84,11 +84,16 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
         }
-        ARK_UNROLL for (int e = 0; e < 4; ++e) {
-          const int row = e / 2 * 8 + my_line;
-          float* const to = parts + (row * split.slices + slice) * width + (batch * split.groups + group) * kTogether +
-                            o * 8 + lane() % 4 * 2 + e % 2;
-          if (row < Rows) *to = pass == 0 ? sums[e] : *to + sums[e];
+        ARK_UNROLL for (int half = 0; half < 2; ++half) {
+          struct alignas(8) Pair {
+            float x, y;
+          };
+          const int row = half * 8 + my_line;
+          auto* const to = reinterpret_cast<Pair*>(
+              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane() % 4 * 2));
+          Pair sum{sums[half * 2], sums[half * 2 + 1]};
+          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
+          if (row < Rows) *to = sum;
         }
       }
     }
@@ -96,11 +101,11 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
 }
 
 template <int Rows, class At, class T, class Out, class Bias>
-ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias,
-                             int64_t r0, int rows, int64_t c0, int64_t c1) {
+ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
+                             int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets * 8,
-                  [&](int, int, int64_t c, int columns, int batches, float* parts) {
+                  [&](int, int, int c, int columns, int batches, Parts parts) {
                     tensor_parts<Rows>(s, at, a, b, r0, rows, c, columns, batches, parts);
                   });
 }

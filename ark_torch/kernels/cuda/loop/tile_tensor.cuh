@@ -64,15 +64,15 @@ struct TensorTile {
 
   // The tile begins at row r and column c.
   template <class At, class Out, class Bias>
-  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r, int64_t r1, int64_t c,
-                       int64_t c1, bool paired) const {
+  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
+                       bool paired) const {
     if (idle()) return;
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int64_t row = r + first_row() + i * 16 + half * 8 + lane() / 4;
+      const int row = r + first_row() + i * 16 + half * 8 + lane() / 4;
       if (row >= r1) continue;
       Out* const to = out + at.out(row);
       ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const int64_t column = c + first_column() + j * 8 + lane() % 4 * 2;
+        const int column = c + first_column() + j * 8 + lane() % 4 * 2;
         finish_pair(s, to, bias, row, column, c1, sums[i][j][half * 2], sums[i][j][half * 2 + 1], paired);
       }
     }
