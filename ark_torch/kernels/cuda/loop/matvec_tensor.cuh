@@ -11,7 +11,9 @@
 namespace ark::loop {
 
 inline constexpr int kTensorRows = 16;
-inline constexpr int kTensorOctets = 2;                   // of columns
+// Of columns: as many as there are registers for beside the addresses of rows.
+template <class At>
+inline constexpr int kTensorOctets = At::kEven ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a; zeros outside of the matrix.
@@ -32,7 +34,7 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 template <int Rows, class At, class T>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int r0, int rows, int c, int columns,
                            int batches, Parts parts) {
-  constexpr int kTogether = kTensorOctets * 8, kSlice = kTensorParts * kTensorPart;
+  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
@@ -57,9 +59,9 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
     return read_once(next.from + octet * 8 * s.b_column + part * kTensorPart,
                      octet * 8 < next.left && next.d + part * kTensorPart < s.depth);
   };
-  Chunk ring[kTensorOctets][kTensorParts];
+  Chunk ring[kOctets][kTensorParts];
   place();
-  ARK_UNROLL for (int o = 0; o < kTensorOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
+  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
       load(o, q);
   for (int pass = 0; pass < split.passes; ++pass) {
     Chunk x[kTensorParts][2];
@@ -74,7 +76,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
         ++next.pass;
       }
       place();
-      ARK_UNROLL for (int o = 0; o < kTensorOctets; ++o) {
+      ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
         float sums[4] = {};
         ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) {
           const Chunk w = ring[o][q];
@@ -104,7 +106,7 @@ template <int Rows, class At, class T, class Out, class Bias>
 ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
                              int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
-  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets * 8,
+  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
                   [&](int, int, int c, int columns, int batches, Parts parts) {
                     tensor_parts<Rows>(s, at, a, b, r0, rows, c, columns, batches, parts);
                   });

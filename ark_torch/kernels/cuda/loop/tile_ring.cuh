@@ -17,7 +17,8 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
   constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
-  const bool paired = !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && At::kEven && is_aligned(out, 4);
+  const bool paired =
+      !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && c0 % 2 == 0 && At::kEven && is_aligned(out, 4);
 
   // Where a stage is: of which tile of the result, which depth.
   struct Place {
@@ -32,26 +33,25 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
     place.r += kRows;
   };
   Place next{r0, c0, 0}, now{r0, c0, 0};
-  int next_stage = 0, stage = 0;
-  auto fill = [&] {
+  auto fill = [&](int stage) {
     if (next.r < r1) {
-      char* const to = workspace() + next_stage * kBytes;
+      char* const to = workspace() + stage * kBytes;
       copy_tile<kRows, kAAcross>(to, a, next.r, r1, next.step * kDepth, s.depth);
       copy_tile<kColumns, kBAcross>(to + kABytes, b, next.c, c1, next.step * kDepth, s.depth);
       advance(next);
-      next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
     }
     end_copies();
   };
 
   sync();
-  for (int i = 0; i < kStages - 1; ++i) fill();
+  for (int i = 0; i < kStages - 1; ++i) fill(i);
+  int stage = 0;
   Tile tile;
   tile.clear();
   while (now.r < r1) {
     wait_copies<kStages - 2>();
     sync();  // all have it, and are done with the stage before
-    fill();
+    fill(stage == 0 ? kStages - 1 : stage - 1);
     const char* const from = workspace() + stage * kBytes;
     tile.add(from, from + kABytes);
     stage = stage + 1 == kStages ? 0 : stage + 1;

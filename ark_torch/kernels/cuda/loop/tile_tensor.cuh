@@ -45,7 +45,7 @@ struct TensorTile {
   ARK_LOOP void add(const char* a, const char* b) {
     if (idle()) return;
     const int m = lane() / 8;  // the matrix whose line this lane names
-    ARK_UNROLL for (int d = 0; d < 64; d += 16) {
+    _Pragma("unroll 2") for (int d = 0; d < 64; d += 16) {
       uint32 rows[kDown][4];
       ARK_UNROLL for (int i = 0; i < kDown; ++i)
           load_matrices<kAAcross>(rows[i], matrix_line<kAAcross>(a, first_row() + i * 16, d, m % 2, m / 2));
