@@ -117,6 +117,83 @@ class CudaRows {
   std::string operands_;
 };
 
+// What is written by index, in two ways.
+class CudaScatter {
+ public:
+  CudaScatter(FunctionWriter& to, const ScatterStage& scatter)
+      : to_(to),
+        scatter_(scatter),
+        base_(to.value(scatter.base)),
+        index_(to.value(scatter.index)),
+        source_(to.value(scatter.source)),
+        dim_(static_cast<size_t>(scatter.dim)),
+        axis_(to.axis_of(scatter.source, false)),
+        strides_(broadcast_strides(source_, 0, source_.shape)),
+        base_at_(to.pointer(scatter.base, true)),
+        source_at_(to.pointer(scatter.source, false)),
+        index_at_(to.pointer(scatter.index, false)) {}
+
+  // All at once, for no two positions that are the same.
+  void side_by_side() {
+    const CudaRun run(to_, source_.shape, dim_ + 1, axis_);
+    const FlatSpace space(to_, run.outer(source_.shape), run.cut ? -1 : axis_);
+    const bool aligned = run.there && lie_aligned(base_, base_.strides) && lie_aligned(source_, strides_);
+    to_.open("copy_runs<" + number(run.stride(base_.strides)) + ", " + number(run.stride(strides_)) + ", " +
+             flag(aligned) + ">(" + run.begin(base_at_, base_.strides) + ", " + run.begin(source_at_, strides_) + ", " +
+             space.count() + ", " + run.length + ", [&](uint32_t run, int64_t& to_at, int64_t& from_at)");
+    space.define("run");
+    places(space.names(), "return false");
+    to_.line("return true;");
+    to_.close("});");
+  }
+  // Unless positions are in order, and none twice, it goes on behind this.
+  void side_by_side_if_growing() {
+    const std::string size = number(base_.shape[dim_]);
+    to_.open("const auto index_of = [&](int64_t position)");
+    to_.line("const int64_t given = load_one(" + at(index_at_, {"position"}, {index_stride()}) + ");");
+    to_.line(scatter_.wrap ? "return given < 0 ? given + " + size + " : given;" : "return given;");
+    to_.close("};");
+    to_.open("if (growing(" + number(source_.shape[dim_]) + ", index_of))");
+    side_by_side();
+    to_.line("return;");
+    to_.close();
+  }
+  void in_order() {
+    Shape columns = source_.shape;
+    columns[dim_] = 1;
+    const FlatSpace space(to_, columns, axis_);
+    to_.open("put_in_order<" + flag(scatter_.accumulate) + ">(" + base_at_ + ", " + source_at_ + ", " + space.count() +
+             ", " + number(source_.shape[dim_]) +
+             ", [&](uint32_t column, int64_t position, int64_t& to_at, int64_t& from_at) -> int64_t");
+    space.define("column");
+    Texts names = space.names();
+    names[dim_] = "position";
+    to_.line("return " + places(names, "return -1") + ";");
+    to_.close("});");
+  }
+
+ private:
+  int64_t index_stride() const { return index_.shape.empty() ? 0 : index_.strides.back(); }
+  // Defines the index, which it returns, and where that puts things.
+  std::string places(const Texts& names, const std::string& leave) {
+    const std::string place =
+        scatter_.along ? at(index_at_, names, index_.strides) : at(index_at_, {names[dim_]}, {index_stride()});
+    Texts of_base = names;
+    of_base[dim_] = emit_index(to_, place, base_, dim_, dim_, scatter_.wrap, leave);
+    to_.line("to_at = " + cpp_offset(of_base, base_.strides) + ";");
+    to_.line("from_at = " + cpp_offset(names, strides_) + ";");
+    return of_base[dim_];
+  }
+
+  FunctionWriter& to_;
+  const ScatterStage& scatter_;
+  const Value &base_, &index_, &source_;
+  const size_t dim_;
+  const int axis_;
+  const std::vector<int64_t> strides_;
+  const std::string base_at_, source_at_, index_at_;
+};
+
 }  // namespace
 
 void emit_cuda_gather(FunctionWriter& to, const GatherStage& gather) {
@@ -148,58 +225,12 @@ void emit_cuda_gather(FunctionWriter& to, const GatherStage& gather) {
 }
 
 void emit_cuda_scatter(FunctionWriter& to, const ScatterStage& scatter) {
-  const Value &base = to.value(scatter.base), &index = to.value(scatter.index), &source = to.value(scatter.source);
-  const auto dim = static_cast<size_t>(scatter.dim);
-  const std::vector<int64_t> strides = broadcast_strides(source, 0, source.shape);
-  const int axis = to.axis_of(scatter.source, false);
-  const std::string base_at = to.pointer(scatter.base, true), source_at = to.pointer(scatter.source, false),
-                    index_at = to.pointer(scatter.index, false);
-  const auto place_of_index = [&](const Texts& names) {
-    return scatter.along ? at(index_at, names, index.strides)
-                         : at(index_at, {names[dim]}, {index.shape.empty() ? 0 : index.strides.back()});
-  };
-  const auto places = [&](const Texts& names, const std::string& found) {
-    Texts of_base = names;
-    of_base[dim] = found;
-    to.line("to_at = " + cpp_offset(of_base, base.strides) + ";");
-    to.line("from_at = " + cpp_offset(names, strides) + ";");
-  };
-  // Written side by side where no position of the base is written twice.
-  const bool side_by_side = !scatter.along && !scatter.accumulate;
-  const std::string positions = number(source.shape[dim]);
-  if (side_by_side) {
-    const std::string size = number(base.shape[dim]);
-    to.open("const auto index_of = [&](int64_t position)");
-    to.line("const int64_t given = load_one(" +
-            at(index_at, {"position"}, {index.shape.empty() ? 0 : index.strides.back()}) + ");");
-    to.line(scatter.wrap ? "return given < 0 ? given + " + size + " : given;" : "return given;");
-    to.close("};");
-    to.open("if (growing(" + positions + ", index_of))");
-    const CudaRun run(to, source.shape, dim + 1, axis);
-    const FlatSpace space(to, run.outer(source.shape), run.cut ? -1 : axis);
-    const bool aligned = run.there && lie_aligned(base, base.strides) && lie_aligned(source, strides);
-    to.open("copy_runs<" + number(run.stride(base.strides)) + ", " + number(run.stride(strides)) + ", " +
-            flag(aligned) + ">(" + run.begin(base_at, base.strides) + ", " + run.begin(source_at, strides) + ", " +
-            space.count() + ", " + run.length + ", [&](uint32_t run, int64_t& to_at, int64_t& from_at)");
-    space.define("run");
-    places(space.names(), emit_index(to, place_of_index(space.names()), base, dim, dim, scatter.wrap, "return false"));
-    to.line("return true;");
-    to.close("});");
-    to.line("return;");
-    to.close();
+  CudaScatter text(to, scatter);
+  if (!scatter.along && !scatter.accumulate) {
+    if (to.value(scatter.source).shape[static_cast<size_t>(scatter.dim)] == 1) return text.side_by_side();
+    text.side_by_side_if_growing();
   }
-  Shape columns = source.shape;
-  columns[dim] = 1;
-  const FlatSpace space(to, columns, axis);
-  Texts names = space.names();
-  names[dim] = "position";
-  to.open("put_in_order<" + flag(scatter.accumulate) + ">(" + base_at + ", " + source_at + ", " + space.count() + ", " +
-          positions + ", [&](uint32_t column, int64_t position, int64_t& to_at, int64_t& from_at) -> int64_t");
-  space.define("column");
-  const std::string found = emit_index(to, place_of_index(names), base, dim, dim, scatter.wrap, "return -1");
-  places(names, found);
-  to.line("return " + found + ";");
-  to.close("});");
+  text.in_order();
 }
 
 void emit_cuda_select(FunctionWriter& to, const SelectStage& select) {

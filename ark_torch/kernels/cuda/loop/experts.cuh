@@ -30,10 +30,10 @@ struct SortedRows {
   OutAt out_at;
   bool whole;  // rows of a begin at 16 bytes
   ARK_LOOP bool aligned(int) const { return whole; }
-  ARK_LOOP int64_t a(int64_t r) const { return a_at(order[r]); }
-  ARK_LOOP int64_t b(int64_t) const { return 0; }
+  ARK_LOOP int64_t a(int r) const { return a_at(order[r]); }
+  ARK_LOOP int64_t b(int) const { return 0; }
   ARK_LOOP bool b_aligned(int) const { return true; }
-  ARK_LOOP int64_t out(int64_t r) const { return out_at(order[r]); }
+  ARK_LOOP int64_t out(int r) const { return out_at(order[r]); }
 };
 
 // Likewise where each row is a product of its own.
@@ -45,9 +45,9 @@ struct SeparateRows {
   AAt a_at;
   OutAt out_at;
   ARK_LOOP bool b_aligned(int elements) const { return apart % elements == 0; }
-  ARK_LOOP int64_t a(int64_t r) const { return a_at(r); }
-  ARK_LOOP int64_t b(int64_t r) const { return matrices[r]; }
-  ARK_LOOP int64_t out(int64_t r) const { return out_at(r); }
+  ARK_LOOP int64_t a(int r) const { return a_at(r); }
+  ARK_LOOP int64_t b(int r) const { return matrices[r]; }
+  ARK_LOOP int64_t out(int r) const { return out_at(r); }
 };
 
 ARK_LOOP bool any_thread(bool x) {

@@ -41,7 +41,7 @@ ARK_LOOP float fold_lanes(const float (&values)[kCount]) {
 
 // kCount elements of a row of a, from depth d on, as float32; zeros behind the end.
 template <int kCount, class A>
-ARK_LOOP void load_run(const Product& s, const A* row, int64_t d, bool wanted, float (&to)[kCount]) {
+ARK_LOOP void load_run(const Product& s, const A* row, int d, bool wanted, float (&to)[kCount]) {
   constexpr int kEach = kPerChunk<A>;
   const A* const from = row + d * s.a_depth;
   if (kCount % kEach == 0 && s.a_depth == 1 && wanted && d + kCount <= s.depth && is_aligned(from, 16)) {
@@ -55,18 +55,30 @@ ARK_LOOP void load_run(const Product& s, const A* row, int64_t d, bool wanted, f
   }
 }
 
+// Sums of slices in shared memory, of `lines` (each row of each segment) times columns. Lines are 8 words of banks
+// apart, where four of them are written at once.
+struct Parts {
+  float* data;
+  int line_words, width;
+  ARK_LOOP Parts(int slices, int width)
+      : data(reinterpret_cast<float*>(workspace())), line_words(slices * width + 8), width(width) {}
+  ARK_LOOP float* at(int line, int slice, int column) const {
+    return data + line * line_words + slice * width + column;
+  }
+};
+
 // Columns [c0, c1) of `segments` products of `Rows` rows each (from row r0 on; `rows` of them are meant): `add` makes
-// sums of slices, parts[segment][row][slice][column], of a run of columns (from `from` on, which may be before c0) in
-// whole batches, and they are put together here.
+// sums of slices of a run of columns (from `from` on, which may be before c0) in whole batches, and they are put
+// together here.
 template <int Rows, class At, class Out, class Bias, class Add>
-ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r0, int rows, int segments,
-                        int64_t from, int64_t c0, int64_t c1, int slices, int batch_columns, Add add) {
-  const int most = kWorkspaceBytes / 4 / (slices * Rows) / batch_columns * batch_columns;
-  float* const parts = reinterpret_cast<float*>(workspace());
-  for (int64_t c = from; c < c1; c += most) {
-    const int columns = static_cast<int>(least<int64_t>(c1 - c, most));
-    const int batches = static_cast<int>(in_wholes(columns, batch_columns)), width = batches * batch_columns;
-    const int most_segments = most / width;
+ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int r0, int rows, int segments,
+                        int from, int c0, int c1, int slices, int batch_columns, Add add) {
+  constexpr int kWords = kWorkspaceBytes / 4;
+  const int most = (kWords / Rows - 8) / slices / batch_columns * batch_columns;
+  for (int c = from; c < c1; c += most) {
+    const int columns = least(c1 - c, most), batches = (columns + batch_columns - 1) / batch_columns;
+    const Parts parts(slices, batches * batch_columns);
+    const int most_segments = kWords / (Rows * parts.line_words);
     for (int first = 0; first < segments; first += most_segments) {
       const int count = least(segments - first, most_segments);
       sync();
@@ -75,10 +87,9 @@ ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bi
       for (int i = thread(); i < count * Rows * columns; i += kThreads) {
         const int line = i / columns, column = i % columns;
         if (line % Rows >= rows || c + column < c0) continue;
-        const float* const part = parts + line * slices * width + column;
-        float sum = part[0];
-        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += part[slice * width];
-        const int64_t row = r0 + first * Rows + line;
+        float sum = *parts.at(line, 0, column);
+        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *parts.at(line, slice, column);
+        const int row = r0 + first * Rows + line;
         finish_one(s, out + at.out(row), bias, row, c + column, sum);
       }
     }

@@ -18,8 +18,8 @@ template <class B>
 inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 
 template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
-ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int rows,
-                       int segments, int64_t c0, int64_t c1) {
+ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int rows, int segments,
+                       int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
   const bool aligned = is_aligned(b, 16) && at.b_aligned(kPer);
   if constexpr (s.b_column == 1 && s.b_depth != 1) {
@@ -46,8 +46,8 @@ template <Product s, class T>
 inline constexpr bool kDotsByTensor = s.b_depth == 1 && s.b_column % 8 == 0 && s.depth % 8 == 0 && kIsHalf<T>;
 
 template <Product s, int kRows, int kColumns, class T, class At, class Out, class Bias>
-ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int64_t r0,
-                               int64_t r1, int64_t c0, int64_t c1) {
+ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int r0,
+                               int r1, int c0, int c1) {
   constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
   if constexpr (kIsHalf<T>)
     tiled_product<TensorTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
@@ -56,8 +56,8 @@ ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b,
 }
 
 template <int MostRows, Product s, class At, class T, class Out, class Bias>
-ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
-                        int64_t c0, int64_t c1) {
+ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
+                        int c1) {
   constexpr int kPer = kPerChunk<T>;
   const bool a_even =
       kRowsAcross<s, At, T> ? s.a_depth % kPer == 0 && r0 % kPer == 0 : s.a_depth == 1 && at.aligned(kPer);
@@ -82,11 +82,11 @@ ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bi
 
 // Every element by one thread.
 template <class At, class A, class B, class Out, class Bias>
-ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0,
-                         int64_t r1, int64_t c0, int64_t c1) {
+ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
+                         int r1, int c0, int c1) {
   const int64_t columns = c1 - c0;
   for_elements((r1 - r0) * columns, [&](int64_t i) {
-    const int64_t r = r0 + i / columns, c = c0 + i % columns;
+    const int r = r0 + static_cast<int>(i / columns), c = c0 + static_cast<int>(i % columns);
     float sum = 0;
     for (int64_t d = 0; d < s.depth; ++d)
       sum = fused(load_one(a + at.a(r) + d * s.a_depth), load_one(b + d * s.b_depth + c * s.b_column), sum);
@@ -96,14 +96,14 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
 
 // Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
 template <int64_t MostRows, Product s, class At, class A, class B, class Out, class Bias>
-ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1,
-                         int64_t c0, int64_t c1) {
+ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
+                         int c1) {
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
-    few_rows<MostRows, s>(at, a, b, out, bias, r0, static_cast<int>(r1 - r0), 1, c0, c1);
+    few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
   else if constexpr (kSame<A, B>)
     if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
-      tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, static_cast<int>(r1 - r0), c0, c1);
+      tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
     else
       many_rows<MostRows, s>(at, a, b, out, bias, r0, r1, c0, c1);
   else
@@ -113,7 +113,8 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
 template <int64_t MostRows, Product s, class A, class B, class Out, class Bias>
 ARK_LOOP void product(const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1, int64_t c0,
                       int64_t c1) {
-  product_of<MostRows, s>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, r0, r1, c0, c1);
+  product_of<MostRows, s>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0), static_cast<int>(r1),
+                          static_cast<int>(c0), static_cast<int>(c1));
 }
 
 }  // namespace ark::loop

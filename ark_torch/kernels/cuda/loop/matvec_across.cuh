@@ -12,7 +12,7 @@ inline constexpr int kAcrossRows = 8, kAcrossChunks = 4;  // of b, a warp at onc
 
 // 16 bytes of a row of b; kFast: aligned.
 template <bool kFast, class B>
-ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* row, int64_t c, int64_t c1, bool wanted) {
+ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* row, int c, int c1, bool wanted) {
   if constexpr (kFast) {
     return read_once(row + c, wanted);
   } else {
@@ -24,8 +24,8 @@ ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* ro
 
 // As dot_parts, a warp's rows of b being a slice.
 template <int Rows, bool kFast, class At, class A, class B>
-ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int64_t r0, int rows,
-                           int first_segment, int segments, int64_t c, int64_t c1, int batches, float* parts) {
+ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
+                           int segments, int c, int c1, int batches, Parts parts) {
   constexpr int kPer = kPerChunk<B>, kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;
   constexpr int kStep = kWarps * kAcrossRows;
   const int turns = static_cast<int>(in_wholes(s.depth, kStep * kTogether));
@@ -35,13 +35,14 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
   // What is to be loaded next: rows of b that are kStep apart, of a batch of columns.
   struct {
     int turn = 0, batch = 0, segment = 0;
-    int64_t d, column, row;
+    int d, column, row;
     const B* from;
   } next;
   auto place = [&] {
-    next.d = next.segment < segments ? next.turn * (kStep * kTogether) + warp() * kAcrossRows + my_row : s.depth;
+    next.d = next.segment < segments ? next.turn * (kStep * kTogether) + warp() * kAcrossRows + my_row
+                                     : static_cast<int>(s.depth);
     next.column = c + (next.batch * kAcrossChunks + my_chunk) * kPer;
-    const int64_t segment = first_segment + (next.segment < segments ? next.segment : 0);
+    const int segment = first_segment + (next.segment < segments ? next.segment : 0);
     next.from = b + at.b(segment) + next.d * s.b_depth;
     next.row = r0 + segment * Rows;
   };
@@ -83,18 +84,17 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
         const float sum = fold_lanes<16, kAcrossChunks>(sums[r]);
         constexpr int kLanes = kAcrossRows / kPer;  // that have the same column
         if (my_row % kLanes == 0)
-          parts[((segment * Rows + r) * kWarps + warp()) * (batches * kAcrossChunks * kPer) +
-                (batch * kAcrossChunks + my_chunk) * kPer + my_row / kLanes] = sum;
+          *parts.at(segment * Rows + r, warp(), (batch * kAcrossChunks + my_chunk) * kPer + my_row / kLanes) = sum;
       }
     }
 }
 
 template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
-ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias,
-                             int64_t r0, int rows, int segments, int64_t c0, int64_t c1) {
+ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
+                             int rows, int segments, int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
   in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
-                  [&](int first, int count, int64_t c, int, int batches, float* parts) {
+                  [&](int first, int count, int c, int, int batches, Parts parts) {
                     across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
                   });
 }

@@ -11,12 +11,14 @@
 namespace ark::loop {
 
 inline constexpr int kTensorRows = 16;
-inline constexpr int kTensorOctets = 2;                   // of columns
+// Of columns: as many as there are registers for beside the addresses of rows.
+template <class At>
+inline constexpr int kTensorOctets = At::kEven ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a; zeros outside of the matrix.
 template <class T>
-ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int64_t d, bool wanted) {
+ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
   Chunk chunk{};
   const T* const from = row + d * s.a_depth;
   if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && is_aligned(from, 16)) {
@@ -30,21 +32,21 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int64_t d, bool wa
 
 // As dot_parts.
 template <int Rows, class At, class T>
-ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int64_t r0, int rows, int64_t c,
-                           int columns, int batches, float* parts) {
-  constexpr int kTogether = kTensorOctets * 8, kSlice = kTensorParts * kTensorPart;
+ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int r0, int rows, int c, int columns,
+                           int batches, Parts parts) {
+  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
   const ReadOnce read_once;
   const int my_line = lane() / 4;  // row of a, column of b
   const int my_depth = slice * kSlice + lane() % 4 * kPerChunk<T>;
-  const int step = split.slices * kSlice, width = batches * split.groups * kTogether;
+  const int step = split.slices * kSlice;
 
   // The next batch of columns to be loaded.
   struct {
     int batch = 0, pass = 0, left;
-    int64_t d;
+    int d;
     const T* from;
   } next;
   auto place = [&] {
@@ -57,9 +59,9 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
     return read_once(next.from + octet * 8 * s.b_column + part * kTensorPart,
                      octet * 8 < next.left && next.d + part * kTensorPart < s.depth);
   };
-  Chunk ring[kTensorOctets][kTensorParts];
+  Chunk ring[kOctets][kTensorParts];
   place();
-  ARK_UNROLL for (int o = 0; o < kTensorOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
+  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
       load(o, q);
   for (int pass = 0; pass < split.passes; ++pass) {
     Chunk x[kTensorParts][2];
@@ -74,7 +76,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
         ++next.pass;
       }
       place();
-      ARK_UNROLL for (int o = 0; o < kTensorOctets; ++o) {
+      ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
         float sums[4] = {};
         ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) {
           const Chunk w = ring[o][q];
@@ -84,11 +86,16 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
         }
-        ARK_UNROLL for (int e = 0; e < 4; ++e) {
-          const int row = e / 2 * 8 + my_line;
-          float* const to = parts + (row * split.slices + slice) * width + (batch * split.groups + group) * kTogether +
-                            o * 8 + lane() % 4 * 2 + e % 2;
-          if (row < Rows) *to = pass == 0 ? sums[e] : *to + sums[e];
+        ARK_UNROLL for (int half = 0; half < 2; ++half) {
+          struct alignas(8) Pair {
+            float x, y;
+          };
+          const int row = half * 8 + my_line;
+          auto* const to = reinterpret_cast<Pair*>(
+              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane() % 4 * 2));
+          Pair sum{sums[half * 2], sums[half * 2 + 1]};
+          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
+          if (row < Rows) *to = sum;
         }
       }
     }
@@ -96,11 +103,11 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
 }
 
 template <int Rows, class At, class T, class Out, class Bias>
-ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias,
-                             int64_t r0, int rows, int64_t c0, int64_t c1) {
+ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
+                             int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
-  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets * 8,
-                  [&](int, int, int64_t c, int columns, int batches, float* parts) {
+  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
+                  [&](int, int, int c, int columns, int batches, Parts parts) {
                     tensor_parts<Rows>(s, at, a, b, r0, rows, c, columns, batches, parts);
                   });
 }

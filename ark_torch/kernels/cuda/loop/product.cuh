@@ -6,7 +6,7 @@
 
 namespace ark::loop {
 
-// Strides in elements.
+// Strides in elements. Rows, columns and depths are counted in int.
 struct Product {
   int64_t depth;
   int64_t a_row, a_depth;
@@ -22,11 +22,11 @@ struct EvenRows {
   static constexpr bool kEven = true;
   int64_t a_row, out_row;
   ARK_LOOP bool aligned(int elements) const { return a_row % elements == 0; }
-  ARK_LOOP int64_t a(int64_t r) const { return r * a_row; }
+  ARK_LOOP int64_t a(int r) const { return r * a_row; }
   // Of a segment's b, see matvec.cuh.
-  ARK_LOOP int64_t b(int64_t) const { return 0; }
+  ARK_LOOP int64_t b(int) const { return 0; }
   ARK_LOOP bool b_aligned(int) const { return true; }
-  ARK_LOOP int64_t out(int64_t r) const { return r * out_row; }
+  ARK_LOOP int64_t out(int r) const { return r * out_row; }
 };
 
 template <class T>
@@ -45,20 +45,20 @@ ARK_LOOP bool is_aligned(const void* at, int bytes) {
 }
 
 template <class Bias>
-ARK_LOOP float with_bias(const Product& s, const Bias* bias, int64_t r, int64_t c, float sum) {
+ARK_LOOP float with_bias(const Product& s, const Bias* bias, int r, int c, float sum) {
   if constexpr (!kSame<Bias, NoBias>) sum += load_one(bias + r * s.bias_row + c * s.bias_column);
   return sum;
 }
 
 template <class Out, class Bias>
-ARK_LOOP void finish_one(const Product& s, Out* row, const Bias* bias, int64_t r, int64_t c, float sum) {
+ARK_LOOP void finish_one(const Product& s, Out* row, const Bias* bias, int r, int c, float sum) {
   store_one(row + c * s.out_column, with_bias(s, bias, r, c, sum));
 }
 
 // Columns c and c + 1. `paired`: they may be stored as one.
 template <class Out, class Bias>
-ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int64_t r, int64_t c, int64_t c1, float x,
-                          float y, bool paired) {
+ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int r, int c, int c1, float x, float y,
+                          bool paired) {
   if (paired && c + 1 < c1) {
     struct alignas(2 * sizeof(Out)) Pair {
       Out x, y;

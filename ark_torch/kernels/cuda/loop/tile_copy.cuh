@@ -32,32 +32,43 @@ struct Side {
 
 // The tile of others o0 to o0 + kOthers (lines across: rounded up to whole lines) and of a line's depth from d0 on.
 template <int kOthers, bool kAcross, class T, class At>
-ARK_LOOP void copy_tile(char* tile, const Side<T, At>& side, int64_t o0, int64_t o1, int64_t d0, int64_t depth) {
+ARK_LOOP void copy_tile(char* tile, const Side<T, At>& side, int o0, int o1, int d0, int depth) {
   constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
   constexpr int kLines = kAcross ? (kOthers + kDepth - 1) / kDepth * kDepth : kOthers;
   constexpr int kChunks = kLines * 8, kTurns = (kChunks + kThreads - 1) / kThreads;
-  ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
-    const int i = turn * kThreads + thread();
-    if (kChunks % kThreads != 0 && i >= kChunks) break;
+  struct Piece {
+    const T* from;
+    int count;  // of elements that are there
+    char* to;
+  };
+  auto piece = [&](int i) -> Piece {
     const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
     const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
-    // The chunk's first element, and how many of it there are.
-    const int64_t o = o0 + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
-    const int64_t d = d0 + (kAcross ? line % kDepth : chunk * kPer);
-    const int64_t left = kAcross ? (d < depth ? o1 - o : 0) : (o < o1 ? depth - d : 0);
-    const int count = left <= 0 ? 0 : static_cast<int>(least<int64_t>(left, kPer));
-    const T* const from = count == 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride;
-    const int64_t step = kAcross ? 1 : side.depth_stride;
-    char* const to = tile_chunk(tile, line, chunk);
-    if (side.whole) {
-      copy_16(to, from, count * static_cast<int>(sizeof(T)));
-    } else if constexpr (sizeof(T) == 4) {
+    const int o = o0 + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
+    const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);
+    const int left = kAcross ? (d < depth ? o1 - o : 0) : (o < o1 ? depth - d : 0);
+    return {left <= 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride, left <= 0 ? 0 : least(left, kPer),
+            tile_chunk(tile, line, chunk)};
+  };
+  if (side.whole) {
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      const int i = turn * kThreads + thread();
+      if (kChunks % kThreads != 0 && i >= kChunks) break;
+      const Piece one = piece(i);
+      copy_16(one.to, one.from, one.count * static_cast<int>(sizeof(T)));
+    }
+    return;
+  }
+  const int64_t step = kAcross ? 1 : side.depth_stride;
+  _Pragma("unroll 1") for (int i = thread(); i < kChunks; i += kThreads) {
+    const Piece one = piece(i);
+    if constexpr (sizeof(T) == 4) {
       ARK_UNROLL for (int e = 0; e < kPer; ++e)
-          copy_4(to + e * 4, e < count ? from + e * step : side.data, e < count ? 4 : 0);
+          copy_4(one.to + e * 4, e < one.count ? one.from + e * step : side.data, e < one.count ? 4 : 0);
     } else {
       Chunk elements{};
-      ARK_UNROLL for (int e = 0; e < kPer; ++e) if (e < count) set_element(elements, e, from[e * step]);
-      *reinterpret_cast<Chunk*>(to) = elements;
+      ARK_UNROLL for (int e = 0; e < kPer; ++e) if (e < one.count) set_element(elements, e, one.from[e * step]);
+      *reinterpret_cast<Chunk*>(one.to) = elements;
     }
   }
 }

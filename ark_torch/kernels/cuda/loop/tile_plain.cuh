@@ -40,13 +40,13 @@ struct PlainTile {
   }
 
   template <class At, class Out, class Bias>
-  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r, int64_t r1, int64_t c,
-                       int64_t c1, bool) const {
+  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
+                       bool) const {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) {
-      const int64_t row = r + first_row() + i * kThreadsDown;
+      const int row = r + first_row() + i * kThreadsDown;
       if (row >= r1) continue;
       ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const int64_t column = c + first_column() + j * kThreadsAcross;
+        const int column = c + first_column() + j * kThreadsAcross;
         if (column < c1) finish_one(s, out + at.out(row), bias, row, column, sums[i][j]);
       }
     }

@@ -12,19 +12,17 @@ namespace ark::loop {
 template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, class T, class At, class BAt, class Out,
           class Bias>
 ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
-                            int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+                            int r0, int r1, int c0, int c1) {
   constexpr int kABytes = Tile::kALines * kLineBytes, kBytes = kABytes + Tile::kBLines * kLineBytes;
   constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
-  const int across = static_cast<int>(in_wholes(c1 - c0, kColumns));
-  const int total = static_cast<int>(in_wholes(r1 - r0, kRows)) * across * steps;
-  const bool paired = !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && At::kEven && is_aligned(out, 4);
+  const bool paired =
+      !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && c0 % 2 == 0 && At::kEven && is_aligned(out, 4);
 
   // Where a stage is: of which tile of the result, which depth.
   struct Place {
-    int64_t r, c;
-    int step;
+    int r, c, step;
   };
   auto advance = [&](Place& place) {
     if (++place.step < steps) return;
@@ -35,26 +33,25 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
     place.r += kRows;
   };
   Place next{r0, c0, 0}, now{r0, c0, 0};
-  int next_stage = 0, stage = 0;
-  auto fill = [&](bool any) {
-    if (any) {
-      char* const to = workspace() + next_stage * kBytes;
-      copy_tile<kRows, kAAcross>(to, a, next.r, r1, static_cast<int64_t>(next.step) * kDepth, s.depth);
-      copy_tile<kColumns, kBAcross>(to + kABytes, b, next.c, c1, static_cast<int64_t>(next.step) * kDepth, s.depth);
+  auto fill = [&](int stage) {
+    if (next.r < r1) {
+      char* const to = workspace() + stage * kBytes;
+      copy_tile<kRows, kAAcross>(to, a, next.r, r1, next.step * kDepth, s.depth);
+      copy_tile<kColumns, kBAcross>(to + kABytes, b, next.c, c1, next.step * kDepth, s.depth);
       advance(next);
-      next_stage = next_stage + 1 == kStages ? 0 : next_stage + 1;
     }
     end_copies();
   };
 
   sync();
-  for (int i = 0; i < kStages - 1; ++i) fill(i < total);
+  for (int i = 0; i < kStages - 1; ++i) fill(i);
+  int stage = 0;
   Tile tile;
   tile.clear();
-  for (int i = 0; i < total; ++i) {
+  while (now.r < r1) {
     wait_copies<kStages - 2>();
     sync();  // all have it, and are done with the stage before
-    fill(i + kStages - 1 < total);
+    fill(stage == 0 ? kStages - 1 : stage - 1);
     const char* const from = workspace() + stage * kBytes;
     tile.add(from, from + kABytes);
     stage = stage + 1 == kStages ? 0 : stage + 1;

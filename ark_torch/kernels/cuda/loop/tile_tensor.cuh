@@ -45,7 +45,7 @@ struct TensorTile {
   ARK_LOOP void add(const char* a, const char* b) {
     if (idle()) return;
     const int m = lane() / 8;  // the matrix whose line this lane names
-    ARK_UNROLL for (int d = 0; d < 64; d += 16) {
+    _Pragma("unroll 2") for (int d = 0; d < 64; d += 16) {
       uint32 rows[kDown][4];
       ARK_UNROLL for (int i = 0; i < kDown; ++i)
           load_matrices<kAAcross>(rows[i], matrix_line<kAAcross>(a, first_row() + i * 16, d, m % 2, m / 2));
@@ -64,15 +64,15 @@ struct TensorTile {
 
   // The tile begins at row r and column c.
   template <class At, class Out, class Bias>
-  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int64_t r, int64_t r1, int64_t c,
-                       int64_t c1, bool paired) const {
+  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
+                       bool paired) const {
     if (idle()) return;
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int64_t row = r + first_row() + i * 16 + half * 8 + lane() / 4;
+      const int row = r + first_row() + i * 16 + half * 8 + lane() / 4;
       if (row >= r1) continue;
       Out* const to = out + at.out(row);
       ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const int64_t column = c + first_column() + j * 8 + lane() % 4 * 2;
+        const int column = c + first_column() + j * 8 + lane() % 4 * 2;
         finish_pair(s, to, bias, row, column, c1, sums[i][j][half * 2], sums[i][j][half * 2 + 1], paired);
       }
     }
