@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "error.hpp"
-#include "jit/host_compiler.hpp"
 #include "jit/driver.hpp"
+#include "jit/host_compiler.hpp"
 #include "jit/kernel.hpp"
 #include "plan/costs.hpp"
 #include "plan/targets.hpp"
@@ -322,8 +322,9 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   }
   if (cuda_) {
     const CurrentContext context(options_.device);
-    launch(inputs, [&](plan::StepStamps*) {
-      cuda_->run(pointers.data(), results.data(), static_cast<CUstream>(native_stream(current_stream(device()))));
+    launch(inputs, [&](plan::StepStamps* stamps) {
+      cuda_->run(pointers.data(), results.data(), static_cast<CUstream>(native_stream(current_stream(device()))),
+                 stamps);
     });
     return outputs;
   }

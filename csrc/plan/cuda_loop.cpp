@@ -51,6 +51,7 @@ struct CudaLoop::Memory {
   const size_t events, steps, own, own_stride, scratch, scratch_stride, arena;
   const DeviceMemory data;
   const PinnedMemory report;
+  std::unique_ptr<PinnedMemory> stamps;  // made when asked for
 };
 
 CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit_cuda(plan_)), device_(device) {
@@ -113,7 +114,31 @@ void CudaLoop::raise_if_failed(Memory& memory, CUstream stream) const {
   raise_step_failure(plan_, what);
 }
 
-void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream) {
+// The device's clock has another beginning than the host's: the last task's end is taken for the moment in which the
+// stream was found done, which moves all by some microseconds.
+void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const {
+  check(driver().stream_synchronize(stream), "waiting for the step to be traced");
+  const uint64_t done_ns = cpu::now_ns();
+  const auto* device = static_cast<const loop::Stamp*>(memory.stamps->host());
+  unsigned long long last = 0;
+  for (size_t i = 0; i < plan_.tasks.size(); ++i) last = std::max(last, device[i].end_ns);
+  const auto host = [&](unsigned long long when) -> uint64_t {
+    return when == 0 ? 0 : std::max<uint64_t>(begin_ns, done_ns - (last - when));
+  };
+  stamps.tasks.clear();
+  stamps.wait_ends.clear();
+  std::vector<uint64_t> carried;
+  for (size_t i = 0; i < plan_.tasks.size(); ++i) {
+    const uint64_t began = host(device[i].begin_ns);
+    stamps.tasks.push_back({host(device[i].came_ns), began, host(device[i].end_ns)});
+    stamps.wait_ends.insert(stamps.wait_ends.end(), plan_.tasks[i].waits.size(), began);
+    carried.insert(carried.end(), plan_.tasks[i].carried.size(), began);
+  }
+  stamps.wait_ends.insert(stamps.wait_ends.end(), carried.begin(), carried.end());
+  stamps.wait_ends.push_back(0);
+}
+
+void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps) {
   Memory& memory = memory_of(stream);
   raise_if_failed(memory, stream);
   const auto given = static_cast<size_t>(source_.pointers);
@@ -130,13 +155,22 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   head.steps = reinterpret_cast<uint32_t*>(base + memory.steps);
   head.control = reinterpret_cast<loop::Control*>(base);
   head.report = static_cast<loop::Report*>(memory.report.device());
+  if (stamps != nullptr && capture_of(stream) != 0) stamps = nullptr;
+  if (stamps != nullptr) {
+    const size_t bytes = (plan_.tasks.size() + 1) * sizeof(loop::Stamp);
+    if (memory.stamps == nullptr) memory.stamps = std::make_unique<PinnedMemory>(device_, bytes);
+    std::memset(memory.stamps->host(), 0, bytes);
+    head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
+  }
   head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
   std::memcpy(launch.data(), &head, sizeof(head));
   char* at = launch.data() + sizeof(head);
   std::memcpy(at, inputs, most * sizeof(char*));
   std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
+  const uint64_t begin_ns = cpu::now_ns();
   jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kThreads},
               static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
+  if (stamps != nullptr) take_stamps(memory, stream, begin_ns, *stamps);
 }
 
 }  // namespace ark::plan

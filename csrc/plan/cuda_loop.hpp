@@ -20,6 +20,7 @@
 #include "jit/kernel.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/plan.hpp"
+#include "plan/step_stamps.hpp"
 
 namespace ark::plan {
 
@@ -33,7 +34,8 @@ class CudaLoop {
   // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
   // before on this stream has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
   // thread may call.
-  void run(const void* const* inputs, void* const* outputs, CUstream stream);
+  // `stamps`, where given, is filled in, and the call returns when the step is done; not under capture.
+  void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr);
 
   // For each wait of a step; zero: none.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
@@ -47,6 +49,7 @@ class CudaLoop {
   struct Memory;
   Memory& memory_of(CUstream stream);
   void raise_if_failed(Memory& memory, CUstream stream) const;
+  void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
 
   const Plan plan_;
   const CudaSource source_;
