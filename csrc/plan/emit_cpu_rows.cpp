@@ -5,7 +5,8 @@
 // A number of the row is held in all lanes, so that the same functions serve both.
 //
 // For a GPU: a row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in
-// every pass; nothing is kept, since a thread's columns are few. Where nothing is reduced a tile is one row.
+// every pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers.
+// Where nothing is reduced a tile is one row.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -58,6 +59,9 @@ class RowEmitter {
     if (!nest_.has_numbers()) return;
     // By shape alone: the order of a sum must not depend on the tile.
     const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
+    const int64_t threads = narrow ? 32 : 512;  // of cuda/loop/group.cuh
+    const int64_t turns = (nest_.columns() + threads - 1) / threads;
+    turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
     to_.line(std::string("using Group = ") + (narrow ? "Warp" : "Block") + ";");
     to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
     nest_.take_apart("row", false);
@@ -159,32 +163,63 @@ class RowEmitter {
   // Which expensive registers of this pass a later one asks for again.
   std::set<int> worth_keeping(int when, const Registers& need) const {
     std::set<int> keep;
-    if (to_.cuda()) return keep;
+    if (to_.cuda() && turns_ == 0) return keep;
     for (int later = when + 1; later <= last_level_; ++later) {
       bool any = false;
       const Registers again = needed(later, any);
       for (int i = 0; i < count(); ++i)
         if (any && need[static_cast<size_t>(i)] && again[static_cast<size_t>(i)] && kept_.count(i) == 0 &&
-            RowExpressions::expensive(at(i)))
+            (RowExpressions::expensive(at(i)) || (to_.cuda() && at(i).kind == Kind::load)))
           keep.insert(i);
     }
+    if (to_.cuda()) limit(keep);
     return keep;
   }
 
+  // As many as a thread has registers for, the first ones.
+  void limit(std::set<int>& keep) const {
+    int left = kMostKept;
+    for (auto one = keep.begin(); one != keep.end();) {
+      left -= turns_ * (at(*one).type == ScalarType::i64 ? 2 : 1);
+      one = left < 0 ? keep.erase(one) : std::next(one);
+    }
+  }
+
+  // Of a GPU's first pass: also what later ones load.
+  void load_early(int when, Registers& need) const {
+    if (turns_ == 0 || !kept_.empty()) return;
+    for (int later = when + 1; later <= last_level_; ++later) {
+      bool any = false;
+      const Registers again = needed(later, any);
+      for (int i = 0; i < count(); ++i)
+        if (any && again[static_cast<size_t>(i)] && at(i).kind == Kind::load) need[static_cast<size_t>(i)] = true;
+    }
+  }
+
+  std::string kept_turn(int i) const { return "k" + row_number(i) + "[turn]"; }
   std::string kept(int i) const { return "k" + row_number(i) + " + " + nest_.kept_place(); }
 
   // One pass over the row's columns.
   void columns(int when) {
     bool any = false;
-    const Registers need = needed(when, any);
+    Registers need = needed(when, any);
     if (!any) return;
+    if (to_.cuda()) load_early(when, need);
     const std::set<int> keep = worth_keeping(when, need);
-    for (const int i : keep)
-      to_.line("float* const k" + row_number(i) + " = reinterpret_cast<float*>(context.scratch + " +
-               row_number(to_.scratch(nest_.columns() * 4)) + ");");
+    for (const int i : keep) {
+      if (to_.cuda())
+        to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
+      else
+        to_.line("float* const k" + row_number(i) + " = reinterpret_cast<float*>(context.scratch + " +
+                 row_number(to_.scratch(nest_.columns() * 4)) + ");");
+    }
     for (int i = 0; i < count(); ++i)
       if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);
-    if (to_.cuda()) return pass_of_threads(need);
+    if (to_.cuda()) {
+      pass_of_threads(need, keep);
+      kept_.insert(keep.begin(), keep.end());
+      return;
+    }
     for (const RowLoop& loop : nest_.loops())
       if (loop.column && !nest_.is_vector(loop)) nest_.open(loop);
     pass(need, keep);
@@ -223,12 +258,16 @@ class RowEmitter {
     to_.close("});");
   }
 
-  void pass_of_threads(const Registers& need) {
-    to_.open(std::string(nest_.has_numbers() ? "for_columns<Group>(" : "for_elements(") + nest_.count(true) +
-             ", [&]([[maybe_unused]] int64_t column)");
+  void pass_of_threads(const Registers& need, const std::set<int>& keep) {
+    const bool turns = turns_ > 0 && nest_.has_numbers();
+    const std::string over = !nest_.has_numbers() ? "for_elements("
+                             : turns              ? "for_columns<Group, " + row_number(turns_) + ">("
+                                                  : "for_columns<Group>(";
+    to_.open(over + nest_.count(true) + ", [&]([[maybe_unused]] int64_t column" +
+             (turns ? ", [[maybe_unused]] int turn)" : ")"));
     nest_.take_apart("column", true);
     for (int i = 0; i < count(); ++i)
-      if (need[static_cast<size_t>(i)]) column_instruction(i, {});
+      if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
     to_.close("});");
   }
 
@@ -242,7 +281,7 @@ class RowEmitter {
 
   void column_instruction(int i, const std::set<int>& keep) {
     const Instruction& one = at(i);
-    if (kept_.count(i) != 0) return define(i, "load(" + kept(i) + ", lanes)");
+    if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : "load(" + kept(i) + ", lanes)");
     switch (one.kind) {
       case Kind::load:
         if (to_.cuda())
@@ -267,15 +306,21 @@ class RowEmitter {
         break;
       case Kind::literal: break;
     }
-    if (keep.count(i) != 0) to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
+    if (keep.count(i) == 0) return;
+    if (to_.cuda())
+      to_.line(kept_turn(i) + " = " + RowExpressions::name(i) + ";");
+    else
+      to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
   }
 
   FunctionWriter& to_;
   const std::vector<Instruction>& code_;
   RowNest nest_;
   const RowExpressions expressions_;
+  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
   std::vector<int> level_;
   int last_level_ = 0;
+  int turns_ = 0;  // of a GPU: columns a thread, where they are few
   std::set<int> kept_;
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -54,7 +55,7 @@ def on_one_kernel(report: Report) -> None:
     assert resources["local_bytes"] < 2048 and resources["registers"] > 0
 
 
-PARTS = 6
+PARTS = max(2, (os.cpu_count() or 2) - 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

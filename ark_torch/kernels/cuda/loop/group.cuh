@@ -97,6 +97,15 @@ ARK_LOOP void for_columns(int64_t count, Body body) {
   for (int64_t i = Group::rank(); i < count; i += Group::kSize) body(i);
 }
 
+// The same for at most kTurns columns a thread, numbered: what a pass keeps of them for the next stays in registers.
+template <class Group, int kTurns, class Body>
+ARK_LOOP void for_columns(int64_t count, Body body) {
+  ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+    const int64_t i = Group::rank() + turn * Group::kSize;
+    if (i < count) body(i, turn);
+  }
+}
+
 #endif
 
 }  // namespace ark::loop

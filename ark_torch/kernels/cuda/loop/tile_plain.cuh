@@ -1,6 +1,7 @@
 // A tile of a product in float32 by fused multiply-adds: what a thread has of it, one line's depth (32) at a time.
 //
-// Products are added up along the depth one by one, in order: an element's sum does not depend on the tile's shape.
+// Products of a line's depth are added up one by one, in order, and lines' sums likewise: an element's sum does not
+// depend on the tile's shape, and its error grows with the number of lines.
 #pragma once
 
 #include "cuda/loop/tile_copy.cuh"
@@ -28,15 +29,17 @@ struct PlainTile {
     auto load = [](const char* tile, int line, int chunk) {
       return *reinterpret_cast<const Chunk*>(tile_chunk(tile, line, chunk));
     };
+    float line[kDown][kOver] = {};
     _Pragma("unroll 1") for (int chunk = 0; chunk < 8; ++chunk) {
       Chunk rows[kDown];
       ARK_UNROLL for (int i = 0; i < kDown; ++i) rows[i] = load(a, first_row() + i * kThreadsDown, chunk);
       ARK_UNROLL for (int j = 0; j < kOver; ++j) {
         const Chunk column = load(b, first_column() + j * kThreadsAcross, chunk);
-        ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[i][j] =
-            fused(chunk_element<float>(rows[i], e), chunk_element<float>(column, e), sums[i][j]);
+        ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) line[i][j] =
+            fused(chunk_element<float>(rows[i], e), chunk_element<float>(column, e), line[i][j]);
       }
     }
+    ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] += line[i][j];
   }
 
   template <class At, class Out, class Bias>
