@@ -76,7 +76,17 @@ CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit
            std::to_string(resident));
 }
 
-CudaLoop::~CudaLoop() = default;
+// What still runs uses the sets. Where the driver is gone already, or refuses since somebody captures, nothing runs or
+// there is nothing better to do.
+CudaLoop::~CudaLoop() {
+  try {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(device_);
+    if (!memories_.empty()) static_cast<void>(driver().ctx_synchronize());
+  } catch (const Error&) {
+    return;
+  }
+}
 
 int CudaLoop::shared_bytes() const {
   return loop::kWorkspaceBytes;
@@ -90,10 +100,15 @@ CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {
   return *memory;
 }
 
-void CudaLoop::raise_if_failed(Memory& memory, CUstream stream) const {
+// Before anything is asked of the driver: a failed assertion has left it with one answer for all.
+void CudaLoop::raise_if_failed() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [where, memory] : memories_)
+    if (protocol::load_acquire(memory->host_report().failure) != 0) raise(*memory, where.first);
+}
+
+void CudaLoop::raise(Memory& memory, CUstream stream) const {
   loop::Report& report = memory.host_report();
-  const uint32_t failure = protocol::load_acquire(report.failure);
-  if (failure == 0) return;
   StepFailure what;
   what.worker = report.worker;
   what.task = report.task;
@@ -103,7 +118,7 @@ void CudaLoop::raise_if_failed(Memory& memory, CUstream stream) const {
   what.value = report.value;
   what.limit = report.limit;
   what.timeout = timeout_;
-  switch (static_cast<loop::Failure>(failure)) {
+  switch (static_cast<loop::Failure>(report.failure)) {
     case loop::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
     case loop::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
     default: break;
@@ -139,8 +154,8 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
 }
 
 void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps) {
+  raise_if_failed();
   Memory& memory = memory_of(stream);
-  raise_if_failed(memory, stream);
   const auto given = static_cast<size_t>(source_.pointers);
   const auto most = static_cast<size_t>(plan_.graph.inputs());
   std::vector<char> launch(sizeof(loop::LaunchHead) + given * sizeof(char*));

@@ -32,7 +32,7 @@ class CudaLoop {
   ~CudaLoop();
 
   // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
-  // before on this stream has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
+  // before has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
   // thread may call.
   // `stamps`, where given, is filled in, and the call returns when the step is done; not under capture.
   void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr);
@@ -48,7 +48,8 @@ class CudaLoop {
  private:
   struct Memory;
   Memory& memory_of(CUstream stream);
-  void raise_if_failed(Memory& memory, CUstream stream) const;
+  void raise_if_failed();
+  [[noreturn]] void raise(Memory& memory, CUstream stream) const;
   void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
 
   const Plan plan_;

@@ -12,8 +12,8 @@ namespace {
 
 constexpr int64_t kMatvecRows = 16;     // cuda/loop/matmul.cuh: every column by itself
 constexpr int64_t kMatvecColumns = 8;   // that a warp takes together there
-constexpr int64_t kAcrossColumns = 32;      // where lanes run along the columns
-constexpr int64_t kTensorRows = 128;  // of a tile on tensor cores
+constexpr int64_t kAcrossColumns = 32;  // where lanes run along the columns
+constexpr int64_t kTensorRows = 128;    // of a tile on tensor cores
 
 // Rows [begin, end) of the last dimension but one; all where there is one for all.
 int rows_of(Graph& graph, int index, int64_t begin, int64_t end) {

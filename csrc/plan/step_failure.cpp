@@ -46,9 +46,9 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
       context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
       throw Error(ErrorKind::timeout,
                   "worker " + std::to_string(failure.worker) + " waited longer than " +
-                      std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) + " for " +
-                      whom + ": event " + std::to_string(failure.event) + " is at " + std::to_string(failure.value) +
-                      " and must reach " + std::to_string(failure.limit),
+                      std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) +
+                      " for " + whom + ": event " + std::to_string(failure.event) + " is at " +
+                      std::to_string(failure.value) + " and must reach " + std::to_string(failure.limit),
                   context);
     }
     case StepFailure::Kind::collective: {

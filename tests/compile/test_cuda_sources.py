@@ -53,7 +53,7 @@ class Sources:
         for source in self.found:
             cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
             assert cubin[:4] == b"\x7fELF"
-            ((name, registers, spills, stack),) = kernels
+            ((name, registers, spills, _),) = kernels
             assert name == "loop_kernel" and 0 < registers <= 128 and spills < 600, kernels
 
 
@@ -77,7 +77,10 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_encoder_and_decoder(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
-    encoder, decoder = models.Encoder(1024, 16, 1, 100, 384).to(dtype).eval(), models.Decoder(1600, 25, 1).to(dtype).eval()
+    encoder, decoder = (
+        models.Encoder(1024, 16, 1, 100, 384).to(dtype).eval(),
+        models.Decoder(1600, 25, 1).to(dtype).eval(),
+    )
     compiled(encoder, dynamic=False, fallback=False)[0](torch.randint(0, 100, (1, 384)), torch.rand(1, 384) < 0.7)
     compiled(decoder, dynamic=False, fallback=False)[0](torch.randint(0, 50, (2, 16)))
     sources.check()
@@ -111,5 +114,7 @@ def test_lookups_sorts_and_sums(sources: Sources, compiled: Any) -> None:
             x @ weights,
         )
 
-    compiled(call, dynamic=False, fallback=False)[0](torch.randn(40, 100), torch.randint(0, 40, (7,)), torch.randn(100, 30))
+    compiled(call, dynamic=False, fallback=False)[0](
+        torch.randn(40, 100), torch.randint(0, 40, (7,)), torch.randn(100, 30)
+    )
     sources.check()

@@ -13,12 +13,11 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
 
-import accuracy  # noqa: E402
-import torch  # noqa: E402
+import accuracy
+import torch
 
-from ark_torch.compile import backend, options  # noqa: E402
-from ark_torch.compile.report import Report  # noqa: E402
-
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
 
 # Make tensors of their own, on the CPU.
 ELSEWHERE = ("arange", "iota", "lift_fresh_copy")
@@ -34,8 +33,11 @@ def verdict(case: Any, given: list[torch.Tensor], right: list[torch.Tensor]) -> 
     def on_gpu(call: Any) -> list[torch.Tensor]:
         return [tensor.cpu() for tensor in accuracy.tensors(call(*[tensor.cuda() for tensor in given]))]
 
+    def called(*arguments: torch.Tensor) -> Any:
+        return case.call(*arguments)
+
     torch._dynamo.reset()
-    got = on_gpu(torch.compile(lambda *arguments: case.call(*arguments), backend=run, dynamic=False))
+    got = on_gpu(torch.compile(called, backend=run, dynamic=False))
     eager = on_gpu(case.call)
     if not all(piece.runs_on == "ark" for graph in report.graphs for piece in graph.pieces):
         return "NOT ARK"

@@ -189,7 +189,8 @@ INDEX = """
 import torch, sys
 from ark_torch import _C
 table, index = torch.randn(10, 16, device="cuda"), torch.tensor([3, 11], device="cuda")
-call = torch.compile(lambda t, i: torch.nn.functional.embedding(i, t).relu() + 1, backend="ark", options={"choose": "ark"})
+from torch.nn.functional import embedding
+call = torch.compile(lambda t, i: embedding(i, t).relu() + 1, backend="ark", options={"choose": "ark"})
 with torch.no_grad():
     call(table, index.clamp(max=9))
     torch.cuda.synchronize()
@@ -209,4 +210,6 @@ def test_an_index_out_of_range_is_no_wrong_number() -> None:
     """As in eager the context is lost; unlike there the next call says which index it was."""
     done = subprocess.run([sys.executable, "-c", INDEX], capture_output=True, text=True, timeout=120)
     assert "SEEN" in done.stdout and "device-side assert" in done.stdout, done.stdout + done.stderr
-    assert "TOLD" in done.stdout and "index 11 is out of bounds for dimension 0 with size 10" in done.stdout, done.stdout
+    assert "TOLD" in done.stdout and "index 11 is out of bounds for dimension 0 with size 10" in done.stdout, (
+        done.stdout
+    )
