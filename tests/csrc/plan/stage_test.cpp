@@ -10,6 +10,7 @@
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
 #include "plan/split_attention.hpp"
+#include "plan/split_products.hpp"
 #include "random_graph.hpp"
 
 namespace ark::plan {
@@ -35,6 +36,12 @@ std::string describe(const Graph& graph, const std::vector<Stage>& stages) {
   return text;
 }
 
+// As plans for a GPU with so many workers have them; 1: for the CPU.
+std::vector<Stage> stages_for(Graph& graph, int workers) {
+  std::vector<Stage> stages = make_stages(graph);
+  return workers == 1 ? stages : split_products(graph, split_attention(graph, stages, workers), workers);
+}
+
 // Both ways, from the same inputs; every buffer that the caller sees must agree.
 void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed, int workers = 1) {
   Memory start(graph);
@@ -42,7 +49,7 @@ void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_
   Memory by_node = start, by_stage = start;
   run_nodes(by_node, graph);
   std::vector<Stage> stages;
-  ASSERT_NO_THROW(stages = split_attention(graph, make_stages(graph), workers)) << describe(graph, {});
+  ASSERT_NO_THROW(stages = stages_for(graph, workers)) << describe(graph, {});
   std::mt19937 random(seed);
   ASSERT_NO_THROW(run_stages(by_stage, graph, stages, random)) << describe(graph, stages);
   for (size_t b = 0; b < graph.buffers().size(); ++b) {
@@ -248,9 +255,40 @@ TEST(Stages, AttentionOverManyRowsIsSplit) {
     builder.into(builder.output({1, 4, one.queries, 4}), "attention", inputs, {{"scale", 0.5}, {"causal", one.causal}});
     expect_same(
         builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, one.workers);
-    const auto stages = split_attention(builder.graph, make_stages(builder.graph), one.workers);
+    const auto stages = stages_for(builder.graph, one.workers);
     std::vector<int64_t> rows;
     for (const Stage& stage : stages) rows.push_back(builder.at(std::get<AttentionStage>(stage.body).q).shape[2]);
+    EXPECT_EQ(rows, one.rows);
+  }
+}
+
+// For a GPU: few rows by columns, as finely as its kernel works; many in blocks of rows, each by columns.
+TEST(Stages, ProductsAreCutForAGpu) {
+  struct Case {
+    int64_t m, n;
+    bool along_depth, bias;
+    std::vector<int64_t> rows;
+    int64_t grain;
+  };
+  for (const Case& one :
+       {Case{1, 200, true, true, {1}, 8}, Case{16, 96, false, false, {16}, 32}, Case{17, 40, true, true, {17}, 32},
+        Case{384, 128, true, true, {128, 128, 128}, 64}, Case{300, 70, false, false, {96, 96, 108}, 32}}) {
+    GraphBuilder builder;
+    const int a = builder.input({one.m, 12});
+    int b = builder.input(one.along_depth ? Shape{one.n, 12} : Shape{12, one.n});
+    if (one.along_depth) b = builder.view(b, {12, one.n}, {1, 12});
+    std::vector<int> inputs = {a, b};
+    if (one.bias) inputs.push_back(builder.input({one.n}));
+    builder.into(builder.output({one.m, one.n}), "matmul", inputs, {});
+    expect_same(
+        builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, 6);
+    const auto stages = stages_for(builder.graph, 6);
+    std::vector<int64_t> rows;
+    for (const Stage& stage : stages) {
+      rows.push_back(std::get<MatmulStage>(stage.body).m);
+      EXPECT_EQ(stage.extent, one.n);
+      EXPECT_EQ(stage.grain, one.grain);
+    }
     EXPECT_EQ(rows, one.rows);
   }
 }
