@@ -56,7 +56,7 @@ class CudaLoop {
   const CudaSource source_;
   const int device_;
   const jit::Kernel* kernel_ = nullptr;
-  std::chrono::milliseconds timeout_ = std::chrono::minutes(10);
+  std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
   std::mutex mutex_;                                                           // guards the next
   std::map<std::pair<CUstream, uint64_t>, std::unique_ptr<Memory>> memories_;  // by stream and capture; 0: none
 };
