@@ -103,7 +103,9 @@ def _store_prebuilt(folder: str, compiler: str, stub: str, arch: str, cubin: byt
 def _nvrtc() -> tuple[str, str]: ...
 
 # the cubin; of each kernel: name, registers, bytes spilled, bytes of stack
-def _compile_kernel(stub: str, arch: str, cached: bool = False) -> tuple[bytes, list[tuple[str, int, int, int]]]: ...
+def _compile_kernel(
+    stub: str, arch: str, cached: bool = False, fuse: bool = False
+) -> tuple[bytes, list[tuple[str, int, int, int]]]: ...
 
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""

@@ -163,17 +163,19 @@ void bind_jit(py::module_& m) {
   });
   m.def(
       "_compile_kernel",
-      [](const std::string& stub, const std::string& arch, bool cached) {
+      [](const std::string& stub, const std::string& arch, bool cached, bool fuse) {
         std::vector<uint8_t> cubin;
         std::vector<ark::jit::Resources> resources;
         {
           py::gil_scoped_release no_gil;
           ark::with_torch_errors([&] {
             ark::jit::Compiler compiler(ark::jit::settings(), 0);
+            ark::jit::Source source{stub, arch, {}};
+            source.fuse = fuse;
             if (cached) {
-              cubin = compiler.cubin({stub, arch, {}});
+              cubin = compiler.cubin(source);
             } else {
-              ark::jit::Compiled compiled = compiler.compile({stub, arch, {}});
+              ark::jit::Compiled compiled = compiler.compile(source);
               cubin = std::move(compiled.cubin);
               resources = std::move(compiled.resources);
             }
@@ -184,7 +186,7 @@ void bind_jit(py::module_& m) {
           used.emplace_back(one.kernel, one.registers, one.spill_store_bytes + one.spill_load_bytes, one.stack_bytes);
         return std::pair(py::bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size()), used);
       },
-      py::arg("stub"), py::arg("arch"), py::arg("cached") = false);
+      py::arg("stub"), py::arg("arch"), py::arg("cached") = false, py::arg("fuse") = false);
 }
 
 }  // namespace

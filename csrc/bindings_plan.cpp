@@ -9,6 +9,7 @@
 #include <pybind11/stl.h>
 
 #include "compile/region.hpp"
+#include "plan/emit_cuda.hpp"
 #include "plan/targets.hpp"
 #include "plan/trace.hpp"
 #include "process_group/translate.hpp"
@@ -90,6 +91,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
                                                   const py::dict& options) {
   ark::compile::RegionOptions settings;
   settings.name = name;
+  settings.device = take(options, "device", -1);
   settings.workers = take(options, "threads", 0);
   settings.groups = take(options, "groups", settings.groups);
   settings.otherwise = take(options, "otherwise", settings.otherwise);
@@ -213,6 +215,16 @@ void bind_plan(py::module_& m) {
       },
       py::arg("graph"), py::arg("target"), py::arg("workers") = 0,
       "A plan for a target that may not be here, as JSON and as a drawing.");
+  plan.def(
+      "cuda_source",
+      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors) {
+        py::gil_scoped_release no_gil;
+        return ark::with_torch_errors([&] {
+          ark::plan::Graph graph = builder.graph;
+          return emit_cuda(make_plan(std::move(graph), gpu_target(arch, multiprocessors))).text;
+        });
+      },
+      py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();
@@ -239,11 +251,23 @@ void bind_plan(py::module_& m) {
            "derived from Tensor.")
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
-      .def("source", [](const Region& self) { return self.kernel().source(); })
+      .def("source", [](const Region& self) { return self.source(); })
       .def_property_readonly("name", &Region::name)
-      .def_property_readonly("from_cache", [](const Region& self) { return self.kernel().from_cache(); })
+      .def_property_readonly("from_cache", [](const Region& self) { return self.from_cache(); })
       .def_property_readonly("last_kernel_us", &Region::last_kernel_us)
       .def_property_readonly("estimated_us", [](const Region& self) { return self.plan().estimated_us; })
+      .def_property_readonly(
+          "resources",
+          [](const Region& self) {
+            py::dict resources;
+            if (const auto* loop = self.cuda_kernel()) {
+              resources["registers"] = loop->kernel().registers;
+              resources["shared_bytes"] = loop->shared_bytes() + loop->kernel().static_shared;
+              resources["local_bytes"] = loop->kernel().local;
+            }
+            return resources;
+          },
+          "Of the loop kernel on a GPU: registers a thread, bytes of shared memory a block, of local memory a thread.")
       .def_property_readonly("costs", [](const Region& self) { return self.plan().target.costs; });
 }
 

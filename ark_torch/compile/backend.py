@@ -8,16 +8,18 @@ the others; its updates of inputs become writes in place again before regions ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ark_torch.compile import analysis, costs, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
-from ark_torch.compile.lowering import reason_against
+from ark_torch.compile.lowering import CPU, reason_against
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log
 from ark_torch.errors import UnsupportedGraph
@@ -26,6 +28,8 @@ TRAINS = (
     "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
     "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
 )
+
+ON_A_GPU = 'its tensors are on a GPU, where loop kernels are new: options={"choose": "ark"} takes them'
 
 TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
 
@@ -160,6 +164,30 @@ def _check_static(graph_module: GraphModule) -> None:
             )
 
 
+def device_of(nodes: Iterable[Node]) -> torch.device:
+    """Where the graph's regions run: the GPU that has most of its results, if one can run them, or else the CPU."""
+    devices: Counter[torch.device] = Counter()
+    for node in nodes:
+        value = node.meta.get("val")
+        devices.update({one.device for one in tree_leaves(value) if isinstance(one, torch.Tensor)})
+    gpus = [device for device, _ in devices.most_common() if device.type == "cuda"]
+    return gpus[0] if gpus and _runs_loop_kernels(gpus[0].index) else CPU
+
+
+@functools.cache
+def _runs_loop_kernels(device: int) -> bool:
+    from ark_torch import _C
+
+    if not _C._has_cuda_driver():
+        _say_once("ark finds no CUDA driver that it can use")
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        _say_once(f"its GPU has compute capability {major}.{minor}, and loop kernels need 8.0")
+        return False
+    return True
+
+
 def compile_inference(
     graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None
 ) -> Callable[..., Any]:
@@ -168,8 +196,14 @@ def compile_inference(
     report.in_place = in_place.restore(graph_module)
     needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
+    device = device_of(needed)
+    if device.type == "cuda" and options.choose != "ark":
+        _say_once(ON_A_GPU)
+        raise _WholeGraph(ON_A_GPU)
+    if device.type == "cuda" and launcher is not None:
+        raise _WholeGraph("loop kernels on a GPU run one step a launch yet")
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
-        reasons = {node: reason for node in needed if (reason := reason_against(node, mutated)) is not None}
+        reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
@@ -181,7 +215,7 @@ def compile_inference(
         raise _WholeGraph(_nothing(report.fallbacks, given))
     if launcher is not None:
         _check_one_region(pieces, report.fallbacks)
-    return Builder(graph_module, pieces, given, mutated, options, report, launcher).build()
+    return Builder(graph_module, pieces, given, mutated, options, report, launcher, device).build()
 
 
 def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:

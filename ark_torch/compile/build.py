@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from ark_torch.compile import analysis, choice, costs, regions, rest
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
-from ark_torch.compile.lowering import Lowering
+from ark_torch.compile.lowering import CPU, Lowering
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import GraphReport, PieceReport, log, operators_of, title_of
 from ark_torch.errors import CompilerNotAvailable
@@ -50,12 +50,15 @@ class Builder:
         options: Options,
         report: GraphReport,
         launcher: Launcher | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._module, self._pieces, self._mutated = graph_module, pieces, mutated
         self._options, self._report, self._launcher = options, report, launcher
+        self._device = device
         self._given = frozenset(given)
         self._static = static_inputs(graph_module)
-        self._threads = options.threads or torch.get_num_threads()
+        # On a GPU every multiprocessor is a worker.
+        self._threads = 0 if device.type != "cpu" else options.threads or torch.get_num_threads()
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
         self._outputs: list[Any] = list(output.args[0])
         self._views: dict[Node, Strided] = {}
@@ -108,7 +111,7 @@ class Builder:
         return Step(run, arguments, results)
 
     def _ark_step(self, number: int, piece: regions.Piece, results: list[Node]) -> Step:
-        lowering = Lowering(self._static, self._mutated)
+        lowering = Lowering(self._static, self._mutated, self._device)
         try:
             with unset_fake_temporarily():
                 lowering.run(piece.nodes, results)
@@ -160,7 +163,7 @@ class Builder:
 
     def _view_of(self, root: Node, node: Node) -> Strided:
         """Where an output lies within the result that it is a view of."""
-        alone = Lowering()
+        alone = Lowering(device=self._device)
         with unset_fake_temporarily():
             alone.operand(root)
             view = alone.operand(node)
@@ -170,7 +173,7 @@ class Builder:
     def _contest(
         self, lowering: Lowering, region: Any, piece: regions.Piece, results: list[Node], told: PieceReport
     ) -> Any:
-        name = choice.key(lowering.graph.text(), self._threads)
+        name = choice.key(lowering.graph.text(), self._threads, self._device)
 
         def tell(chosen: choice.Choice) -> None:
             told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
@@ -222,6 +225,7 @@ def make_region(
     lowering.graph.emit(graph)
     options = {
         "threads": threads,
+        "device": lowering.device.index if lowering.device.type == "cuda" else -1,
         "groups": lowering.graph.groups,
         "otherwise": otherwise,
         "chained": chained,

@@ -30,6 +30,7 @@ from ark_torch.compile.ir import (
 from ark_torch.compile.ir import Node as GraphNode
 from ark_torch.compile.report import log
 
+CPU = torch.device("cpu")
 Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
 RULES: dict[Any, Rule] = {}
 
@@ -49,14 +50,14 @@ def lowers(*overloads: Any) -> Callable[[RuleType], RuleType]:
     return register
 
 
-def check_tensor(tensor: torch.Tensor) -> None:
-    """Raises Unsupported for what no value of the graph can be."""
+def check_tensor(tensor: torch.Tensor, device: torch.device | None) -> None:
+    """Raises Unsupported for what no value of the graph can be; device None: what has no memory may be anywhere."""
     if tensor.layout != torch.strided:
         raise Unsupported(f"a tensor of layout {tensor.layout}")
     if type(tensor.numel()) is not int or any(type(n) is not int for n in (*tensor.shape, *tensor.stride())):
         raise Unsupported("a symbolic size (dynamic shapes)")
-    if tensor.device.type != "cpu":
-        raise Unsupported(f"a tensor on {tensor.device.type}")
+    if device is not None and tensor.device != device:
+        raise Unsupported(f"a tensor on {tensor.device}, in a graph that ark runs on {device}")
     if tensor.dtype not in SCALAR_TYPES:
         raise Unsupported(f"a tensor of type {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.numel() == 0:
@@ -85,8 +86,14 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class Lowering:
     """One region (or one node, to find out whether it can be)."""
 
-    def __init__(self, parameters: Iterable[Node] = (), mutated: Iterable[Node] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Node] = (),
+        mutated: Iterable[Node] = (),
+        device: torch.device = CPU,
+    ) -> None:
         self.graph = LoweredGraph()
+        self.device = device
         self.inputs: list[Node] = []  # roots, in order of the region's arguments
         self.outputs: list[Node] = []  # roots, in order of the region's results
         self._operands: dict[Node, Any] = {}
@@ -112,7 +119,7 @@ class Lowering:
         if rule is None:
             raise Unsupported("no lowering for this operator")
         for result in _results(node):
-            check_tensor(result)
+            check_tensor(result, self.device)
         self._origin = analysis.origin_of(node)
         self._operands[node] = rule(self, node)
 
@@ -169,7 +176,7 @@ class Lowering:
         tensor = analysis.tensor_of(node)
         if tensor is None:
             raise Unsupported(f"an argument that is no tensor: {node.name}")
-        check_tensor(tensor)
+        check_tensor(tensor, self.device)
         mutated = node in self.mutated
         buffer = self.graph.add_buffer(
             Buffer("input", len(self.inputs), 0, mutated, node in self._parameters and not mutated)
@@ -223,7 +230,7 @@ class Lowering:
     def _constant(self, node: Node) -> Literal:
         tensor = analysis.tensor_of(node)
         assert tensor is not None
-        check_tensor(tensor)
+        check_tensor(tensor, None)
         name = node.target._schema.name  # type: ignore[union-attr]
         if name.endswith(("zeros", "zeros_like", "new_zeros")) or "empty" in name:
             value: Any = 0
@@ -257,7 +264,7 @@ class Lowering:
     def result(self, node: Node, index: int | None = None) -> Strided:
         """A fresh buffer for a node's result, as PyTorch would lay it out."""
         value = node.meta["val"] if index is None else node.meta["val"][index]
-        check_tensor(value)
+        check_tensor(value, self.device)
         operand = Strided(-1, value.dtype, tuple(value.shape), tuple(value.stride()), 0)
         if not operand.spans_densely():
             raise Unsupported(f"a result with gaps or overlap (strides {list(value.stride())})")
@@ -337,13 +344,13 @@ def _results(node: Node) -> list[torch.Tensor]:
     return [t for i, t in enumerate(value) if i in read and isinstance(t, torch.Tensor)]
 
 
-def reason_against(node: Node, mutated: Iterable[Node] = ()) -> str | None:
+def reason_against(node: Node, mutated: Iterable[Node] = (), device: torch.device = CPU) -> str | None:
     """None for a node that can be lowered, or why it cannot."""
     from ark_torch.compile import operators  # registers the rules
 
     del operators
     try:
-        trial = Lowering(mutated=mutated)
+        trial = Lowering(mutated=mutated, device=device)
         trial.lower(node)
         for user in node.users:
             if analysis.is_getitem(user) and (user.users or isinstance(trial._operands[node], Strided)):

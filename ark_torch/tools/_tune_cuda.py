@@ -55,6 +55,7 @@ class Field:
 FIELDS = (
     Field("one_shot_to", True, False, tuple(1 << power for power in range(12, 22))),
     Field("chunks_from", False, True, tuple(1 << power for power in range(18, 29))),
+    Field("bulk_from", False, False, tuple(1 << power for power in range(22, 30)), beside=True),
     Field("copy_engine_from", False, False, tuple(1 << power for power in range(22, 30)), beside=True),
     Field("reduce_scatter_engine_from", False, True, LARGE, "reduce_scatter", beside=True),
     Field("all_gather_engine_from", False, True, LARGE, "all_gather", beside=True),
@@ -69,9 +70,10 @@ FIELDS = (
 )
 
 # What else must hold while a field is measured: an all_to_all leaves it to other operations to bring the memory of copy
-# engines, and what goes by them or by relay does not land.
+# engines, what these carry no ring does, and what goes by them or by relay does not land.
 OTHERS = {
     "all_to_all_engine_from": {"broadcast_engine_from": ALWAYS},
+    "bulk_from": {"copy_engine_from": NEVER},
     "landings_from": {"broadcast_engine_from": NEVER, "relay_from": NEVER},
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -12,8 +13,12 @@
 #include <utility>
 
 #include "error.hpp"
+#include "jit/driver.hpp"
 #include "jit/host_compiler.hpp"
+#include "jit/kernel.hpp"
 #include "plan/costs.hpp"
+#include "plan/targets.hpp"
+#include "process_group/cuda_streams.hpp"
 
 namespace ark::compile {
 
@@ -41,7 +46,11 @@ jit::HostCompiler& compiler() {
   return *instance;
 }
 
-plan::Target cpu_target(const RegionOptions& options) {
+plan::Target target_of(const RegionOptions& options) {
+  if (options.device >= 0) {
+    const auto& library = jit::KernelLibrary::of(options.device);
+    return plan::gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
+  }
   plan::Target target;
   target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
   return options.measured_costs ? plan::with_measured_costs(target, compiler(), jit::settings().log) : target;
@@ -83,7 +92,7 @@ void prepare_costs() {
 Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
   graph.check();
-  plan_ = plan::make_plan(std::move(graph), cpu_target(options), options.chained);
+  plan_ = plan::make_plan(std::move(graph), target_of(options), options.chained);
   plan::validate(plan_);
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
@@ -96,6 +105,10 @@ Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> r
   }
   for (const plan::Stage& stage : plan_.stages)
     if (const auto* ends = std::get_if<plan::CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
+  if (options.device >= 0) {
+    cuda_ = std::make_unique<plan::CudaLoop>(plan_, options.device);
+    return;
+  }
   kernel_ = std::make_unique<plan::CpuLoop>(plan_, compiler());
   kernel_->set_collective(&Region::run_collective, this);
 }
@@ -176,11 +189,17 @@ Region::Spec Region::spec_of(int index) const {
   return {to_torch(value.type), value.shape, value.strides, buffer.mutated, plan::footprint(value)};
 }
 
+at::Device Region::device() const {
+  return options_.device < 0 ? at::Device(at::kCPU)
+                             : at::Device(at::kCUDA, static_cast<at::DeviceIndex>(options_.device));
+}
+
 bool Region::is_as_expected(const at::Tensor& input, const Expected& spec) const {
   const at::IntArrayRef sizes(extents_.data() + spec.first, spec.dims);
   const at::IntArrayRef strides(extents_.data() + spec.first + spec.dims, spec.dims);
-  return input.is_cpu() && input.layout() == at::kStrided && !input.unsafeGetTensorImpl()->is_python_dispatch() &&
-         input.scalar_type() == spec.type && input.sizes() == sizes && input.strides() == strides;
+  return input.device() == device() && input.layout() == at::kStrided &&
+         !input.unsafeGetTensorImpl()->is_python_dispatch() && input.scalar_type() == spec.type &&
+         input.sizes() == sizes && input.strides() == strides;
 }
 
 // Of an input that is not as expected: throws, unless only strides differ that mean nothing.
@@ -190,7 +209,8 @@ void Region::check(size_t i, const at::Tensor& input) const {
     throw Error(ErrorKind::invalid_argument, options_.name + ": input " + std::to_string(i) + " " + what,
                 ErrorContext{-1, -1, "", 0, "Compile again for this input (torch._dynamo.reset())."});
   };
-  if (!input.device().is_cpu() || input.layout() != at::kStrided) fail("is not a strided CPU tensor");
+  if (input.device() != device()) fail("is on " + input.device().str() + ", not " + device().str());
+  if (input.layout() != at::kStrided) fail("is not strided");
   if (input.unsafeGetTensorImpl()->is_python_dispatch()) fail("is of a class that may have no memory of its own");
   if (input.scalar_type() != spec.type)
     fail(std::string("is ") + c10::toString(input.scalar_type()) + ", not " + c10::toString(spec.type));
@@ -296,8 +316,17 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   std::vector<void*> results;
   results.reserve(outputs_.size());
   for (const Spec& spec : outputs_) {
-    outputs.push_back(at::detail::empty_strided_cpu(spec.sizes, spec.strides, spec.type));
+    outputs.push_back(cuda_ ? at::empty_strided(spec.sizes, spec.strides, at::TensorOptions(spec.type).device(device()))
+                            : at::detail::empty_strided_cpu(spec.sizes, spec.strides, spec.type));
     results.push_back(outputs.back().data_ptr());
+  }
+  if (cuda_) {
+    const CurrentContext context(options_.device);
+    launch(inputs, [&](plan::StepStamps* stamps) {
+      cuda_->run(pointers.data(), results.data(), static_cast<CUstream>(native_stream(current_stream(device()))),
+                 stamps);
+    });
+    return outputs;
   }
   const uint64_t begin = cpu::now_ns();
   launch(inputs, [&](plan::StepStamps* stamps) { kernel_->run(pointers.data(), results.data(), stamps); });
@@ -309,6 +338,7 @@ uint64_t Region::run_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
                            const std::function<bool()>& interrupted) {
   RECORD_FUNCTION(options_.name, {});
   if (!outputs_.empty()) throw Error(ErrorKind::invalid_argument, options_.name + " has results of each step");
+  if (cuda_) throw Error(ErrorKind::invalid_argument, options_.name + ": many steps a launch are the CPU's alone yet");
   const std::vector<void*> pointers = pointers_of(inputs);
   if (!mutated_.empty() && overlap(pointers)) fail_overlap();
   struct Asker {

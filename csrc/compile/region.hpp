@@ -4,6 +4,9 @@
 // held against them (a mistake of a guard would be a wrong number, and the check costs a few nanoseconds a tensor).
 // Pointers are taken anew with each call, so that a parameter whose data was swapped is read where it lies now; process
 // groups are looked up by name, so that one that was destroyed and made again is the new one.
+//
+// On a GPU a call is what PyTorch's own operators are: it returns when the kernel is enqueued on the current stream of
+// the region's device, and may be captured in a CUDA graph.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -17,6 +20,7 @@
 #include <vector>
 
 #include "plan/cpu_loop.hpp"
+#include "plan/cuda_loop.hpp"
 #include "plan/overlap.hpp"
 #include "plan/plan.hpp"
 #include "plan/trace.hpp"
@@ -25,7 +29,8 @@ namespace ark::compile {
 
 struct RegionOptions {
   std::string name;                 // in profiles, traces and errors
-  int workers = 0;                  // threads; 0: as many as PyTorch uses
+  int device = -1;                  // which GPU; -1: the CPU
+  int workers = 0;                  // threads; 0: as many as PyTorch uses (on a GPU: blocks, one a multiprocessor)
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
   // What runs a call whose arguments share memory that the region writes; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
@@ -53,9 +58,11 @@ class Region {
   uint64_t run_steps(const std::vector<at::Tensor>& inputs, uint64_t most, const std::function<bool()>& interrupted);
 
   const plan::Plan& plan() const { return plan_; }
-  const plan::CpuLoop& kernel() const { return *kernel_; }
+  const std::string& source() const { return cuda_ ? cuda_->source() : kernel_->source(); }
+  bool from_cache() const { return kernel_ && kernel_->from_cache(); }
+  const plan::CudaLoop* cuda_kernel() const { return cuda_.get(); }  // nullptr: on the CPU
   const std::string& name() const { return options_.name; }
-  // How long the kernel of the last call ran; 0 before the first.
+  // How long the kernel of the last call ran; 0 before the first, and on a GPU.
   double last_kernel_us() const { return static_cast<double>(last_kernel_ns_.load(std::memory_order_relaxed)) * 1e-3; }
 
  private:
@@ -70,6 +77,7 @@ class Region {
     at::ScalarType type;
     uint32_t dims, first;
   };
+  at::Device device() const;
   bool is_as_expected(const at::Tensor& input, const Expected& spec) const;
   void check(size_t i, const at::Tensor& input) const;
   std::vector<void*> pointers_of(const std::vector<at::Tensor>& inputs) const;
@@ -86,7 +94,8 @@ class Region {
 
   const RegionOptions options_;
   plan::Plan plan_;
-  std::unique_ptr<plan::CpuLoop> kernel_;
+  std::unique_ptr<plan::CpuLoop> kernel_;  // one of the two
+  std::unique_ptr<plan::CudaLoop> cuda_;
   std::vector<Spec> inputs_, outputs_;
   std::vector<Expected> expected_;  // of inputs_
   std::vector<int64_t> extents_;

@@ -52,8 +52,9 @@ class KernelLibrary {
   // The library of a device, made with settings() at first use.
   static KernelLibrary& of(int device);
 
-  // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered.
-  const Kernel& get(const std::string& stub, const char* entry);
+  // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered. `fuse`: as in
+  // Source; the same with every call for a stub.
+  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false);
 
   const Target& target() const;
   int device() const;

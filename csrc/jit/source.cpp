@@ -39,9 +39,10 @@ std::vector<Header> read_headers(const std::string& folder) {
 std::vector<std::string> all_options(const Source& source) {
   if (source.language == Language::cpp) return source.options;  // host_compiler.cpp
   // -v: registers and spills into the log. No fast math of any kind: results equal the CPU's, bit for bit. fmad=false:
-  // a fused multiply-add would round once where the CPU rounds twice; kernels that want one say so.
-  std::vector<std::string> options = {"--gpu-architecture=" + source.arch, "--std=c++20", "--fmad=false",
-                                      "--ptxas-options=-v"};
+  // a fused multiply-add would round once where the CPU rounds twice; kernels that want one say so, and sources whose
+  // results need not be the CPU's.
+  std::vector<std::string> options = {"--gpu-architecture=" + source.arch, "--std=c++20",
+                                      source.fuse ? "--fmad=true" : "--fmad=false", "--ptxas-options=-v"};
   if (source.line_info) options.push_back("-lineinfo");
   options.insert(options.end(), source.options.begin(), source.options.end());
   return options;

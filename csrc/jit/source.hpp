@@ -30,6 +30,7 @@ struct Source {
   std::vector<std::string> options;
   bool line_info = true;  // which source line an instruction is of, for profilers; half of a cubin's bytes
   Language language = Language::cuda;
+  bool fuse = false;  // products and sums into multiply-adds, which round once
 };
 
 // Every option of the compilation, those that ark always has first.

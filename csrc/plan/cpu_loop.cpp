@@ -10,6 +10,7 @@
 
 #include "error.hpp"
 #include "plan/emit_cpu.hpp"
+#include "plan/step_failure.hpp"
 #include "plan/worker_pool.hpp"
 
 namespace ark::plan {
@@ -182,53 +183,24 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
   return memory->report.steps;
 }
 
-std::string CpuLoop::describe(int task) const {
-  if (task < 0 || task >= static_cast<int>(plan_.tasks.size())) return "task " + std::to_string(task);
-  const Task& one = plan_.tasks[static_cast<size_t>(task)];
-  const Stage& stage = plan_.stages[static_cast<size_t>(one.stage)];
-  return "task " + std::to_string(task) + " (" + stage.name + ", " + stage.origin + ", worker " +
-         std::to_string(one.worker) + ")";
-}
-
 void CpuLoop::raise(const cpu::Report& report) const {
-  ErrorContext context;
-  context.operation = "compiled region";
+  StepFailure what;
+  what.worker = report.worker;
+  what.task = report.task;
+  what.stage = report.stage;
+  what.event = report.event;
+  what.dimension = report.dimension;
+  what.value = report.value;
+  what.limit = report.limit;
+  what.timeout = timeout_;
   switch (static_cast<cpu::Failure>(protocol::load_acquire(report.failure))) {
-    case cpu::Failure::index_too_large: {
-      const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
-      if (stage.kind == "check") {
-        const Node& node = plan_.graph.nodes().at(static_cast<size_t>(stage.node));
-        throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
-      }
-      throw Error(ErrorKind::out_of_range,
-                  "index " + std::to_string(report.value) + " is out of bounds for dimension " +
-                      std::to_string(report.dimension) + " with size " + std::to_string(report.limit) + " in " +
-                      stage.name + " (" + stage.origin + ")",
-                  context);
-    }
-    case cpu::Failure::deadline: {
-      std::string whom;
-      for (size_t i = 0; i < plan_.tasks.size() && whom.size() < 300; ++i) {
-        const auto& signals = plan_.tasks[i].signals;
-        if (std::find(signals.begin(), signals.end(), report.event) != signals.end())
-          whom += (whom.empty() ? "" : ", ") + describe(static_cast<int>(i));
-      }
-      context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
-      throw Error(ErrorKind::timeout,
-                  "worker " + std::to_string(report.worker) + " waited longer than " +
-                      std::to_string(timeout_.count()) + " ms before " + describe(report.task) + " for " + whom +
-                      ": event " + std::to_string(report.event) + " is at " + std::to_string(report.value) +
-                      " and must reach " + std::to_string(report.limit),
-                  context);
-    }
-    case cpu::Failure::collective: {
-      const Stage& stage = plan_.stages.at(static_cast<size_t>(report.stage));
-      throw Error(ErrorKind::system, "a collective failed in " + stage.name + " (" + stage.origin + ")", context);
-    }
+    case cpu::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
+    case cpu::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
+    case cpu::Failure::collective: what.kind = StepFailure::Kind::collective; break;
     case cpu::Failure::aborted:
     case cpu::Failure::none: break;
   }
-  throw Error(ErrorKind::aborted, "a compiled region was aborted", context);
+  raise_step_failure(plan_, what);
 }
 
 }  // namespace ark::plan

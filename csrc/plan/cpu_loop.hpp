@@ -12,19 +12,11 @@
 #include <string>
 #include <vector>
 
-#include "cpu/launch.hpp"
 #include "jit/host_compiler.hpp"
 #include "plan/plan.hpp"
+#include "plan/step_stamps.hpp"
 
 namespace ark::plan {
-
-// When everything of a step happened, of CLOCK_MONOTONIC. 0: it did not. Of a launch's first steps, one after the
-// other.
-struct StepStamps {
-  std::vector<cpu::Stamp> tasks;  // by task
-  // By place in the plan: the waits of its tasks one after the other, then those for the step before, and one more.
-  std::vector<uint64_t> wait_ends;
-};
 
 class CpuLoop {
  public:
@@ -62,7 +54,6 @@ class CpuLoop {
   struct Memory;
   void load(const jit::HostCompiler::Result& compiled);
   [[noreturn]] void raise(const cpu::Report& report) const;
-  std::string describe(int task) const;
 
   const Plan plan_;
   const std::string source_;

@@ -43,7 +43,9 @@ void FunctionWriter::refuse(const std::string& why) const {
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";
   throw Error(ErrorKind::invalid_argument,
-              "the CPU target cannot run stage " + stage_.name + " (" + stage_.origin + "): " + why, context);
+              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_.name + " (" +
+                  stage_.origin + "): " + why,
+              context);
 }
 
 std::string FunctionWriter::scaled(const std::string& name, int64_t length) const {
@@ -85,8 +87,8 @@ std::string cpp_lanes(const Value& literal) {
   char text[64];
   if (literal.type == ScalarType::boolean) return literal.literal != 0 ? "splat(true)" : "splat(false)";
   if (!is_floating(literal.type)) {
-    if (literal.literal <= -0x1p63) return "splat(std::numeric_limits<int64_t>::min())";
-    if (literal.literal >= 0x1p63) return "splat(std::numeric_limits<int64_t>::max())";
+    if (literal.literal <= -0x1p63) return "splat(-int64_t{0x7fffffffffffffff} - 1)";
+    if (literal.literal >= 0x1p63) return "splat(int64_t{0x7fffffffffffffff})";
     std::snprintf(text, sizeof(text), "splat(int64_t{%lld})", static_cast<long long>(literal.literal));
     return text;
   }

@@ -14,9 +14,14 @@
 
 namespace ark::plan {
 
+// What the text is compiled as: for a CPU's worker, or for all consumer threads of a block (kernels/cuda/loop).
+enum class Code : uint8_t { cpu, cuda };
+
 class FunctionWriter {
  public:
-  FunctionWriter(const Graph& graph, const Stage& stage) : graph_(graph), stage_(stage) {}
+  FunctionWriter(const Graph& graph, const Stage& stage, Code code) : graph_(graph), stage_(stage), code_(code) {}
+
+  bool cuda() const { return code_ == Code::cuda; }
 
   const Graph& graph() const { return graph_; }
   const Stage& stage() const { return stage_; }
@@ -49,6 +54,7 @@ class FunctionWriter {
 
   const Graph& graph_;
   const Stage& stage_;
+  const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
   std::string text_;

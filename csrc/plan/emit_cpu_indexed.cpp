@@ -4,30 +4,15 @@
 #include <vector>
 
 #include "plan/emit_cpu_loops.hpp"
+#include "plan/emit_cuda_indexed.hpp"
 
 namespace ark::plan {
-
-namespace {
-
-// Defines `index0` and so on, its number counted from the first, and returns from the task where dimension `dim` of the
-// table has no such element.
-std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim, size_t first,
-                       bool wrap) {
-  const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);
-  const std::string index = "index" + which, given = "given" + which;
-  to.line("const int64_t " + given + " = load_one(" + place + ");");
-  to.line("const int64_t " + index + " = " + (wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given +
-          ";");
-  to.line("if (!index_fits(context, " + index + ", " + size + ", " + given + ", " + number(static_cast<int64_t>(dim)) +
-          ")) return;");
-  return index;
-}
-
-}  // namespace
 
 void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   const Value &table = to.value(gather.table), &out = to.value(gather.out);
   if (table.type != out.type) to.refuse("it gathers into another type");
+  for (const int index : gather.indices) check_index(to, to.value(index));
+  if (to.cuda()) return emit_cuda_gather(to, gather);
   const size_t dim = static_cast<size_t>(gather.dim);
   const size_t many = gather.along ? out.shape.size() - dim : to.value(gather.indices[0]).shape.size();
   TextNest nest(to, out.shape.empty() ? Shape{} : slice(out.shape, 0, dim + many), to.axis_of(gather.out, true), "i");
@@ -36,9 +21,8 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   std::vector<std::string> table_indices(names.begin(), names.begin() + static_cast<int64_t>(dim));
   for (size_t i = 0; i < gather.indices.size(); ++i) {
     const Value& index = to.value(gather.indices[i]);
-    if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
     const std::string place = at(to.pointer(gather.indices[i], false), behind, index.strides);
-    table_indices.push_back(emit_index(to, place, table, dim + i, dim, gather.wrap));
+    table_indices.push_back(emit_index(to, place, table, dim + i, dim, gather.wrap, "return"));
   }
   // What lies behind the indexed dimension: loops, and a run.
   Shape rest = slice(out.shape, dim + many, out.shape.size());
@@ -68,7 +52,8 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   const Value &base = to.value(scatter.base), &index = to.value(scatter.index), &source = to.value(scatter.source);
   if (base.type != source.type) to.refuse("it scatters into another type");
-  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
+  check_index(to, index);
+  if (to.cuda()) return emit_cuda_scatter(to, scatter);
   const size_t dim = static_cast<size_t>(scatter.dim);
   const std::vector<int64_t> strides = broadcast_strides(source, 0, source.shape);
   const int axis = to.axis_of(scatter.source, false);
@@ -78,7 +63,7 @@ void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
   const std::string index_at = scatter.along ? at(to.pointer(scatter.index, false), names, index.strides)
                                              : at(to.pointer(scatter.index, false), {names[dim]},
                                                   {index.shape.empty() ? 0 : index.strides.back()});
-  const std::string found = emit_index(to, index_at, base, dim, dim, scatter.wrap);
+  const std::string found = emit_index(to, index_at, base, dim, dim, scatter.wrap, "return");
   Shape rest = slice(source.shape, walked, source.shape.size());
   const int64_t run = rest.empty() ? 1 : rest.back();
   const int inner_axis = axis - static_cast<int>(walked);

@@ -65,6 +65,24 @@ class TextNest {
   int open_ = 0;
 };
 
+inline void check_index(FunctionWriter& to, const Value& index) {
+  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
+}
+
+// Defines `index0` and so on, its number counted from the first, and leaves (by the statement `leave`) where dimension
+// `dim` of the table has no such element.
+inline std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim,
+                              size_t first, bool wrap, const std::string& leave) {
+  const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);
+  const std::string index = "index" + which, given = "given" + which;
+  to.line("const int64_t " + given + " = load_one(" + place + ");");
+  to.line("const int64_t " + index + " = " + (wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given +
+          ";");
+  to.line("if (!index_fits(context, " + index + ", " + size + ", " + given + ", " + number(static_cast<int64_t>(dim)) +
+          ")) " + leave + ";");
+  return index;
+}
+
 inline Shape slice(const Shape& shape, size_t from, size_t to) {
   return Shape(shape.begin() + static_cast<int64_t>(from), shape.begin() + static_cast<int64_t>(to));
 }

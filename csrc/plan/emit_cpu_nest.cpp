@@ -116,6 +116,58 @@ void RowNest::choose_vector() {
   loops_.push_back(loop);
 }
 
+int64_t RowNest::rows() const {
+  int64_t all = 1;
+  for (const RowLoop& loop : loops_) all *= loop.column ? 1 : loop.size;
+  return all;
+}
+
+// Threads that stand side by side take what lies side by side.
+std::vector<const RowLoop*> RowNest::fastest_first(bool columns) const {
+  std::vector<const RowLoop*> order;
+  if (columns) order.push_back(&vector());
+  for (auto loop = loops_.rbegin(); loop != loops_.rend(); ++loop)
+    if (loop->column == columns && !(columns && &*loop == &vector())) order.push_back(&*loop);
+  return order;
+}
+
+std::string RowNest::count(bool columns) const {
+  int64_t whole = 1;
+  std::string tiled;
+  for (const RowLoop& loop : loops_) {
+    if (loop.column != columns) continue;
+    if (loop.tiled)
+      tiled = "(" + loop.end + " - " + loop.begin + ")";
+    else
+      whole *= loop.size;
+  }
+  if (tiled.empty()) return std::to_string(whole);
+  return whole == 1 ? tiled : tiled + " * " + std::to_string(whole);
+}
+
+void RowNest::take_apart(const std::string& index, bool columns) {
+  std::vector<const RowLoop*> order = fastest_first(columns);
+  int64_t most = 1;
+  for (const RowLoop* loop : order) most *= loop->size;
+  // Division of 64-bit numbers takes a GPU ten times as long.
+  const bool small = most < int64_t{1} << 31;
+  const std::string rest = "rest_of_" + index;
+  if (order.size() > 1)
+    to_.line(std::string(small ? "uint32_t " : "int64_t ") + rest + " = " +
+             (small ? "static_cast<uint32_t>(" + index + ")" : index) + ";");
+  for (size_t i = 0; i < order.size(); ++i) {
+    const RowLoop& loop = *order[i];
+    std::string size = std::to_string(loop.size);
+    if (loop.tiled) size = "(" + loop.end + " - " + loop.begin + ")";
+    if (loop.tiled && small) size = "static_cast<uint32_t>" + size;
+    const bool last = i + 1 == order.size();
+    const std::string part = order.size() == 1 ? index : last ? rest : rest + " % " + size;
+    to_.line("[[maybe_unused]] const int64_t " + loop.name + " = " + (loop.tiled ? loop.begin + " + " : "") + part +
+             ";");
+    if (!last) to_.line(rest + " /= " + size + ";");
+  }
+}
+
 void RowNest::open(const RowLoop& loop) {
   to_.open("for (int64_t " + loop.name + " = " + loop.begin + "; " + loop.name + " < " + loop.end + "; ++" + loop.name +
            ")");

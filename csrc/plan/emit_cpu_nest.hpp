@@ -2,7 +2,8 @@
 //
 // Dimensions that all loads and stores step through as through one become one loop. Loops of rows stand outside of
 // those of columns; one of the latter goes 16 at a time. A row that nothing is reduced over may as well be all there
-// is.
+// is. For a GPU there are no loops but one of rows, over the groups of threads that take one each, and one of columns,
+// over a group's threads; indices are taken apart from their number.
 #pragma once
 
 #include <string>
@@ -27,7 +28,8 @@ class RowNest {
 
   const std::vector<RowLoop>& loops() const { return loops_; }
   const RowLoop& vector() const { return loops_[vector_]; }
-  bool is_vector(const RowLoop& loop) const { return &loop == &loops_[vector_]; }
+  // Whether the loop goes 16 at a time, its index left out of addresses.
+  bool is_vector(const RowLoop& loop) const { return !to_.cuda() && &loop == &loops_[vector_]; }
   bool has_numbers() const { return reduces_ || numbers_; }  // something is one number a row
   int64_t columns() const;
 
@@ -35,6 +37,10 @@ class RowNest {
   static int64_t stride(const RowProgram::Instruction& one, const RowLoop& loop);
 
   void open(const RowLoop& loop);
+  // For a GPU: how many rows (columns) the tile has, as text, and the indices of the one numbered `index`.
+  std::string count(bool columns) const;
+  void take_apart(const std::string& index, bool columns);
+  int64_t rows() const;  // of the whole stage
   // The position along a dimension, as lanes.
   std::string position(int dim) const;
   // A column's place in its row, in order of the dimensions; and with the vector's dimension adjacent.
@@ -50,6 +56,7 @@ class RowNest {
   void make_loops();
   void choose_vector();
   int rank() const { return static_cast<int>(program_.shape.size()); }
+  std::vector<const RowLoop*> fastest_first(bool columns) const;
 
   FunctionWriter& to_;
   const RowProgram& program_;

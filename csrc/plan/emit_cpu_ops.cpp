@@ -144,7 +144,8 @@ std::string RowExpressions::call(const Instruction& one) const {
   std::string function = op.function;
   size_t args = one.args.size();
   if (one.name == "pow") known_power(one, operands, function, args);
-  std::string text = function + "(";
+  // CUDA has functions of some of these names in the global namespace.
+  std::string text = (to_.cuda() ? "ark::loop::" : "") + function + "(";
   for (size_t i = 0; i < args; ++i)
     text += (i == 0 ? "" : ", ") + argument(one.args[i], op.rule == Rule::choose && i == 0 ? "Mask" : operands);
   text += ")";

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "plan/emit_cpu_loops.hpp"
+#include "plan/emit_cuda_indexed.hpp"
 
 namespace ark::plan {
 
@@ -32,6 +33,7 @@ struct RowsAlong {
 }  // namespace
 
 void emit_select(FunctionWriter& to, const SelectStage& select) {
+  if (to.cuda()) return emit_cuda_select(to, select);
   const Value &input = to.value(select.input), &out = to.value(select.out);
   const auto dim = static_cast<size_t>(select.dim);
   const int64_t scratch = to.scratch(input.shape[dim] * 16);
@@ -46,6 +48,7 @@ void emit_select(FunctionWriter& to, const SelectStage& select) {
 void emit_scan(FunctionWriter& to, const ScanStage& scan) {
   const Value &input = to.value(scan.input), &out = to.value(scan.out);
   if (is_floating(input.type) != is_floating(out.type)) to.refuse("it adds up into another kind of numbers");
+  if (to.cuda()) return emit_cuda_scan(to, scan);
   const auto dim = static_cast<size_t>(scan.dim);
   RowsAlong rows(to, scan.input, scan.out, scan.dim);
   to.line("scan_row<" + std::string(scan.product ? "true" : "false") + ">(" + rows.input_at + ", " +
@@ -117,15 +120,17 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
   to.line("                    .table_depth = " + number(stride(table, 1)) +
           ", .table_column = " + number(stride(table, 2)) + ", .out_column = " + number(stride(out, lead)) +
           ", .runs = " + (experts.runs ? "true" : "false") + "};");
-  // experts_scratch() of experts.hpp.
-  const int64_t scratch =
-      to.scratch((table.shape[0] + 1 + rows) * 8 + 64 + std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
   const std::string a_at = to.pointer(experts.a, false), table_at = to.pointer(experts.table, false),
                     index_at = to.pointer(experts.index, false), out_at = to.pointer(experts.out, true);
   const std::string of_index =
       experts.runs ? "[](int64_t e) { return e * " + number(index.strides[0]) + "; }" : place(index);
-  to.line("grouped_product<" + number(rows) + ">(context, s, " + a_at + ", " + table_at + ", " + index_at + ", " +
-          out_at + ", " + place(a) + ",");
+  // What grouped_product() sorts and keeps there.
+  if (to.cuda() && table.shape[0] > 16384) to.refuse("it chooses among " + number(table.shape[0]) + " matrices");
+  const int64_t scratch = to.scratch(to.cuda() ? (table.shape[0] + 1 + rows) * 4
+                                               : (table.shape[0] + 1 + rows) * 8 + 64 +
+                                                     std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
+  to.line("grouped_product<" + (to.cuda() ? "s>(context, " : number(rows) + ">(context, s, ") + a_at + ", " + table_at +
+          ", " + index_at + ", " + out_at + ", " + place(a) + ",");
   to.line("                " + of_index + ", " + place(out) + ", begin, end, context.scratch + " + number(scratch) +
           ");");
 }

@@ -3,6 +3,10 @@
 // A register of columns lives inside one pass over the row. One that a later pass needs again is computed again (loads
 // come from the cache), but for those that an expensive function made, which are kept in the worker's scratch memory.
 // A number of the row is held in all lanes, so that the same functions serve both.
+//
+// For a GPU: a row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in
+// every pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers.
+// Where nothing is reduced a tile is one row.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -33,20 +37,43 @@ class RowEmitter {
   void emit() {
     for (const Instruction& one : code_) expressions_.check(one);
     make_levels();
-    for (const RowLoop& loop : nest_.loops())
-      if (!loop.column) nest_.open(loop);
+    open_rows();
     for (int level = 0; level <= last_level_; ++level) {
       numbers(level);
       columns(level);
     }
-    for (const RowLoop& loop : nest_.loops())
-      if (!loop.column) to_.close();
+    close_rows();
   }
 
  private:
   const Instruction& at(int i) const { return code_[static_cast<size_t>(i)]; }
   int level(int i) const { return level_[static_cast<size_t>(i)]; }
   int count() const { return static_cast<int>(code_.size()); }
+
+  void open_rows() {
+    if (!to_.cuda()) {
+      for (const RowLoop& loop : nest_.loops())
+        if (!loop.column) nest_.open(loop);
+      return;
+    }
+    if (!nest_.has_numbers()) return;
+    // By shape alone: the order of a sum must not depend on the tile.
+    const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
+    const int64_t threads = narrow ? 32 : 512;  // of cuda/loop/group.cuh
+    const int64_t turns = (nest_.columns() + threads - 1) / threads;
+    turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
+    to_.line(std::string("using Group = ") + (narrow ? "Warp" : "Block") + ";");
+    to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
+    nest_.take_apart("row", false);
+  }
+  void close_rows() {
+    if (to_.cuda()) {
+      if (nest_.has_numbers()) to_.close("});");
+      return;
+    }
+    for (const RowLoop& loop : nest_.loops())
+      if (!loop.column) to_.close();
+  }
 
   // A register's level is how many reductions stand before it, one behind the other.
   void make_levels() {
@@ -103,7 +130,10 @@ class RowEmitter {
         if (one.name == "mean") result += " / " + row_number(nest_.columns()) + ".0f";
         define(i, RowExpressions::rounded(one, result));
       } else if (one.kind == Kind::store && stores_number(one)) {
-        to_.line("store_one(" + nest_.base(one, false) + ", one(" + stored(one) + "));");
+        if (to_.cuda())
+          to_.line("if (Group::rank() == 0) store_one(" + nest_.base(one, false) + ", " + stored(one) + ");");
+        else
+          to_.line("store_one(" + nest_.base(one, false) + ", one(" + stored(one) + "));");
       } else if (one.scalar && one.kind == Kind::load) {
         define(i, "splat(load_one(" + nest_.base(one, false) + "))");
       } else if (one.scalar && one.kind == Kind::index) {
@@ -133,30 +163,63 @@ class RowEmitter {
   // Which expensive registers of this pass a later one asks for again.
   std::set<int> worth_keeping(int when, const Registers& need) const {
     std::set<int> keep;
+    if (to_.cuda() && turns_ == 0) return keep;
     for (int later = when + 1; later <= last_level_; ++later) {
       bool any = false;
       const Registers again = needed(later, any);
       for (int i = 0; i < count(); ++i)
         if (any && need[static_cast<size_t>(i)] && again[static_cast<size_t>(i)] && kept_.count(i) == 0 &&
-            RowExpressions::expensive(at(i)))
+            (RowExpressions::expensive(at(i)) || (to_.cuda() && at(i).kind == Kind::load)))
           keep.insert(i);
     }
+    if (to_.cuda()) limit(keep);
     return keep;
   }
 
+  // As many as a thread has registers for, the first ones.
+  void limit(std::set<int>& keep) const {
+    int left = kMostKept;
+    for (auto one = keep.begin(); one != keep.end();) {
+      left -= turns_ * (at(*one).type == ScalarType::i64 ? 2 : 1);
+      one = left < 0 ? keep.erase(one) : std::next(one);
+    }
+  }
+
+  // Of a GPU's first pass: also what later ones load.
+  void load_early(int when, Registers& need) const {
+    if (turns_ == 0 || !kept_.empty()) return;
+    for (int later = when + 1; later <= last_level_; ++later) {
+      bool any = false;
+      const Registers again = needed(later, any);
+      for (int i = 0; i < count(); ++i)
+        if (any && again[static_cast<size_t>(i)] && at(i).kind == Kind::load) need[static_cast<size_t>(i)] = true;
+    }
+  }
+
+  std::string kept_turn(int i) const { return "k" + row_number(i) + "[turn]"; }
   std::string kept(int i) const { return "k" + row_number(i) + " + " + nest_.kept_place(); }
 
   // One pass over the row's columns.
   void columns(int when) {
     bool any = false;
-    const Registers need = needed(when, any);
+    Registers need = needed(when, any);
     if (!any) return;
+    if (to_.cuda()) load_early(when, need);
     const std::set<int> keep = worth_keeping(when, need);
-    for (const int i : keep)
-      to_.line("float* const k" + row_number(i) + " = reinterpret_cast<float*>(context.scratch + " +
-               row_number(to_.scratch(nest_.columns() * 4)) + ");");
+    for (const int i : keep) {
+      if (to_.cuda())
+        to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
+      else
+        to_.line("float* const k" + row_number(i) + " = reinterpret_cast<float*>(context.scratch + " +
+                 row_number(to_.scratch(nest_.columns() * 4)) + ");");
+    }
     for (int i = 0; i < count(); ++i)
       if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);
+    if (to_.cuda()) {
+      pass_of_threads(need, keep);
+      kept_.insert(keep.begin(), keep.end());
+      return;
+    }
     for (const RowLoop& loop : nest_.loops())
       if (loop.column && !nest_.is_vector(loop)) nest_.open(loop);
     pass(need, keep);
@@ -172,7 +235,8 @@ class RowEmitter {
                                                              {"amin", "Least"},    {"argmax", "WhereGreatest"}};
     const auto kind = kinds.find(one.name);
     if (kind == kinds.end()) to_.refuse("it has no reduction " + one.name);
-    to_.line(std::string(kind->second) + "<" + reduced_lanes(one) + "> s" + row_number(i) + ";");
+    to_.line(std::string(kind->second) + "<" + reduced_lanes(one) + (to_.cuda() ? ", Group> s" : "> s") +
+             row_number(i) + ";");
   }
   std::string reduced_lanes(const Instruction& one) const {
     if (one.name == "any") return "Mask";
@@ -194,6 +258,19 @@ class RowEmitter {
     to_.close("});");
   }
 
+  void pass_of_threads(const Registers& need, const std::set<int>& keep) {
+    const bool turns = turns_ > 0 && nest_.has_numbers();
+    const std::string over = !nest_.has_numbers() ? "for_elements("
+                             : turns              ? "for_columns<Group, " + row_number(turns_) + ">("
+                                                  : "for_columns<Group>(";
+    to_.open(over + nest_.count(true) + ", [&]([[maybe_unused]] int64_t column" +
+             (turns ? ", [[maybe_unused]] int turn)" : ")"));
+    nest_.take_apart("column", true);
+    for (int i = 0; i < count(); ++i)
+      if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
+    to_.close("});");
+  }
+
   int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
   // Where 16 columns lie, and behind it how far apart they are, unless adjacent.
   std::string place(const Instruction& one) {
@@ -204,33 +281,46 @@ class RowEmitter {
 
   void column_instruction(int i, const std::set<int>& keep) {
     const Instruction& one = at(i);
-    if (kept_.count(i) != 0) return define(i, "load(" + kept(i) + ", lanes)");
+    if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : "load(" + kept(i) + ", lanes)");
     switch (one.kind) {
       case Kind::load:
-        if (step(one) != 0) define(i, std::string("load") + form(one) + place(one) + ", lanes)");
+        if (to_.cuda())
+          define(i, "load_one(" + nest_.base(one, true) + ")");
+        else if (step(one) != 0)
+          define(i, std::string("load") + form(one) + place(one) + ", lanes)");
         break;
       case Kind::index: define(i, nest_.position(one.args.at(0))); break;
       case Kind::op: define(i, expressions_.call(one)); break;
       case Kind::reduce: {
-        const std::string where = one.name == "argmax" ? ", " + nest_.flat_column() + " + kIota" : "";
+        std::string where = one.name == "argmax" ? ", " + nest_.flat_column() : "";
+        if (!to_.cuda()) where += std::string(where.empty() ? "" : " + kIota") + ", lanes";
         to_.line("s" + row_number(i) + ".add(" + expressions_.argument(one.args.at(0), reduced_lanes(one)) + where +
-                 ", lanes);");
+                 ");");
         break;
       }
       case Kind::store:
-        to_.line(std::string("store") + form(one) + place(one) + ", " + stored(one) + ", lanes);");
+        if (to_.cuda())
+          to_.line("store_one(" + nest_.base(one, true) + ", " + stored(one) + ");");
+        else
+          to_.line(std::string("store") + form(one) + place(one) + ", " + stored(one) + ", lanes);");
         break;
       case Kind::literal: break;
     }
-    if (keep.count(i) != 0) to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
+    if (keep.count(i) == 0) return;
+    if (to_.cuda())
+      to_.line(kept_turn(i) + " = " + RowExpressions::name(i) + ";");
+    else
+      to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
   }
 
   FunctionWriter& to_;
   const std::vector<Instruction>& code_;
   RowNest nest_;
   const RowExpressions expressions_;
+  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
   std::vector<int> level_;
   int last_level_ = 0;
+  int turns_ = 0;  // of a GPU: columns a thread, where they are few
   std::set<int> kept_;
 };
 

@@ -47,10 +47,16 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
           ", .b_column = " + number(stride(b, 1, 1)) + ",");
   to.line("                    .out_row = " + number(stride(out, 2, 0)) + ", .out_column = " + number(out_column) +
           ", .bias_row = " + number(bias_row) + ", .bias_column = " + number(bias_column) + "};");
-  // kRowBlock of matmul.hpp is at most 48 rows.
-  const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
-  to.line("product<" + number(matmul.m) + ">(s, " + a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 +
-          ", " + r1 + ", " + c0 + ", " + c1 + ", context.scratch + " + number(scratch) + ");");
+  const std::string most = "product<" + number(matmul.m);
+  const std::string operands =
+      a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
+  if (to.cuda()) {
+    to.line(most + ", s>(" + operands + ");");  // strides choose among kernels
+  } else {
+    // kRowBlock of matmul.hpp is at most 48 rows.
+    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
+    to.line(most + ">(s, " + operands + ", context.scratch + " + number(scratch) + ");");
+  }
   nest.close();
 }
 
@@ -65,8 +71,10 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
   auto column = [](const Value& value) { return value.shape[3] == 1 ? 1 : value.strides[3]; };
   const int64_t columns = q.shape[3], value_columns = v.shape[3];
-  // A row's running result stays in registers, and code is made for each size.
-  if (columns > 512 || value_columns > 512)
+  // A row's running result stays in registers (CPU) or a tile of rows in shared memory (CUDA); code is made for each
+  // size.
+  const int64_t most = to.cuda() ? 256 : 512;
+  if (columns > most || value_columns > most)
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
   TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
@@ -101,15 +109,21 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
           ", .out_head = " + number(head(out)) + ", .out_row = " + number(stride(out, 2)) + ",");
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
-          ", .causal = " + (attention.causal ? "true" : "false") + "};");
+          ", .causal = " + (attention.causal ? "true" : "false") +
+          (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") + "};");
+  if (!to.cuda() && attention.first_query != 0) to.refuse("attention over a block of query rows");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
-  to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
-  to.line("attend<" + number(columns) + ", " + number(value_columns) + ">(context, s, " + q_at + ", " + k_at + ", " +
-          v_at + ", " + mask_at + ", " + out_at + ");");
+  if (!to.cuda())
+    to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
+  // The strides are a template argument where code is chosen by them.
+  const std::string sizes = number(columns) + ", " + number(value_columns);
+  to.line((to.cuda() ? "attend<" + sizes + ", s>(context, " : "attend<" + sizes + ">(context, s, ") + q_at + ", " +
+          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + ");");
   nest.close();
 }
 
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+  if (to.cuda()) to.refuse("collectives are not part of loop kernels on GPUs yet");
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
   to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }

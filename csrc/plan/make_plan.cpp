@@ -7,6 +7,8 @@
 #include "plan/loads.hpp"
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
+#include "plan/split_attention.hpp"
+#include "plan/split_products.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
@@ -39,6 +41,8 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
+  if (target.name != "cpu")
+    stages = split_products(graph, split_attention(graph, std::move(stages), target.workers), target.workers);
   return plan_stages(std::move(graph), std::move(stages), target, chained);
 }
 

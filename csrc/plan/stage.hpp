@@ -64,6 +64,7 @@ struct AttentionStage {
   int q = -1, k = -1, v = -1, mask = -1, out = -1;
   double scale = 1;
   bool causal = false;
+  int64_t first_query = 0;  // position of the first query row, for `causal`; only split_attention() sets it
   // Tiles cut KV heads (their query heads go together) or, where the Access of `out` names dimension 0, the batch;
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };

@@ -30,4 +30,13 @@ Target target_named(const std::string& name, int workers) {
   return target;
 }
 
+Target gpu_target(const std::string& arch, int multiprocessors) {
+  Target target = target_named("sm_90a", multiprocessors);
+  target.name = arch;
+  target.packets = false;
+  target.pointwise_per_us = 2e4;  // of a block whose threads have few elements each
+  target.cached_bytes_per_us = 2e4;
+  return target;
+}
+
 }  // namespace ark::plan

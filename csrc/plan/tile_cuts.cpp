@@ -26,6 +26,8 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
   const auto worth = static_cast<int64_t>(whole / std::max(target.wait_us, 1e-3));
   const int64_t most = std::min<int64_t>(target.workers, units);
   found.push_back(even(std::clamp<int64_t>(worth, 1, most)));
+  // On a GPU a tile's time is mostly latency, which finer ones share.
+  if (target.name != "cpu" && most > worth) found.push_back(even(most));
   if (most > 1) {
     int copied = -1;
     int copies = 0;

@@ -141,7 +141,7 @@ class Encoder(nn.Module):
         self.pool = nn.Linear(dim, dim)
 
     def forward(self, ids: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.first(self.words(ids) + self.places(torch.arange(ids.shape[1])))
+        x = self.first(self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device)))
         mask = torch.where(present[:, None, None, :], 0.0, torch.finfo(x.dtype).min).to(x.dtype)
         for layer in self.layers:
             q, k, v = layer["qkv"](x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -174,7 +174,7 @@ class Decoder(nn.Module):
         self.last = nn.LayerNorm(dim)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
         for layer in self.layers:
             q, k, v = layer["qkv"](layer["n1"](x)).split(x.shape[-1], dim=2)
             q, k, v = (t.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for t in (q, k, v))

@@ -104,7 +104,7 @@ class Region:
     made: list[Region] = []  # noqa: RUF012 - tests look at what was compiled
 
     def __init__(self, graph: Graph, name: str, options: dict[str, Any]) -> None:
-        assert set(options) <= {"threads", "groups", "otherwise", "chained", "measured_costs"}
+        assert set(options) <= {"threads", "groups", "otherwise", "chained", "measured_costs", "device"}
         assert options["threads"] > 0 and not options.get("chained")
         self.graph, self.name, self.calls = graph, name, 0
         self._check()

@@ -90,12 +90,15 @@ class Rank {
       dispatch.one_shot_to = 4 * 1024;
       dispatch.chunks_from = 2 * 1024;
       dispatch.landings_from = 1;
+      dispatch.bulk_from = 300'000;
+      dispatch.ring_blocks = 3;
       dispatch.relay_from = 64;
       dispatch.copy_engine_from = ~uint64_t{0};
     } else if (arguments_.seed % 3 == 2) {
       dispatch.one_shot_to = 16 * 1024;
       dispatch.chunks_from = 64 * 1024;
       dispatch.landings_from = 8192;
+      dispatch.bulk_from = 64 * 1024;
       dispatch.relay_from = 4096;
       dispatch.copy_engine_from = 256 * 1024;
       dispatch.reduce_scatter_engine_from = dispatch.all_gather_engine_from = 64 * 1024;

@@ -49,6 +49,8 @@ def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any
 
 
 def _run(low: Lowering, op: str, group: Any, given: Operand, out: Strided, **attributes: Any) -> Operand:
+    if low.device.type != "cpu":
+        raise Unsupported("a collective of GPU tensors, which loop kernels do not hold yet")
     index = low.group(name_of(group))
     source = low.stored(given)
     if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):

@@ -71,6 +71,20 @@ def flash_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
     return _attention(low, node, low.result(node, 0)), None  # the logarithms of sums, which inference does not use
 
 
+@lowers(
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+def gpu_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
+    """What PyTorch chooses among on a GPU. All but the first result are for backward passes."""
+    if float(keyword(node, "dropout_p", 0.0)) != 0:
+        raise Unsupported("attention with dropout")
+    if keyword(node, "return_debug_mask", False):
+        raise Unsupported("attention that is asked for its debug mask")
+    return _attention(low, node, low.result(node, 0)), *([None] * (len(node.meta["val"]) - 1))
+
+
 def _attention(low: Lowering, node: Node, out: Strided) -> Strided:
     q = low.stored(low.operand(node.args[0]))
     k, v = (low.stored(_before_repeat(low, a, node)) for a in node.args[1:3])
@@ -83,7 +97,7 @@ def _attention(low: Lowering, node: Node, out: Strided) -> Strided:
     if q.shape[3] > LARGEST_HEAD:
         raise Unsupported(f"attention with heads of more than {LARGEST_HEAD} numbers (here {q.shape[3]})")
     causal = bool(keyword(node, "is_causal", False))
-    mask = keyword(node, "attn_mask", None)
+    mask = keyword(node, "attn_mask", keyword(node, "attn_bias", None))
     scale = keyword(node, "scale", None)
     inputs: list[Operand] = [q, k, v]
     if mask is not None:

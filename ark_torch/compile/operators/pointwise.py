@@ -15,7 +15,7 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND as Promotion
 from torch._prims_common import elementwise_dtypes
 from torch.fx import Node
 
-from ark_torch.compile.analysis import aten
+from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import RULES, Lowering, lowers
 
@@ -359,7 +359,8 @@ def assert_async(low: Lowering, node: Node) -> Operand:
 
 @lowers(prims.convert_element_type.default, aten._to_copy.default)
 def convert(low: Lowering, node: Node) -> Operand:
-    if node.kwargs.get("device", torch.device("cpu")) not in (None, torch.device("cpu")):
+    given = tensor_of(node.args[0]) if isinstance(node.args[0], Node) else None
+    if given is not None and given.device != node.meta["val"].device:
         raise Unsupported("a copy to another device")
     source = low.operand(node.args[0])
     result = node.meta["val"].dtype

@@ -33,6 +33,16 @@ __device__ __forceinline__ bool barrier_passed(uint64* barrier, uint32 parity) {
   return passed != 0;
 }
 
+// The same, suspended for a microsecond at most: for loops that also look for abort.
+__device__ __forceinline__ bool barrier_passed_soon(uint64* barrier, uint32 parity) {
+  uint32 passed;
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2, 1000; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed)
+               : "r"(shared_address(barrier)), "r"(parity)
+               : "memory");
+  return passed != 0;
+}
+
 // Addresses and sizes are multiples of 16.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, uint32 bytes, uint64* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -57,6 +67,16 @@ __device__ __forceinline__ void bulk_wait_written() {
 template <int kPending>
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Words that threads of a block tell each other by.
+__device__ __forceinline__ uint64 load_block(const uint64& word) {
+  uint64 value;
+  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(&word)) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_block(uint64& word, uint64 value) {
+  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(&word)), "l"(value) : "memory");
 }
 
 // Between ordinary accesses to global memory and the engine's, both ways.

@@ -45,15 +45,6 @@ class BulkSender : public Sender<OneThread> {
   BulkMover<kOp, Stages> mover_;
 };
 
-__device__ __forceinline__ uint64 load_block(const uint64& word) {
-  uint64 value;
-  asm volatile("ld.acquire.cta.shared.u64 %0, [%1];" : "=l"(value) : "r"(shared_address(&word)) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_block(uint64& word, uint64 value) {
-  asm volatile("st.release.cta.shared.u64 [%0], %1;" ::"r"(shared_address(&word)), "l"(value) : "memory");
-}
-
 inline constexpr uint64 kLastOfStream = uint64{1} << 63;  // in `written`: nothing more comes
 
 // The mover's end. The thread that will move prepares, then comes a barrier of the block, then it makes the stream

@@ -37,6 +37,8 @@ class Landing : public LaneEnd {
     store_packet(rings_->arena[peer_] + rings_->landing_words.announced + 16 * at(rings_->rank),
                  reinterpret_cast<uint64>(address), number_);
   }
+  // In an end opened anew, as if it had announced.
+  __device__ __forceinline__ void resume() { number_ = state()->announced; }
   // Until the sender has said that all is there.
   __device__ __forceinline__ bool await_all() {
     const uint64* const done =

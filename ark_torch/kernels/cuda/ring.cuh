@@ -34,7 +34,7 @@ struct RingTable {
   uint64 credits;  // [peer][lane] words: steps that the peer has taken of what this rank sent
   uint64 state;    // [peer][lane] RingState, the owner's alone
   uint32 lanes;
-  uint32 reserved;
+  uint32 depth;  // slots of a lane where no protocol fixes it (bulk_lane.cuh): a power of 2
 };
 
 // The same for landings (landing.cuh).
@@ -50,7 +50,7 @@ struct LandingTable {
 // A set of rings as one rank sees it.
 struct Rings {
   char* arena[kMaxRanks];  // rank r's symmetric memory as mapped here
-  RingTable lines, chunks;
+  RingTable lines, chunks, bulk;
   LandingTable landing_words;
   void* landing[kMaxRanks];  // where rank r is to store what it has for this rank, as r sees it; null: in the ring
   uint64 landings_from;      // messages of so many bytes and more are announced; alike on all ranks

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/bulk_lane.cuh"
 #include "cuda/chunks.cuh"
 #include "cuda/lines.cuh"
 #include "cuda/one_shot.cuh"
@@ -18,6 +20,7 @@ constexpr uint64_t most_one_shot_bytes(int ranks) {
 struct RingSet {
   device::RingTable lines, chunks;
   device::LandingTable landings;
+  device::RingTable bulk{};
 };
 
 // That a message takes part in.
@@ -35,7 +38,8 @@ inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ra
 }
 
 struct ArenaLayout {
-  explicit ArenaLayout(int ranks);
+  // ring_blocks: lanes of the rings in bulk; 0: none.
+  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0);
 
   size_t control;   // device::GroupControl
   size_t one_shot;  // packets: [2][ranks][capacity]
@@ -47,7 +51,7 @@ struct ArenaLayout {
   size_t total;
 };
 
-inline ArenaLayout::ArenaLayout(int ranks) {
+inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks) {
   size_t at = 0;
   auto take = [&](size_t bytes) {
     const size_t here = at;
@@ -77,6 +81,15 @@ inline ArenaLayout::ArenaLayout(int ranks) {
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);
+  if (ring_blocks != 0) {
+    // From one rank to another: what a link carries in some 10 us.
+    const uint32_t chunks = (ranks <= 2 ? 4 << 20 : 2 << 20) / device::kBulkChunk;
+    const uint32_t depth = std::bit_floor(chunks / ring_blocks);
+    for (RingSet* const set : {&collectives, &results}) {
+      set->bulk = table(ring_blocks, depth * device::kBulkChunk);
+      set->bulk.depth = depth;
+    }
+  }
   total = at;
 }
 

@@ -17,12 +17,14 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // products: 64 MB ends 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a
   // graph (rings 40); into plain memory rings are sooner up to 64 MB, but at 256 MB they slow products down threefold.
   // Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose below 16 MB, where lines are there sooner than an
-  // announcement.
+  // announcement. Rings in bulk are not measured yet.
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
   return {.one_shot_to = one_shot_to,
           .chunks_from = 8 << 20,
           .landings_from = 8 << 20,
           .relay_from = 1 << 20,
+          .bulk_from = kNever,
+          .ring_blocks = 16,
           .copy_engine_from = ranks <= 4 ? 24 << 20 : kNever,
           .reduce_scatter_engine_from = kNever,
           .all_gather_engine_from = ranks <= 2 ? 64 << 20 : kNever,
@@ -37,18 +39,21 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
                                                            std::string& why) {
   Options options = given;
   if (!options.dispatch) options.dispatch = CudaDispatch::measured(size);
+  options.dispatch->ring_blocks = std::clamp<uint64_t>(options.dispatch->ring_blocks, 1, device::kMostRingBlocks);
   if (size > device::kMaxRanks) {
     why = "a group of " + std::to_string(size) + " ranks on one node; kernels are made for up to " +
           std::to_string(device::kMaxRanks);
     return nullptr;
   }
-  jit::KernelLibrary::of(options.device);  // a device that is too old, or no compiler: said before anything is shared
+  // A device that is too old, or no compiler: said before anything is shared.
+  const int major = jit::KernelLibrary::of(options.device).target().major;
+  if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
   SymmetricMemory::Options sharing;
   sharing.rank = rank;
   sharing.size = size;
   sharing.device = options.device;
   sharing.device_each = options.device_each;
-  sharing.bytes = ArenaLayout(size).total;
+  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch)).total;
   sharing.timeout = options.timeout;
   sharing.name = "arena";
   sharing.check = options.check ? options.check : ends_with(health, options.timeout);

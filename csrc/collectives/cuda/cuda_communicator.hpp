@@ -28,6 +28,8 @@ struct CudaDispatch {
   uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
   uint64_t landings_from;     // of one rank's part or message: from here into the receiver's registered memory
   uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
+  uint64_t bulk_from;         // sums of so many bytes from every rank: from here rings in bulk, of few blocks
+  uint64_t ring_blocks;       // so many
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
   // The same, by the bytes of one rank's part or message.
   uint64_t reduce_scatter_engine_from;

@@ -30,6 +30,8 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"chunks_from", &CudaDispatch::chunks_from},
     {"landings_from", &CudaDispatch::landings_from},
     {"relay_from", &CudaDispatch::relay_from},
+    {"bulk_from", &CudaDispatch::bulk_from},
+    {"ring_blocks", &CudaDispatch::ring_blocks},
     {"copy_engine_from", &CudaDispatch::copy_engine_from},
     {"reduce_scatter_engine_from", &CudaDispatch::reduce_scatter_engine_from},
     {"registered_all_gather_engine_from", &CudaDispatch::registered_all_gather_engine_from},

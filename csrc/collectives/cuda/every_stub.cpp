@@ -20,6 +20,7 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
         stubs.push_back({"reduce" + name, reduce_stub(rule, size, rank)});
         stubs.push_back({"lines" + name, two_shot_stub(rule, size, rank, false)});
         stubs.push_back({"chunks" + name, two_shot_stub(rule, size, rank, true)});
+        if (size > 1) stubs.push_back({"bulk" + name, bulk_stub(rule, size, rank), 90});
       }
     }
   }

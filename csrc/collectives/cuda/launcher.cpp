@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include "memory/symmetric_memory.hpp"
@@ -65,13 +66,14 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       health_(health),
       store_(std::move(store)),
       timeout_(options.timeout),
-      layout_(size),
+      layout_(size, ring_blocks_of(*options.dispatch)),
       memory_(std::move(memory)),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),
       chunks_from_(options.dispatch->chunks_from),
       landings_from_(options.dispatch->landings_from),
+      bulk_from_(options.dispatch->bulk_from),
       buffer_bytes_(options.dispatch->buffer_bytes) {
   shared_bytes_ = memory_[rank].size();
 }
@@ -133,10 +135,18 @@ const jit::Kernel& CudaLauncher::adding_by_parts(const Operation& operation, boo
   return *kernel;
 }
 
+const jit::Kernel& CudaLauncher::adding_in_bulk(const Operation& operation) {
+  const RuleKind rule = rule_of(operation.descriptor.dtype, operation.descriptor.op);
+  std::lock_guard lock(mutex_);
+  const jit::Kernel*& kernel = reduces_[static_cast<int>(rule)].bulk;
+  if (kernel == nullptr) kernel = &jit::KernelLibrary::of(device_).get(bulk_stub(rule, size_, rank_), "bulk_two_shot");
+  return *kernel;
+}
+
 device::Rings CudaLauncher::rings(const Operation& operation, const RingSet& set) const {
   device::Rings rings{};
   for (int r = 0; r < size_; ++r) rings.arena[r] = memory_[r].data();
-  rings.lines = set.lines, rings.chunks = set.chunks;
+  rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
   rings.landing_words = set.landings;
   rings.landings_from = ~uint64_t{0};
   rings.chunks_from = chunks_from_;
@@ -225,10 +235,24 @@ void CudaLauncher::gather_words(const Operation& operation, uint64_t bytes) {
   move(operation, params);
 }
 
-void CudaLauncher::launch_two_shot(const Operation& operation, device::TwoShotParams& params) {
+void CudaLauncher::set_rings(const Operation& operation, device::TwoShotParams& params) const {
   params.rings = rings(operation, layout_.collectives);
   params.results = rings(operation, layout_.results);
   if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
+}
+
+// Its lanes are few and drift apart by few pages: no message is too long for one launch. Nor does the next launch begin
+// before its end: it would hold as many SMs again all the while.
+void CudaLauncher::launch_bulk(const Operation& operation, device::TwoShotParams& params) {
+  set_rings(operation, params);
+  const jit::Kernel& kernel = adding_in_bulk(operation);
+  const CurrentContext context(device_);
+  jit::launch(kernel, {layout_.collectives.bulk.lanes}, {device::kBulkThreads}, device::kBulkSharedBytes,
+              stream_of(operation), params);
+}
+
+void CudaLauncher::launch_two_shot(const Operation& operation, device::TwoShotParams& params) {
+  set_rings(operation, params);
   const uint64_t most = *std::max_element(params.bytes, params.bytes + size_);
   const bool chunked = most >= chunks_from_;
   launch_lanes(adding_by_parts(operation, chunked), lanes_of_parts(layout_.collectives, params.bytes, size_, chunked),
@@ -246,6 +270,8 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams wh
     gather_words(operation, sizeof(double));
     whole.factors = reinterpret_cast<const double*>(words());
   }
+  if (std::accumulate(whole.bytes, whole.bytes + size_, uint64_t{0}) >= bulk_from_)
+    return launch_bulk(operation, whole);
   const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size_);
   // With one receiver ranks have unequal work and their lanes drift apart sooner (256 MB: 0.8 ms instead of 1.1).
   const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes

@@ -14,6 +14,7 @@
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/cuda/windows.hpp"
+#include "cuda/bulk_two_shot.cuh"
 #include "cuda/move.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
@@ -26,6 +27,11 @@ namespace ark {
 
 // While a group meets to share memory: throws as soon as the group has failed or a peer is gone.
 std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout);
+
+// Of the rings in bulk; 0: none are used.
+inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
+  return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
+}
 
 inline CUstream stream_of(const Operation& operation) {
   return static_cast<CUstream>(operation.stream);
@@ -85,6 +91,7 @@ class CudaLauncher {
     const jit::Kernel* one_shot = nullptr;
     const jit::Kernel* add = nullptr;
     const jit::Kernel* two_shot[2] = {};  // in lines, in chunks
+    const jit::Kernel* bulk = nullptr;
   };
   // In host memory that kernels, copy engines and the host write.
   struct Status {
@@ -94,12 +101,15 @@ class CudaLauncher {
 
   void move(const Operation& operation, const RingSet& set, const device::MoveParams& params);
   void launch_move(const Operation& operation, const RingSet& set, device::MoveParams& params);
+  void set_rings(const Operation& operation, device::TwoShotParams& params) const;
   void launch_two_shot(const Operation& operation, device::TwoShotParams& params);
+  void launch_bulk(const Operation& operation, device::TwoShotParams& params);
   void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const;
   const jit::Kernel& moving();
   const jit::Kernel& relaying();
   const Reduce& reducing(const Operation& operation);
   const jit::Kernel& adding_by_parts(const Operation& operation, bool chunked);
+  const jit::Kernel& adding_in_bulk(const Operation& operation);
   device::Rings rings(const Operation& operation, const RingSet& set) const;
   CopyEngine* copy_engine(const Operation& operation);
   CopyEngine::Add adding(const Operation& operation);
@@ -121,7 +131,7 @@ class CudaLauncher {
   std::unique_ptr<PinnedMemory> status_;
   DeviceWatch watch_;
   const bool device_each_;
-  const uint64_t chunks_from_, landings_from_, buffer_bytes_;
+  const uint64_t chunks_from_, landings_from_, bulk_from_, buffer_bytes_;
   std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;
   const jit::Kernel *move_ = nullptr, *relay_ = nullptr;

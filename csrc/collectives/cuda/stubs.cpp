@@ -1,6 +1,7 @@
 // The texts behind stubs.hpp. A new kernel header adds its stub here.
 #include "collectives/cuda/stubs.hpp"
 
+#include "cuda/bulk_two_shot.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
@@ -56,6 +57,13 @@ std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked) {
                    std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) + ")");
 }
 
+std::string bulk_stub(RuleKind rule, int ranks, int rank) {
+  return "#include \"cuda/bulk_two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("bulk_two_shot", device::kBulkThreads, "TwoShotParams",
+               "bulk_two_shot<Rule, " + std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) +
+                   ")");
+}
+
 std::string move_stub() {
   return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)");
 }
@@ -75,6 +83,7 @@ std::vector<Stub> representative_stubs() {
     stubs.push_back({"reduce" + name, reduce_stub(rule, ranks, rank)});
     stubs.push_back({"lines" + name, two_shot_stub(rule, ranks, rank, false)});
     stubs.push_back({"chunks" + name, two_shot_stub(rule, ranks, rank, true)});
+    stubs.push_back({"bulk" + name, bulk_stub(rule, ranks, rank), 90});
   };
   for (RuleKind rule : {RuleKind::bf16, RuleKind::f16, RuleKind::f32, RuleKind::any}) add(rule, 2, 0);
   add(RuleKind::bf16, 4, 1);

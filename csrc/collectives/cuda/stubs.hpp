@@ -17,6 +17,8 @@ RuleKind rule_of(DType dtype, ReduceOp op);
 // For this place in a group of `ranks`: entries "one_shot" and "add"; entry "two_shot", in lines or in chunks.
 std::string reduce_stub(RuleKind rule, int ranks, int rank);
 std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked);
+// Entry "bulk_two_shot", from compute capability 9.0.
+std::string bulk_stub(RuleKind rule, int ranks, int rank);
 // Entry "move".
 std::string move_stub();
 // Entry "relay".

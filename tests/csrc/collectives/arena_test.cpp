@@ -33,6 +33,34 @@ TEST(Lanes, AreThoseOfThePartThatTakesMost) {
   EXPECT_TRUE(shorter_takes_more) << "otherwise this test sees nothing";
 }
 
+// Every chunk of a message is one block's, and slots are a power of two and as many as the liveness of rings in bulk
+// needs, for any number of blocks.
+TEST(Lanes, BlocksShareAMessage) {
+  for (const uint32_t blocks : {1u, 3u, 16u, device::kMostRingBlocks}) {
+    for (const uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{8192}, uint64_t{8193}, uint64_t{1'000'003}}) {
+      uint64_t sum = 0, end = 0;
+      for (uint32_t block = 0; block < blocks; ++block) {
+        const device::BulkShare share{bytes, block, blocks};
+        for (uint32_t step = 0; step < share.steps(); ++step) {
+          ASSERT_GT(share.size(step), 0u);
+          sum += share.size(step), end = std::max(end, share.at(step) + share.size(step));
+        }
+        ASSERT_EQ(share.size(share.steps()), 0u);
+      }
+      EXPECT_EQ(sum, bytes);
+      EXPECT_EQ(end, bytes);
+    }
+    for (const int ranks : {2, 4, 8}) {
+      const ArenaLayout layout(ranks, blocks);
+      EXPECT_EQ(layout.results.bulk.lanes, blocks);
+      EXPECT_GE(layout.results.bulk.depth, 4u);
+      EXPECT_TRUE(std::has_single_bit(layout.results.bulk.depth));
+      EXPECT_GE(layout.collectives.lines.lanes, blocks) << "landings have words for each";
+    }
+  }
+  EXPECT_EQ(ArenaLayout(2).collectives.bulk.lanes, 0u);
+}
+
 TEST(Lanes, NothingTakesNone) {
   const uint64_t none[2] = {0, 0};
   EXPECT_EQ(lanes_of_parts(ArenaLayout(2).collectives, none, 2, false), 0u);

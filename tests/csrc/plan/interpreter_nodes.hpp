@@ -39,7 +39,7 @@ inline void run_attention(Memory& memory, const AttentionStage& body, const std:
     std::vector<double> scores(keys, -std::numeric_limits<double>::infinity());
     double most = -std::numeric_limits<double>::infinity(), total = 0;
     for (int64_t s = 0; s < keys; ++s) {
-      if (body.causal && s > index[2]) continue;
+      if (body.causal && s > index[2] + body.first_query) continue;
       double sum = 0;
       for (int64_t d = 0; d < q.shape[3]; ++d) {
         sum += read_value(memory, q, {index[0], index[1], index[2], d}) * read_value(memory, k, {cut[0], cut[1], s, d});

@@ -9,6 +9,8 @@
 #include "error.hpp"
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
+#include "plan/split_attention.hpp"
+#include "plan/split_products.hpp"
 #include "random_graph.hpp"
 
 namespace ark::plan {
@@ -34,14 +36,20 @@ std::string describe(const Graph& graph, const std::vector<Stage>& stages) {
   return text;
 }
 
+// As plans for a GPU with so many workers have them; 1: for the CPU.
+std::vector<Stage> stages_for(Graph& graph, int workers) {
+  std::vector<Stage> stages = make_stages(graph);
+  return workers == 1 ? stages : split_products(graph, split_attention(graph, stages, workers), workers);
+}
+
 // Both ways, from the same inputs; every buffer that the caller sees must agree.
-void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed) {
+void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed, int workers = 1) {
   Memory start(graph);
   fill(start);
   Memory by_node = start, by_stage = start;
   run_nodes(by_node, graph);
   std::vector<Stage> stages;
-  ASSERT_NO_THROW(stages = make_stages(graph)) << describe(graph, {});
+  ASSERT_NO_THROW(stages = stages_for(graph, workers)) << describe(graph, {});
   std::mt19937 random(seed);
   ASSERT_NO_THROW(run_stages(by_stage, graph, stages, random)) << describe(graph, stages);
   for (size_t b = 0; b < graph.buffers().size(); ++b) {
@@ -226,6 +234,63 @@ TEST(Stages, WriteIntoCacheComesBeforeAttention) {
   EXPECT_EQ(stages[1].extent, 2);
   EXPECT_EQ(stages[2].kind, "attention");
   EXPECT_EQ(stages[2].extent, 2);
+}
+
+// For a GPU: 2 heads of keys and 12 workers are blocks of query rows; none is too small.
+TEST(Stages, AttentionOverManyRowsIsSplit) {
+  struct Case {
+    int64_t queries, keys;
+    bool causal;
+    int mask;  // 1: a row for all, 2: one for each
+    int workers;
+    std::vector<int64_t> rows;
+  };
+  for (const Case& one :
+       {Case{200, 40, true, 0, 12, {64, 64, 72}}, Case{100, 100, false, 2, 12, {32, 32, 36}},
+        Case{100, 30, true, 1, 4, {64, 36}}, Case{30, 30, true, 0, 12, {30}}, Case{300, 10, false, 0, 3, {300}}}) {
+    GraphBuilder builder;
+    const int q = builder.input({1, 4, one.queries, 4}), k = builder.input({1, 2, one.keys, 4});
+    std::vector<int> inputs = {q, k, builder.input({1, 2, one.keys, 4})};
+    if (one.mask > 0) inputs.push_back(builder.input({1, 1, one.mask == 1 ? 1 : one.queries, one.keys}));
+    builder.into(builder.output({1, 4, one.queries, 4}), "attention", inputs, {{"scale", 0.5}, {"causal", one.causal}});
+    expect_same(
+        builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, one.workers);
+    const auto stages = stages_for(builder.graph, one.workers);
+    std::vector<int64_t> rows;
+    for (const Stage& stage : stages) rows.push_back(builder.at(std::get<AttentionStage>(stage.body).q).shape[2]);
+    EXPECT_EQ(rows, one.rows);
+  }
+}
+
+// For a GPU: few rows by columns, as finely as its kernel works; many in blocks of rows, each by columns.
+TEST(Stages, ProductsAreCutForAGpu) {
+  struct Case {
+    int64_t m, n;
+    bool along_depth, bias;
+    std::vector<int64_t> rows;
+    int64_t grain;
+  };
+  for (const Case& one :
+       {Case{1, 200, true, true, {1}, 8}, Case{16, 96, false, false, {16}, 32}, Case{17, 40, true, true, {17}, 32},
+        Case{384, 128, true, true, {128, 128, 128}, 64}, Case{300, 70, false, false, {96, 96, 108}, 32}}) {
+    GraphBuilder builder;
+    const int a = builder.input({one.m, 12});
+    int b = builder.input(one.along_depth ? Shape{one.n, 12} : Shape{12, one.n});
+    if (one.along_depth) b = builder.view(b, {12, one.n}, {1, 12});
+    std::vector<int> inputs = {a, b};
+    if (one.bias) inputs.push_back(builder.input({one.n}));
+    builder.into(builder.output({one.m, one.n}), "matmul", inputs, {});
+    expect_same(
+        builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, 6);
+    const auto stages = stages_for(builder.graph, 6);
+    std::vector<int64_t> rows;
+    for (const Stage& stage : stages) {
+      rows.push_back(std::get<MatmulStage>(stage.body).m);
+      EXPECT_EQ(stage.extent, one.n);
+      EXPECT_EQ(stage.grain, one.grain);
+    }
+    EXPECT_EQ(rows, one.rows);
+  }
 }
 
 TEST(Stages, AddInPlaceDoesNotJoinANormThatWouldLoadItAgain) {

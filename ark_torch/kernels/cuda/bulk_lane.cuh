@@ -1,0 +1,231 @@
+// Rings in bulk: the copy engine (TMA) of a few SMs fills and empties the slots, one lane a block. Fewer bytes lie in
+// registers and more in shared memory than with rings of warps (ring.cuh), so 16 blocks fill a link that those need
+// 128 for: what computes beside keeps its SMs.
+//
+// A message goes in chunks of 8 KB: chunk i of block b is number i * blocks + b of the message, is step i of that
+// lane, and takes one of `depth` slots in the receiver's memory. Warps have one task each. A mover (bulk_pump()) loads
+// chunks into stages of shared memory some ahead of the oldest that it stores. It never stops for a fence: a telling
+// warp publishes what has been written and fetches credits.
+//
+// Ordering. Bytes are written when the storing thread's wait_group says so; it then stores the count of steps into
+// shared memory with release, the telling warp acquires it and stores `arrived` with release at system scope, which is
+// cumulative. The receiver acquires `arrived`; a fence between the proxies stands before its engine's loads. Credits:
+// the receiver gives them when the mbarrier says that the slot was read; the sender's telling warp acquires them.
+//
+// What the engine cannot move goes by ordinary accesses of the mover's warp: unaligned buffers of the user, and what
+// lies behind the last multiple of 16 bytes. Slots are aligned, and a chunk in a slot is padded.
+//
+// Liveness. Waits for peers are bounded; whoever gives up sets the abort word, at which all other warps leave. A mover
+// that finds no room, or nothing to take, first stores and tells all it has. So of all warps that wait for a peer the
+// one with the lowest step goes on: a sender waits for steps `depth` before its own to be taken, a receiver for data.
+#pragma once
+
+#include "cuda/bulk_copy.cuh"
+#include "cuda/ring.cuh"
+
+namespace ark::device {
+
+inline constexpr uint32 kBulkChunk = 8192;
+inline constexpr int kBulkStages = 27;
+inline constexpr uint32 kBulkSharedBytes = (kBulkStages + 1) * kBulkChunk;  // the last for barriers and words
+inline constexpr uint32 kMostRingBlocks = 64;
+
+// What of a message is this block's.
+struct BulkShare {
+  uint64 bytes;  // of all
+  uint32 block, blocks;
+
+  ARK_HOST_DEVICE constexpr uint32 steps() const {
+    const uint64 chunks = (bytes + kBulkChunk - 1) / kBulkChunk;
+    return chunks > block ? static_cast<uint32>((chunks - block + blocks - 1) / blocks) : 0;
+  }
+  ARK_HOST_DEVICE constexpr uint64 at(uint32 step) const { return (uint64{step} * blocks + block) * kBulkChunk; }
+  // 0 behind the last step.
+  ARK_HOST_DEVICE constexpr uint32 size(uint32 step) const {
+    const uint64 from = at(step);
+    return from >= bytes ? 0 : bytes - from < kBulkChunk ? static_cast<uint32>(bytes - from) : kBulkChunk;
+  }
+};
+
+// In shared memory, of the lanes of one set of rings: what a mover and its telling warp say to each other.
+struct BulkWords {
+  uint64 written;  // steps of this launch
+  uint64 credit[kMaxRanks];
+  uint32 apart;  // bit r: rank r is not served by the ring; set before anything is written
+};
+
+#if defined(__CUDACC__)
+
+ARK_DEVICE_INLINE uint32 padded(uint32 bytes) {
+  return (bytes + 15) & ~15u;
+}
+
+// A lane of one set of rings as one rank sees it.
+struct BulkRing {
+  const Rings& rings;
+  uint32 lane;
+
+  __device__ __forceinline__ uint64 at(int peer) const { return static_cast<uint64>(peer) * rings.bulk.lanes + lane; }
+  __device__ __forceinline__ uint64* arrived(int owner, int peer) const {
+    return word(owner, rings.bulk.arrived, peer);
+  }
+  __device__ __forceinline__ uint64* credit(int owner, int peer) const { return word(owner, rings.bulk.credits, peer); }
+  __device__ __forceinline__ RingState* state(int peer) const {
+    return reinterpret_cast<RingState*>(rings.arena[rings.rank] + rings.bulk.state) + at(peer);
+  }
+  __device__ __forceinline__ char* slot(int owner, int source, uint64 step) const {
+    const uint64 number = at(source - (source > owner)) * rings.bulk.depth + (step & (rings.bulk.depth - 1));
+    return rings.arena[owner] + rings.bulk.slots + number * kBulkChunk;
+  }
+
+ private:
+  __device__ __forceinline__ uint64* word(int owner, uint64 table, int peer) const {
+    return reinterpret_cast<uint64*>(rings.arena[owner] + table) + at(peer);
+  }
+};
+
+// What a warp with a task of its own does. All functions are called by the whole warp.
+class BulkWarp {
+ public:
+  __device__ __forceinline__ explicit BulkWarp(const Rings& rings) : rings_(rings) {}
+
+  __device__ __forceinline__ bool leads() const { return thread() == 0; }
+  static __device__ __forceinline__ int thread() { return threadIdx.x & 31; }
+
+  // Counts a fruitless turn; true when it is time to leave. Without a peer only abort ends the wait.
+  __device__ __forceinline__ bool over(int peer) { return over(peer, rings_.limit_ns); }
+  __device__ __forceinline__ bool over() { return over(rings_.rank, ~uint64{0} >> 1); }
+  // For what this block or the hardware does.
+  __device__ __forceinline__ bool await(uint64* barrier, uint32 parity) {
+    while (!__all_sync(~0u, barrier_passed_soon(barrier, parity))) {
+      if (over()) return false;
+    }
+    return true;
+  }
+
+  // Writes into a stage what the engine cannot load; says how many bytes it can.
+  __device__ __forceinline__ uint32 load_rest(char* stage, const char* from, uint32 bytes) const {
+    const bool aligned = (reinterpret_cast<uint64>(from) & 15) == 0;
+    const uint32 whole = aligned ? bytes & ~15u : 0;
+    if (whole < bytes) {
+#pragma unroll 1
+      for (uint32 at = whole + thread() * 16; at < bytes; at += 512)
+        *reinterpret_cast<Unit*>(stage + at) = load_unit(from, at / 16, bytes, aligned);
+      fence_async_shared();
+      __syncwarp();
+    }
+    return whole;
+  }
+  __device__ __forceinline__ void load(char* stage, uint64* full, const char* from, uint32 bytes) const {
+    const uint32 whole = load_rest(stage, from, bytes);
+    if (!leads()) return;
+    barrier_expect(full, whole);
+    if (whole != 0) bulk_load(stage, from, whole, full);
+  }
+  // All of a chunk; the leader commits.
+  __device__ __forceinline__ void store(char* to, const char* stage, uint32 bytes) const {
+    const bool aligned = (reinterpret_cast<uint64>(to) & 15) == 0;
+    const uint32 whole = aligned ? bytes & ~15u : 0;
+    if (leads() && whole != 0) bulk_store(to, stage, whole);
+    if (whole < bytes) {
+#pragma unroll 1
+      for (uint32 at = whole + thread() * 16; at < bytes; at += 512)
+        store_unit(to, at / 16, bytes, aligned, *reinterpret_cast<const Unit*>(stage + at));
+      __syncwarp();
+    }
+  }
+
+  // So many steps are written once all groups that the leader has committed are, but for the last kPending.
+  template <int kPending>
+  __device__ __forceinline__ void publish(BulkWords& words, uint32 steps) {
+    __syncwarp();
+    if (leads()) {
+      bulk_wait_written<kPending>();
+      if (steps > published_) store_block(words.written, steps);
+    }
+    published_ = max(published_, steps);
+    __syncwarp();
+  }
+  // Until step `step` of this launch has a slot; it is `number` in the life of the ring to this peer.
+  __device__ __forceinline__ bool await_room(BulkWords& words, int peer, uint64 number, uint32 step) {
+    const auto full = [&] { return __any_sync(~0u, number >= load_block(words.credit[peer]) + rings_.bulk.depth); };
+    if (!full()) return true;
+    publish<0>(words, step);
+    while (full()) {
+      if (over(peer)) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ __forceinline__ bool over(int peer, uint64 limit_ns) {
+    if ((++turns_ & 1023) != 0) return false;
+    if (leads()) began_ = look_up(rings_.status, limit_ns, began_, peer, turns_);
+    return __shfl_sync(~0u, began_ == kOver, 0);
+  }
+
+  const Rings& rings_;
+  uint64 began_ = 0;
+  uint32 turns_ = 0, published_ = 0;
+};
+
+// The telling warp's work: thread r tells peer r the steps that are written, of `steps` for it, until all are; and
+// fetches r's credits. `total`: steps that the mover will publish.
+__device__ __forceinline__ void bulk_tell(const BulkRing& ring, BulkWords& words, uint64 sent, uint32 steps,
+                                          uint32 total) {
+  BulkWarp warp(ring.rings);
+  const int peer = BulkWarp::thread(), rank = ring.rings.rank;
+  const bool is_peer = peer < ring.rings.ranks && peer != rank;
+  uint64 told = 0;
+  for (;;) {
+    const uint64 written = load_block(words.written), now = min(written, uint64{steps});
+    if (is_peer && now != told && (words.apart >> peer & 1) == 0)
+      protocol::store_release(*ring.arrived(peer, rank), sent + (told = now));
+    if (__all_sync(~0u, written == total) || warp.over()) return;
+    if (is_peer) store_block(words.credit[peer], protocol::load_acquire(*ring.credit(rank, peer)));
+    __syncwarp();
+  }
+}
+
+// Moves chunks 0 to count - 1 in order: ready(i), load(i, stage, barrier), store(i, stage), which says false to leave.
+// What is not ready is asked for again, with nothing held back meanwhile; waiting(i): true when it is time to leave.
+// Every store ends in one commit. False: left early; nothing is under way behind it in any case.
+template <uint32 kStages, class Ready, class Waiting, class Load, class Store>
+__device__ __forceinline__ bool bulk_pump(BulkWarp& warp, char (&stages)[kStages][kBulkChunk], uint64* full,
+                                          uint32 count, Ready ready, Waiting waiting, Load load, Store store) {
+  constexpr uint32 kAhead = kStages / 2;
+  uint32 loaded = 0, stored = 0;
+  bool goes_on = true;
+#pragma unroll 1
+  while (stored < count && goes_on) {
+    if (loaded < count && loaded < stored + kAhead) {
+      if (ready(loaded)) {
+        // Of the stores before, all but the last ones have read their stages, this one's too.
+        if (warp.leads()) bulk_wait_read<kStages - kAhead>();
+        __syncwarp();
+        load(loaded, stages[loaded % kStages], &full[loaded % kStages]);
+        loaded++;
+        continue;
+      }
+      if (loaded == stored) {
+        goes_on = !waiting(loaded);
+        continue;
+      }
+    }
+    const uint32 stage = stored % kStages;
+    goes_on = warp.await(&full[stage], stored / kStages & 1) && store(stored, stages[stage]);
+    if (goes_on) stored++;
+  }
+#pragma unroll 1
+  for (; stored < loaded; stored++) {  // left early: the block's memory is given up when the loads are in it
+    while (!barrier_passed(&full[stored % kStages], stored / kStages & 1)) {
+    }
+  }
+  if (warp.leads()) bulk_wait_written<0>();
+  __syncwarp();
+  return goes_on;
+}
+
+#endif
+
+}  // namespace ark::device

@@ -1,0 +1,391 @@
+// Reductions by parts (two_shot.cuh: the same parameters, the same bits) over rings in bulk (bulk_lane.cuh): few
+// blocks, each a lane.
+//
+// Warps of a block: one contributes to every peer, one loads all contributions to this rank's part into stages of
+// shared memory, eight add, one hands the sums out, one takes results from every peer, and two tell, one for each set
+// of rings. Results go into slots, or straight to where the peer has announced its registered buffer (landing.cuh).
+//
+// Liveness: takers wait for data alone; so adders, which wait for contributions and for takers' credits, go on; so
+// contributors do. In place: a result is stored over what it was added from, that is behind the loads of it.
+#pragma once
+
+#include "cuda/bulk_lane.cuh"
+#include "cuda/landing.cuh"
+#include "cuda/two_shot.cuh"
+
+namespace ark::device {
+
+inline constexpr int kBulkAdders = 8;  // warps
+inline constexpr int kBulkThreads = (6 + kBulkAdders) * 32;
+
+#if defined(__CUDACC__)
+
+template <int kRanks>
+struct alignas(128) BulkShared {
+  static constexpr uint32 kParts = kRanks <= 2 ? 4 : kRanks <= 4 ? 3 : 2;
+  static constexpr uint32 kSums = kRanks <= 2 ? 4 : 3;
+  static constexpr uint32 kMoved = (kBulkStages - kParts * kRanks - kSums) / 2;
+  char parts[kParts][kRanks][kBulkChunk];
+  char sums[kSums][kBulkChunk];
+  char sent[kMoved][kBulkChunk], taken[kMoved][kBulkChunk];
+  uint64 parts_full[kParts], parts_empty[kParts];
+  uint64 sums_full[kSums], sums_empty[kSums];
+  uint64 sent_full[kMoved], taken_full[kMoved];
+  BulkWords contributions, results;
+
+  // By one thread; a barrier of the block follows.
+  __device__ __forceinline__ void prepare() {
+    for (uint32 i = 0; i < kParts; i++) barrier_init(&parts_full[i], 1), barrier_init(&parts_empty[i], kBulkAdders);
+    for (uint32 i = 0; i < kSums; i++) barrier_init(&sums_full[i], kBulkAdders), barrier_init(&sums_empty[i], 1);
+    for (uint32 i = 0; i < kMoved; i++) barrier_init(&sent_full[i], 1), barrier_init(&taken_full[i], 1);
+    contributions = BulkWords{}, results = BulkWords{};
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async_shared();
+  }
+};
+
+template <class Rule, int kRanks, int kRank>
+class BulkTwoShot {
+  using Shared = BulkShared<kRanks>;
+  static_assert(sizeof(Shared) <= kBulkSharedBytes);
+  static constexpr uint32 kPeers = kRanks - 1;
+  // Steps whose stores may be under way before the mover waits for the oldest: latency times bandwidth.
+  static constexpr uint32 kLag = kRanks <= 2 ? 6 : kRanks <= 4 ? 3 : 2;
+
+ public:
+  // Counters are read before anybody moves them on.
+  __device__ __forceinline__ BulkTwoShot(const TwoShotParams& params, Shared& memory)
+      : p_(params),
+        shared_(memory),
+        contributions_{params.rings, blockIdx.x},
+        results_{params.results, blockIdx.x},
+        warp_(params.rings),
+        thread_(BulkWarp::thread()),
+        peer_(thread_ < kRanks && thread_ != kRank) {
+    if (peer_) contribution_ = *contributions_.state(thread_), result_ = *results_.state(thread_);
+  }
+
+  // Every warp calls one of these.
+  __device__ __forceinline__ void contribute() {
+    const uint32 steps = most_steps(0);
+    fence_async_global();
+    const bool done = bulk_pump(
+        warp_, shared_.sent, shared_.sent_full, steps * kPeers, [](uint32) { return true; },
+        [](uint32) { return false; },
+        [&](uint32 i, char* stage, uint64* full) {
+          const int to = receiver_of(i);
+          warp_.load(stage, full, static_cast<const char*>(p_.in[to]) + share(to).at(i / kPeers),
+                     share(to).size(i / kPeers));
+        },
+        [&](uint32 i, const char* stage) {
+          const int to = receiver_of(i);
+          const uint32 step = i / kPeers, bytes = share(to).size(step);
+          const uint64 number = of_peer(contribution_.sent, to) + step;
+          if (bytes != 0) {
+            if (!warp_.await_room(shared_.contributions, to, number, step)) return false;
+            if (warp_.leads()) bulk_store(contributions_.slot(to, kRank, number), stage, padded(bytes));
+          }
+          if (warp_.leads()) bulk_commit();
+          if (i % kPeers == kPeers - 1 && step >= kLag)
+            warp_.publish<kLag * kPeers>(shared_.contributions, step + 1 - kLag);
+          return true;
+        });
+    if (!done) return;
+    warp_.publish<0>(shared_.contributions, steps);
+    if (peer_) contributions_.state(thread_)->sent = contribution_.sent + share(thread_).steps();
+  }
+  __device__ __forceinline__ void tell_contributions() {
+    bulk_tell(contributions_, shared_.contributions, contribution_.sent, peer_ ? share(thread_).steps() : 0,
+              most_steps(0));
+  }
+
+  // Every rank's part into a stage.
+  __device__ __forceinline__ void load() {
+    const BulkShare mine = share(kRank);
+    const uint32 steps = mine.steps();
+    fence_async_global();
+    uint64 there = 0;  // of this thread's peer
+    uint32 step = 0;
+#pragma unroll 1
+    for (; step < steps; step++) {
+      const uint32 stage = step % Shared::kParts, bytes = mine.size(step);
+      if (!warp_.await(&shared_.parts_empty[stage], (step / Shared::kParts & 1) ^ 1)) break;
+      if (!await_parts(there, step)) break;
+      const char* const own = static_cast<const char*>(p_.in[kRank]) + mine.at(step);
+      const uint32 whole = warp_.load_rest(shared_.parts[stage][kRank], own, bytes);
+      if (warp_.leads()) {
+        uint64* const full = &shared_.parts_full[stage];
+        barrier_expect(full, whole + kPeers * padded(bytes));
+        if (whole != 0) bulk_load(shared_.parts[stage][kRank], own, whole, full);
+      }
+      ARK_UNROLL
+      for (int r = 0; r < kRanks; r++) {
+        if (r == kRank) continue;
+        const uint64 number = of_peer(contribution_.received, r) + step;
+        if (warp_.leads())
+          bulk_load(shared_.parts[stage][r], contributions_.slot(kRank, r, number), padded(bytes),
+                    &shared_.parts_full[stage]);
+      }
+    }
+    if (step == steps) {
+      if (peer_) contributions_.state(thread_)->received = contribution_.received + steps;
+      return;
+    }
+#pragma unroll 1
+    for (uint32 i = step - min(step, Shared::kParts); i < step; i++) {  // as in bulk_pump()
+      while (!barrier_passed(&shared_.parts_full[i % Shared::kParts], i / Shared::kParts & 1)) {
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(int adder, Rule rule) {
+    constexpr int kUnits = kBulkChunk / 16 / (32 * kBulkAdders);
+    const BulkShare mine = share(kRank);
+    const uint32 steps = mine.steps();
+    double factors[kRanks];
+    ARK_UNROLL
+    for (int r = 0; r < kRanks; r++) factors[r] = p_.factors != nullptr ? p_.factors[2 * r] : 1.0;
+#pragma unroll 1
+    for (uint32 step = 0; step < steps; step++) {
+      const uint32 in = step % Shared::kParts, out = step % Shared::kSums, units = padded(mine.size(step)) / 16;
+      if (!warp_.await(&shared_.parts_full[in], step / Shared::kParts & 1)) return;
+      if (adder == 0 && peer_)  // the slots were read
+        protocol::store_relaxed(*contributions_.credit(thread_, kRank), contribution_.received + step + 1);
+      Unit sums[kUnits];
+      ARK_UNROLL
+      for (int j = 0; j < kUnits; j++) {
+        const uint32 unit = (j * kBulkAdders + adder) * 32 + thread_;
+        if (unit >= units) continue;
+        typename Rule::Accumulator sum;
+        ARK_UNROLL
+        for (int r = 0; r < kRanks; r++) {
+          const Unit part = *reinterpret_cast<const Unit*>(shared_.parts[in][r] + unit * 16);
+          if (r == 0)
+            sum = rule.first(part, factors[0]);
+          else
+            rule.add(sum, part, factors[r]);
+        }
+        sums[j] = rule.finish(sum, kRanks, p_.average != 0);
+      }
+      __syncwarp();
+      if (warp_.leads()) barrier_arrive(&shared_.parts_empty[in]);
+      if (!warp_.await(&shared_.sums_empty[out], (step / Shared::kSums & 1) ^ 1)) return;
+      ARK_UNROLL
+      for (int j = 0; j < kUnits; j++) {
+        const uint32 unit = (j * kBulkAdders + adder) * 32 + thread_;
+        if (unit < units) *reinterpret_cast<Unit*>(shared_.sums[out] + unit * 16) = sums[j];
+      }
+      fence_async_shared();
+      __syncwarp();
+      if (warp_.leads()) barrier_arrive(&shared_.sums_full[out]);
+    }
+  }
+
+  __device__ __forceinline__ void hand_out() {
+    char* lands = nullptr;  // where this thread's peer wants the results; null: in the ring
+    if (!await_addresses(lands)) return;
+    const uint32 apart = __ballot_sync(~0u, lands != nullptr), steps = share(kRank).steps();
+    if (warp_.leads()) shared_.results.apart = apart;
+    const bool done = hand_out_all(steps, reinterpret_cast<uint64>(lands));
+    if (warp_.leads()) bulk_wait_written<0>();
+    if (!done) return;
+    warp_.publish<0>(shared_.results, steps);
+    if (peer_ && sends_to(thread_) && lands == nullptr) results_.state(thread_)->sent = result_.sent + steps;
+#pragma unroll 1
+    for (int r = 0; r < kRanks; r++) {
+      if ((apart >> r & 1) == 0) continue;
+      Landing landing;
+      landing.open(p_.results, blockIdx.x, r);
+      landing.tell_done();
+    }
+  }
+  __device__ __forceinline__ void tell_results() {
+    const uint32 steps = share(kRank).steps();
+    bulk_tell(results_, shared_.results, result_.sent, peer_ && sends_to(thread_) ? steps : 0, steps);
+  }
+
+  __device__ __forceinline__ void take() {
+    if (!sends_to(kRank)) return;
+    uint32 landed = 0;
+#pragma unroll 1
+    for (int r = 0; r < kRanks; r++) {
+      if (r == kRank || p_.bytes[r] < p_.results.landings_from) continue;
+      Landing landing;
+      landing.open(p_.results, blockIdx.x, r);
+      landing.announce(p_.results.landing[r]);
+      if (p_.results.landing[r] != nullptr) landed |= 1u << r;
+    }
+    __syncwarp();
+    if (!take_all(landed)) return;
+    if (peer_ && (landed >> thread_ & 1) == 0)
+      results_.state(thread_)->received = result_.received + share(thread_).steps();
+#pragma unroll 1
+    for (int r = 0; r < kRanks; r++) {
+      if ((landed >> r & 1) == 0) continue;
+      Landing landing;
+      landing.open(p_.results, blockIdx.x, r);
+      landing.resume();
+      if (!landing.await_all()) return;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ BulkShare share(int part) const {
+    return {p_.bytes[part], blockIdx.x, gridDim.x};
+  }
+  __device__ __forceinline__ bool sends_to(int rank) const {
+    return (p_.receivers >> rank & 1) != 0;
+  }
+  // Steps of the longest of the parts of peers that are not `without`.
+  __device__ __forceinline__ uint32 most_steps(uint32 without) const {
+    uint32 most = 0;
+#pragma unroll 1
+    for (int r = 0; r < kRanks; r++) {
+      if (r != kRank && (without >> r & 1) == 0) most = max(most, share(r).steps());
+    }
+    return most;
+  }
+  // Chunks of a mover come step by step, in each a chunk for every peer, in the order in which ranks follow each other.
+  static __device__ __forceinline__ int receiver_of(uint32 chunk) {
+    return (kRank + 1 + chunk % kPeers) % kRanks;
+  }
+  static __device__ __forceinline__ int sender_of(uint32 chunk) {
+    return (kRank + kPeers - chunk % kPeers) % kRanks;
+  }
+  // What the thread of a peer holds.
+  static __device__ __forceinline__ uint64 of_peer(uint64 held, int peer) {
+    return __shfl_sync(~0u, held, peer);
+  }
+
+  // `there`: steps that this thread knows to be there. Looks once; true if more than `number` are. Always with acquire:
+  // it empties a cache that nobody here uses.
+  __device__ __forceinline__ bool look(const uint64& arrived, uint64& there, uint64 number) const {
+    if (there <= number) there = protocol::load_acquire(arrived);
+    return there > number;
+  }
+  // Until every peer's contribution to a step is there.
+  __device__ __forceinline__ bool await_parts(uint64& there, uint32 step) {
+    const uint64 number = contribution_.received + step;
+    if (__all_sync(~0u, !peer_ || there > number)) return true;
+    for (;;) {
+      const bool found = !peer_ || look(*contributions_.arrived(kRank, thread_), there, number);
+      const uint32 missing = __ballot_sync(~0u, !found);
+      if (missing == 0) break;
+      if (warp_.over(__ffs(missing) - 1)) return false;
+    }
+    fence_async_global();
+    return true;
+  }
+
+  __device__ __forceinline__ bool await_addresses(char*& lands) {
+    if (p_.bytes[kRank] < p_.results.landings_from) return true;
+#pragma unroll 1
+    for (int r = 0; r < kRanks; r++) {
+      if (r == kRank || !sends_to(r)) continue;
+      Landing landing;
+      char* address = nullptr;
+      landing.open(p_.results, blockIdx.x, r);
+      if (!landing.await_address(address)) return false;
+      if (thread_ == r) lands = address;
+    }
+    return true;
+  }
+  __device__ __forceinline__ bool hand_out_all(uint32 steps, uint64 lands) {
+    constexpr uint32 kUnread = Shared::kSums - 2;  // stores that may still read their stage
+    const BulkShare mine = share(kRank);
+#pragma unroll 1
+    for (uint32 step = 0; step < steps; step++) {
+      const uint32 stage = step % Shared::kSums, bytes = mine.size(step);
+      const char* const sum = shared_.sums[stage];
+      if (!warp_.await(&shared_.sums_full[stage], step / Shared::kSums & 1)) return false;
+#pragma unroll 1
+      for (uint32 d = 0; d < kPeers; d++) {
+        const int to = receiver_of(d);
+        char* const place = reinterpret_cast<char*>(of_peer(lands, to));
+        const uint64 number = of_peer(result_.sent, to) + step;
+        if (!sends_to(to)) continue;
+        if (place != nullptr) {
+          warp_.store(place + mine.at(step), sum, bytes);
+        } else {
+          if (!warp_.await_room(shared_.results, to, number, step)) return false;
+          if (warp_.leads()) bulk_store(results_.slot(to, kRank, number), sum, padded(bytes));
+        }
+      }
+      if (p_.out[kRank] != nullptr) warp_.store(static_cast<char*>(p_.out[kRank]) + mine.at(step), sum, bytes);
+      if (warp_.leads()) {
+        bulk_commit();
+        bulk_wait_read<kUnread>();
+        if (step >= kUnread) barrier_arrive(&shared_.sums_empty[(step - kUnread) % Shared::kSums]);
+      }
+      if (step >= kLag) warp_.publish<kLag>(shared_.results, step + 1 - kLag);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ bool take_all(uint32 landed) {
+    uint64 there = 0;  // of this thread's peer
+    fence_async_global();
+    const auto bytes_of = [&](uint32 i) {
+      const int from = sender_of(i);
+      return (landed >> from & 1) != 0 ? 0 : share(from).size(i / kPeers);
+    };
+    const auto number_of = [&](uint32 i) { return of_peer(result_.received, sender_of(i)) + i / kPeers; };
+    return bulk_pump(
+        warp_, shared_.taken, shared_.taken_full, most_steps(landed) * kPeers,
+        [&](uint32 i) {
+          const int from = sender_of(i);
+          const uint64 number = number_of(i);
+          if (bytes_of(i) == 0 || of_peer(there, from) > number) return true;
+          const bool found = thread_ == from && look(*results_.arrived(kRank, from), there, number);
+          if (__any_sync(~0u, found) == 0) return false;
+          fence_async_global();
+          return true;
+        },
+        [&](uint32 i) { return warp_.over(sender_of(i)); },
+        [&](uint32 i, char* stage, uint64* full) {
+          const uint64 number = number_of(i);
+          warp_.load(stage, full, results_.slot(kRank, sender_of(i), number), padded(bytes_of(i)));
+        },
+        [&](uint32 i, const char* stage) {
+          const int from = sender_of(i);
+          const uint32 bytes = bytes_of(i);
+          const uint64 number = number_of(i);
+          if (bytes != 0) {
+            if (warp_.leads()) protocol::store_relaxed(*results_.credit(from, kRank), number + 1);  // the slot was read
+            warp_.store(static_cast<char*>(p_.out[from]) + share(from).at(i / kPeers), stage, bytes);
+          }
+          if (warp_.leads()) bulk_commit();
+          return true;
+        });
+  }
+
+  const TwoShotParams& p_;
+  Shared& shared_;
+  const BulkRing contributions_, results_;
+  BulkWarp warp_;
+  const int thread_;
+  const bool peer_;  // this thread's number is a peer's: it holds what is that peer's
+  RingState contribution_{}, result_{};
+};
+
+template <class Rule, int kRanks, int kRank>
+__device__ __forceinline__ void bulk_two_shot(const TwoShotParams& p, Rule rule) {
+  extern __shared__ __align__(128) char bulk_memory[];
+  auto& shared = *reinterpret_cast<BulkShared<kRanks>*>(bulk_memory);
+  begin_kernel();
+  if (threadIdx.x == 0) shared.prepare();
+  BulkTwoShot<Rule, kRanks, kRank> work(p, shared);
+  __syncthreads();
+  const int task = threadIdx.x / 32;
+  if (task == 0) return work.contribute();
+  if (task == 1) return work.tell_contributions();
+  if (task == 2) return work.load();
+  if (task == 3) return work.hand_out();
+  if (task == 4) return work.tell_results();
+  if (task == 5) return work.take();
+  work.add(task - 6, rule);
+}
+
+#endif
+
+}  // namespace ark::device

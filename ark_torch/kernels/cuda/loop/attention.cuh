@@ -1,0 +1,38 @@
+// Attention of the query heads that share one key/value head: softmax(scale q k' + mask) v, by all threads of a block.
+//
+// As cpu/attention.hpp: softmax runs along (Milakov and Gimelshein, 2018), a block of positions that the mask rules
+// out for all rows is not read, a row without any allowed position gives zeros. Which way is taken, and in which order
+// is summed, depends on shapes, types and the operands' alignment alone.
+#pragma once
+
+#include "cuda/loop/attention_decode.cuh"
+#include "cuda/loop/attention_few.cuh"
+#include "cuda/loop/attention_float.cuh"
+#include "cuda/loop/attention_tiles.cuh"
+
+namespace ark::loop {
+
+inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
+
+// Columns: of queries and keys; ValueColumns: of values and of the result.
+template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+  static_assert(Columns <= 256 && ValueColumns <= 256);
+  constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
+  constexpr bool kFew = s.heads * s.queries <= kFewQueries;
+  if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
+    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
+        aligned_rows(v, 0, s.v_row, s.v_column))
+      attend_few<Columns, ValueColumns>(s, q, k, v, mask, out);
+    else
+      attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+  } else if constexpr (kFew) {
+    attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+  } else if constexpr (kTensor) {
+    attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out);
+  } else {
+    attend_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+  }
+}
+
+}  // namespace ark::loop

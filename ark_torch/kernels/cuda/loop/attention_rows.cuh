@@ -1,0 +1,120 @@
+// What all ways to compute attention share: the operands' strides, who may look where, the running softmax.
+#pragma once
+
+#include "cuda/loop/launch.cuh"
+#include "cuda/loop/tensor.cuh"
+
+namespace ark::loop {
+
+// Strides in elements; row t of query head g.
+struct Attention {
+  int64_t heads;  // that share the key/value head
+  int64_t queries, keys;
+  int64_t q_head, q_row, q_column;
+  int64_t k_row, k_column;
+  int64_t v_row, v_column;
+  int64_t out_head, out_row, out_column;
+  int64_t mask_head, mask_row, mask_column;
+  float scale;
+  bool causal;
+  int64_t first_query;  // where row 0 stands among the positions, for `causal`
+};
+
+struct NoMask {};
+
+// Row t * heads + g: rows that are handled together look at the same positions.
+struct AttentionRow {
+  int g, t;
+  ARK_LOOP AttentionRow(const Attention& s, int row)
+      : g(row % static_cast<int>(s.heads)), t(row / static_cast<int>(s.heads)) {}
+};
+
+// Where rows before `end_row` end to look.
+ARK_LOOP int limit_of(const Attention& s, int end_row) {
+  const int keys = static_cast<int>(s.keys);
+  const int next = (end_row - 1) / static_cast<int>(s.heads) + static_cast<int>(s.first_query) + 1;
+  return s.causal && next < keys ? next : keys;
+}
+
+// What is added to a score; -inf where the row may not look. The position exists.
+template <class M>
+ARK_LOOP float bias_of(const Attention& s, const M* mask, AttentionRow row, int key) {
+  if (s.causal && key > row.t + s.first_query) return -kInfinity;
+  if constexpr (kSame<M, NoMask>) {
+    return 0.0f;
+  } else {
+    const auto x = load_one(mask + row.g * s.mask_head + row.t * s.mask_row + key * s.mask_column);
+    if constexpr (kSame<M, bool>)
+      return x ? 0.0f : -kInfinity;
+    else
+      return x;
+  }
+}
+
+// A score where the mask lets the row look; what it hides may be anything, NaN as well.
+template <class M>
+ARK_LOOP float masked(float score, float scale, float bias, bool seen) {
+  const float there = kIsFloat<M> ? fused(score, scale, bias) : score * scale;
+  return seen ? there : -kInfinity;
+}
+template <class M>
+ARK_LOOP float masked(float score, float scale, float bias) {
+  return masked<M>(score, scale, bias, bias != -kInfinity);
+}
+
+// What exponents are taken from: the greatest score, or anything finite where the row looks at nothing yet.
+ARK_LOOP float base_of(float greatest) {
+  return greatest == -kInfinity ? 0.0f : greatest;
+}
+
+// What the sum of a row's values is multiplied with: zeros where it looks at nothing.
+ARK_LOOP float last_factor(float total) {
+  return total == 0.0f ? 0.0f : 1.0f / total;
+}
+
+// Rows of keys or values whose elements can be loaded 16 bytes at a time.
+template <class T>
+ARK_LOOP bool aligned_rows(const T* p, int64_t head, int64_t row, int64_t column) {
+  return column == 1 && row % kPerChunk<T> == 0 && head % kPerChunk<T> == 0 && (reinterpret_cast<uint64>(p) & 15) == 0;
+}
+
+// 16 bytes of a row from column c on, zeros from kColumns on. `aligned`: its elements lie side by side, and well.
+template <int kColumns, class T>
+ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
+  Chunk part{};
+  if (kColumns % kPerChunk<T> == 0 && aligned) {
+    if (c < kColumns) part = *reinterpret_cast<const Chunk*>(row + c);
+  } else {
+    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (c + i < kColumns) set_element(part, i, row[(c + i) * stride]);
+  }
+  return part;
+}
+
+// Which of the kBlock positions from `key` on any of the rows looks at, by all threads: a word a warp for looked_at().
+// True where there are any.
+template <int kBlock, class M>
+ARK_LOOP bool scan_block(const Attention& s, const M* mask, int first_row, int end_row, int key, int limit,
+                         uint32* words) {
+  const int self = thread_anew(), at = key + self % kBlock;
+  // Rows of which one speaks for all.
+  const int heads = static_cast<int>(s.heads);
+  const int step = s.mask_head == 0 && !s.causal ? (s.mask_row == 0 ? end_row - first_row : heads) : 1;
+  bool any = false;
+  if (at < limit)
+#pragma unroll 1
+    for (int row = first_row + self / kBlock * step; row < end_row; row += kThreads / kBlock * step)
+      any = any || bias_of(s, mask, AttentionRow(s, row), at) != -kInfinity;
+  const uint32 word = ballot(any);
+  if (lane() == 0) words[warp()] = word;
+  return sync_any(any);
+}
+template <int kBlock>
+ARK_LOOP bool looked_at(const uint32* words, int position) {
+  constexpr int kStep = kBlock < 32 ? 1 : kBlock / 32;
+  uint32 word = 0;
+  ARK_UNROLL for (int w = 0; w < kWarps; w += kStep) word |= words[w + position / 32];
+  if constexpr (kBlock == 16) word |= word >> 16;
+  return (word >> (position % 32) & 1) != 0;
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,262 @@
+// Attention of many query rows on tensor cores: encoders, prefill (flash attention; Dao et al., 2022).
+//
+// 64 rows at a time, each warp 16 of them, 64 value columns and a part of each block's positions, so that 16 warps
+// work; blocks of keys and values come through shared memory, the next while one is worked on. Scores, weights (rounded
+// to the values' type for the second product) and sums stay in registers; at the end the warps of a row combine what
+// they have, in a fixed order. A block that no row looks at is not copied, nor is a position.
+#pragma once
+
+#include "cuda/loop/attention_rows.cuh"
+
+namespace ark::loop {
+
+template <int Columns, int ValueColumns>
+struct Tiles {
+  static constexpr int kRows = 64, kWarpRows = 16, kRun = 16;  // what a warp multiplies at a time
+  static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;   // of value columns: 64 are a warp's
+  static constexpr int kGroups = 4 / kHalves;                  // of warps that share rows
+  static constexpr int kRuns = 2;                              // of a warp in a block
+  static constexpr int kBlock = kGroups * kRuns * kRun;
+  static constexpr int kSteps = (Columns + 15) / 16;  // of 16 columns
+  static constexpr int kPairs = kHalves == 1 ? (ValueColumns + 15) / 16 : 4;
+  // Rows of shared memory: 16-byte parts, a multiple of eight of them.
+  static constexpr int kParts = kSteps <= 4 ? 8 : 16, kValueParts = 8 * kHalves;
+  static constexpr int kKeyBytes = kBlock * kParts * 16, kValueBytes = kBlock * kValueParts * 16;
+  static constexpr int kStage = kKeyBytes + kValueBytes;
+  static constexpr int kQueries = 2 * kStage;                    // where the rows' queries lie
+  static constexpr int kLooks = kQueries + kRows * kParts * 16;  // and who looks where
+  static_assert(kSteps <= 8 && kHalves * kPairs <= 8 && kLooks + 2 * kWarps * 4 <= kWorkspaceBytes);
+  static_assert((kPairs * 8 + 4) * 256 * 4 <= kWorkspaceBytes);
+};
+
+// Where part c of a row lies: such that eight rows' parts of one number lie in different banks. Part c + 2 n lies at
+// that place ^ 32 n.
+template <int kParts>
+ARK_LOOP int part_at(int row, int c) {
+  return (row * kParts + (c ^ (row & 7))) * 16;
+}
+
+// Rows into shared memory, by all threads; zeros in place of rows that are not wanted and of columns from kColumns on.
+template <int kColumns, int kParts, int kCount, class T, class Row, class Wanted>
+ARK_LOOP void copy_rows(char* tile, bool aligned, int64_t column, Row row_at, Wanted wanted) {
+  constexpr int kUsed = (kColumns + 15) / 16 * 2;  // parts
+#pragma unroll 1
+  for (int e = thread_anew(); e < kCount * kUsed; e += kThreads) {
+    const int row = e / kUsed, c = e % kUsed;
+    const bool there = wanted(row);
+    const T* const from = row_at(there ? row : 0);
+    char* const to = tile + part_at<kParts>(row, c);
+    if (kColumns % 8 == 0 && aligned) {
+      const bool copied = there && c * 8 < kColumns;
+      copy_16(to, copied ? from + c * 8 : from, copied ? 16 : 0);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i)
+        reinterpret_cast<T*>(to)[i] = there && c * 8 + i < kColumns ? from[(c * 8 + i) * column] : T{};
+    }
+  }
+}
+
+// What a warp knows of its 16 rows: lane 4 i + j has rows i and i + 8.
+template <int kPairs>
+struct RunningRows {
+  float greatest[2] = {-kInfinity, -kInfinity};
+  float total[2] = {};
+  float sums[2 * kPairs][4] = {};
+
+  ARK_LOOP void rescale(int r, float now) {
+    const float before = fast_exp(greatest[r] - base_of(now));
+    greatest[r] = now;
+    total[r] *= before;
+    ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) {
+      sums[n][2 * r] *= before;
+      sums[n][2 * r + 1] *= before;
+    }
+  }
+
+  // Adds those of the warps whose numbers of threads are `threads` higher, by way of shared memory.
+  ARK_LOOP void give(float* to) const {
+    ARK_UNROLL for (int r = 0; r < 2; ++r) {
+      to[r * 256] = greatest[r];
+      to[(2 + r) * 256] = total[r];
+    }
+    ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e) to[(4 + n * 4 + e) * 256] =
+        sums[n][e];
+  }
+  ARK_LOOP void take(const float* from) {
+    ARK_UNROLL for (int r = 0; r < 2; ++r) {
+      const float other = from[r * 256];
+      rescale(r, fmaxf(greatest[r], other));
+      const float weight = fast_exp(other - base_of(greatest[r]));
+      total[r] = fused(from[(2 + r) * 256], weight, total[r]);
+      ARK_UNROLL for (int n = 0; n < 2 * kPairs; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) sums[n][2 * r + e] =
+          fused(from[(4 + n * 4 + 2 * r + e) * 256], weight, sums[n][2 * r + e]);
+    }
+  }
+};
+
+// One warp's rows and its run number `which` of the positions of the block that begins at `block` and lies at `stage`.
+template <class Shape, class T, class M>
+ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, int stage, int first_row, int block,
+                         int which, int limit, RunningRows<Shape::kPairs>& rows) {
+  constexpr int kTiles = Shape::kRun / 8;
+  const int self = thread_anew(), lane = self & 31, warp = self >> 5;
+  const int i = lane >> 2, j = lane & 3, tile = lane >> 3, in_tile = lane & 7;
+  const int warp_row = warp % 4 * Shape::kWarpRows, half = warp / 4 % Shape::kHalves;
+  const int run = (which * Shape::kGroups + warp / (4 * Shape::kHalves)) * Shape::kRun, key = block + run;
+  const int all_rows = static_cast<int>(s.heads * s.queries);
+  if (key >= limit || (s.causal && key >= limit_of(s, first_row + warp_row + Shape::kWarpRows))) return;
+  const int query_at = Shape::kQueries + part_at<Shape::kParts>(warp_row + (tile & 1) * 8 + in_tile, tile >> 1);
+  const int key_at = stage + part_at<Shape::kParts>(run + (tile >> 1) * 8 + in_tile, tile & 1);
+  const int value_at =
+      stage + Shape::kKeyBytes + part_at<Shape::kValueParts>(run + (tile & 1) * 8 + in_tile, half * 8 + (tile >> 1));
+
+  float scores[kTiles][4] = {};
+  ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) {
+    uint32 a[4];
+    load_matrices<false>(a, shared + (query_at ^ step * 32));
+    ARK_UNROLL for (int n = 0; n < kTiles; n += 2) {
+      uint32 b[4];
+      load_matrices<false>(b, shared + (key_at ^ step * 32) + n * 8 * Shape::kParts * 16);
+      multiply_add<T>(scores[n], a, b[0], b[1]);
+      multiply_add<T>(scores[n + 1], a, b[2], b[3]);
+    }
+  }
+
+  uint32 weights[kTiles][2];
+  ARK_UNROLL for (int r = 0; r < 2; ++r) {
+    const int row_number = first_row + warp_row + i + r * 8;
+    const AttentionRow row(s, row_number);
+    float now = rows.greatest[r];
+    ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) {
+      const int at = key + n * 8 + 2 * j + e;
+      const float bias = at < s.keys && row_number < all_rows ? bias_of(s, mask, row, at) : -kInfinity;
+      scores[n][2 * r + e] = masked<M>(scores[n][2 * r + e], s.scale, bias);
+      now = fmaxf(now, scores[n][2 * r + e]);
+    }
+    now = fmaxf(now, shuffle_xor(now, 1));
+    now = fmaxf(now, shuffle_xor(now, 2));
+    if (ballot(now != rows.greatest[r]) != 0) rows.rescale(r, now);
+    const float base = base_of(now);
+    ARK_UNROLL for (int n = 0; n < kTiles; ++n) {
+      const float x = fast_exp(scores[n][2 * r] - base), y = fast_exp(scores[n][2 * r + 1] - base);
+      rows.total[r] += x + y;
+      weights[n][r] = pack_two(x, y, T{});
+    }
+  }
+
+  ARK_UNROLL for (int n = 0; n < kTiles; n += 2) ARK_UNROLL for (int pair = 0; pair < Shape::kPairs; ++pair) {
+    uint32 b[4];
+    load_matrices<true>(b, shared + (value_at ^ pair * 32) + n * 8 * Shape::kValueParts * 16);
+    const uint32 a[4] = {weights[n][0], weights[n][1], weights[n + 1][0], weights[n + 1][1]};
+    multiply_add<T>(rows.sums[2 * pair], a, b[0], b[1]);
+    multiply_add<T>(rows.sums[2 * pair + 1], a, b[2], b[3]);
+  }
+}
+
+template <int Columns, int ValueColumns, class T, class M, class Out>
+ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* v, const M* mask, Out* out) {
+  const int all_rows = static_cast<int>(s.heads * s.queries);
+  using Shape = Tiles<Columns, ValueColumns>;
+  constexpr bool kScan = !kSame<M, NoMask>;
+  char* const shared = workspace();
+  uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
+  const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
+                       aligned_rows(v, 0, s.v_row, s.v_column);
+
+  for (int first = 0; first < all_rows; first += Shape::kRows) {
+    const int end = all_rows - first < Shape::kRows ? all_rows : first + Shape::kRows;
+    const int limit = limit_of(s, end);
+    copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
+        shared + Shape::kQueries, aligned, s.q_column,
+        [&](int row) {
+          const AttentionRow at(s, first + row);
+          return q + at.g * s.q_head + at.t * s.q_row;
+        },
+        [&](int row) { return first + row < end; });
+
+    int turn = 0;  // of the words that say who looks
+    const auto next = [&](int key) -> int {
+      if constexpr (kScan) {
+        for (; key < limit; key += Shape::kBlock) {
+          turn ^= 1;
+          if (scan_block<Shape::kBlock>(s, mask, first, end, key, limit, looks + turn * kWarps)) break;
+        }
+      }
+      return key;
+    };
+    const auto copy = [&](int key, int slot) {
+      char* const stage = shared + slot * Shape::kStage;
+      const uint32* const words = looks + turn * kWarps;
+      const auto wanted = [&](int row) {
+        if constexpr (kScan) {
+          return looked_at<Shape::kBlock>(words, row);
+        } else {
+          return key + row < limit;
+        }
+      };
+      copy_rows<Columns, Shape::kParts, Shape::kBlock, T>(
+          stage, aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
+      copy_rows<ValueColumns, Shape::kValueParts, Shape::kBlock, T>(
+          stage + Shape::kKeyBytes, aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
+    };
+
+    RunningRows<Shape::kPairs> rows;
+    int slot = 0;
+    int key = next(0);
+    if (key < limit) copy(key, slot);
+    end_copies();
+    while (key < limit) {
+      const int after = next(key + Shape::kBlock);
+      if (after < limit) copy(after, slot ^ 1);
+      end_copies();
+      wait_copies<1>();
+      sync();
+#pragma unroll 1
+      for (int run = 0; run < Shape::kRuns; ++run)
+        attend_run<Shape, T>(s, mask, shared, slot * Shape::kStage, first, key, run, limit, rows);
+      sync();
+      key = after;
+      slot ^= 1;
+    }
+    wait_copies<0>();
+    sync();
+
+    const int self = thread_anew(), half = self / 128 % Shape::kHalves, group = self / (128 * Shape::kHalves);
+    ARK_UNROLL for (int others = Shape::kGroups / 2; others > 0; others /= 2) {
+      float* const place = reinterpret_cast<float*>(shared) + self % (others * Shape::kHalves * 128);
+      if (group >= others && group < 2 * others) rows.give(place);
+      sync();
+      if (group < others) rows.take(place);
+      sync();
+    }
+    if (group == 0) {
+      const int i = self % 32 / 4, j = self % 4;
+      ARK_UNROLL for (int r = 0; r < 2; ++r) {
+        rows.total[r] += shuffle_xor(rows.total[r], 1);
+        rows.total[r] += shuffle_xor(rows.total[r], 2);
+        const int number = first + self / 32 % 4 * Shape::kWarpRows + i + r * 8;
+        if (number >= end) continue;
+        const AttentionRow row(s, number);
+        const float factor = last_factor(rows.total[r]);
+        Out* const to = out + row.g * s.out_head + row.t * s.out_row;
+        const bool pairs = sizeof(Out) == 2 && s.out_column == 1 && (reinterpret_cast<uint64>(to) & 3) == 0;
+        ARK_UNROLL for (int n = 0; n < 2 * Shape::kPairs; ++n) {
+          const int c = half * 64 + n * 8 + 2 * j;
+          const float x = rows.sums[n][2 * r] * factor, y = rows.sums[n][2 * r + 1] * factor;
+          if constexpr (sizeof(Out) == 2) {
+            if (pairs && c + 1 < ValueColumns) {
+              *reinterpret_cast<uint32*>(to + c) = pack_two(x, y, Out{});
+              continue;
+            }
+          }
+          if (c < ValueColumns) store_one(to + c * s.out_column, x);
+          if (c + 1 < ValueColumns) store_one(to + (c + 1) * s.out_column, y);
+        }
+      }
+    }
+  }
+  sync();
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,76 @@
+// Pooled embeddings: the rows of a table that a bag names, summed, averaged or their greatest, in the bag's order.
+//
+// Bag b is indices [offsets[b], offsets[b + 1]) (the last ends where the indices do, or at a last offset). An index
+// that is the padding counts for nothing; a bag of nothing gives zeros. Sums are float32. A thread has a column of a
+// bag, its neighbours the next columns. Every offset and index is checked before its row is read: what is wrong ends
+// the launch with an error.
+#pragma once
+
+#include "cuda/loop/launch.cuh"
+#include "cuda/loop/ops.cuh"
+
+namespace ark::loop {
+
+// Strides in elements.
+struct Bags {
+  int64_t table_rows, table_row, table_column;
+  int64_t indices, index, offset;
+  int64_t bags;
+  bool last_offset;
+  int64_t weight;
+  int64_t out_row, out_column;
+  int64_t padding;
+};
+
+enum class Pooling { sum, mean, max };
+struct NoWeights {};
+
+// Column c of the rows that indices [from, to) name.
+template <Pooling kMode, class T, class I, class W>
+ARK_LOOP float pool_column(const Context& context, const Bags& s, const T* table, const I* index, const W* weights,
+                           int64_t from, int64_t to, int64_t c) {
+  constexpr int kAhead = 4;  // rows that are under way together
+  float total = 0;
+  int64_t count = 0;
+  for (int64_t begin = from; begin < to; begin += kAhead) {
+    float x[kAhead];
+    bool counts[kAhead];
+    ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
+      const int64_t at = begin + i, row = at < to ? load_one(index + at * s.index) : 0;
+      counts[i] = at < to && index_fits(context, row, s.table_rows) && row != s.padding;
+      x[i] = counts[i] ? load_one(table + row * s.table_row + c * s.table_column) : 0.0f;
+      if constexpr (!kSame<W, NoWeights>)
+        if (counts[i]) x[i] *= load_one(weights + at * s.weight);
+    }
+    ARK_UNROLL for (int i = 0; i < kAhead; ++i) {
+      if (!counts[i]) continue;
+      if constexpr (kMode == Pooling::max)
+        total = count == 0 || x[i] > total ? x[i] : total;
+      else
+        total += x[i];
+      ++count;
+    }
+  }
+  return kMode == Pooling::mean && count > 0 ? total / static_cast<float>(count) : total;
+}
+
+// Bags [b0, b1) and columns [c0, c1).
+template <Pooling kMode, class T, class I, class O, class W, class Out>
+ARK_LOOP void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
+                   const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
+  if (!index_fits(context, load_one(offsets), 1)) return;  // the first bag begins at the first index
+  const uint32 columns = static_cast<uint32>(c1 - c0);
+  for_elements((b1 - b0) * columns, [&](int64_t i) {
+    const uint32 element = static_cast<uint32>(i), bag = element / columns;
+    const int64_t b = b0 + bag, c = c0 + (element - bag * columns);
+    const int64_t from = load_one(offsets + b * s.offset);
+    const bool ends = b + 1 == s.bags && !s.last_offset;
+    const int64_t to = ends ? s.indices : load_one(offsets + (b + 1) * s.offset);
+    if (!index_fits(context, from, s.indices + 1) || !index_fits(context, to, s.indices + 1)) return;
+    if (!index_fits(context, from, to + 1)) return;
+    store_one(out + b * s.out_row + c * s.out_column,
+              pool_column<kMode>(context, s, table, index, weights, from, to, c));
+  });
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,99 @@
+// Few rows: how a product's depth is spread over a block's threads, and how their sums come together.
+//
+// Both by the product's depth and types alone, never by the tile: an element's sum has one order.
+#pragma once
+
+#include "cuda/loop/product.cuh"
+
+namespace ark::loop {
+
+// A slice of the depth is what one warp keeps of a. Warps take `slices` of them side by side, `passes` times; as many
+// groups of warps as there is room for take columns of their own.
+struct DepthSplit {
+  int slices, passes, groups;
+};
+ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int slice) {
+  const int64_t count = depth > 0 ? in_wholes(depth, slice) : 1;
+  const int64_t passes = in_wholes(count, kWarps);
+  const int64_t slices = in_wholes(count, passes);
+  return {static_cast<int>(slices), static_cast<int>(passes), static_cast<int>(kWarps / slices)};
+}
+
+// Adds up kCount values over the lanes that differ in the bits kFrom .. kTo of their number. Lane l gets the sum of
+// value l / kFrom' ... of the bits' highest ones; where values are fewer than lanes several have the same.
+template <int kFrom, int kTo, int kCount>
+ARK_LOOP float fold_lanes(const float (&values)[kCount]) {
+  if constexpr (kCount == 1) {
+    float sum = values[0];
+    ARK_UNROLL for (int mask = kFrom; mask >= kTo; mask /= 2) sum += shuffle_xor(sum, mask);
+    return sum;
+  } else {
+    constexpr int kHalf = kCount / 2;
+    const bool upper = (lane() & kFrom) != 0;
+    float kept[kHalf];
+    ARK_UNROLL for (int i = 0; i < kHalf; ++i) {
+      const float mine = upper ? values[i + kHalf] : values[i], other = upper ? values[i] : values[i + kHalf];
+      kept[i] = mine + shuffle_xor(other, kFrom);
+    }
+    return fold_lanes<kFrom / 2, kTo>(kept);
+  }
+}
+
+// kCount elements of a row of a, from depth d on, as float32; zeros behind the end.
+template <int kCount, class A>
+ARK_LOOP void load_run(const Product& s, const A* row, int d, bool wanted, float (&to)[kCount]) {
+  constexpr int kEach = kPerChunk<A>;
+  const A* const from = row + d * s.a_depth;
+  if (kCount % kEach == 0 && s.a_depth == 1 && wanted && d + kCount <= s.depth && is_aligned(from, 16)) {
+    ARK_UNROLL for (int i = 0; i < kCount / kEach; ++i) {
+      const Chunk chunk = *reinterpret_cast<const Chunk*>(from + i * kEach);
+      ARK_UNROLL for (int j = 0; j < kEach; ++j) to[i * kEach + j] = chunk_element<A>(chunk, j);
+    }
+  } else {
+    ARK_UNROLL for (int i = 0; i < kCount; ++i) to[i] =
+        wanted && d + i < s.depth ? load_one(from + i * s.a_depth) : 0.0f;
+  }
+}
+
+// Sums of slices in shared memory, of `lines` (each row of each segment) times columns. Lines are 8 words of banks
+// apart, where four of them are written at once.
+struct Parts {
+  float* data;
+  int line_words, width;
+  ARK_LOOP Parts(int slices, int width)
+      : data(reinterpret_cast<float*>(workspace())), line_words(slices * width + 8), width(width) {}
+  ARK_LOOP float* at(int line, int slice, int column) const {
+    return data + line * line_words + slice * width + column;
+  }
+};
+
+// Columns [c0, c1) of `segments` products of `Rows` rows each (from row r0 on; `rows` of them are meant): `add` makes
+// sums of slices of a run of columns (from `from` on, which may be before c0) in whole batches, and they are put
+// together here.
+template <int Rows, class At, class Out, class Bias, class Add>
+ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int r0, int rows, int segments,
+                        int from, int c0, int c1, int slices, int batch_columns, Add add) {
+  constexpr int kWords = kWorkspaceBytes / 4;
+  const int most = (kWords / Rows - 8) / slices / batch_columns * batch_columns;
+  for (int c = from; c < c1; c += most) {
+    const int columns = least(c1 - c, most), batches = (columns + batch_columns - 1) / batch_columns;
+    const Parts parts(slices, batches * batch_columns);
+    const int most_segments = kWords / (Rows * parts.line_words);
+    for (int first = 0; first < segments; first += most_segments) {
+      const int count = least(segments - first, most_segments);
+      sync();
+      add(first, count, c, columns, batches, parts);
+      sync();
+      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+        const int line = i / columns, column = i % columns;
+        if (line % Rows >= rows || c + column < c0) continue;
+        float sum = *parts.at(line, 0, column);
+        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *parts.at(line, slice, column);
+        const int row = r0 + first * Rows + line;
+        finish_one(s, out + at.out(row), bias, row, c + column, sum);
+      }
+    }
+  }
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,163 @@
+// What a launch of the loop kernel is made of: what the host fills in (Launch) and reads back (Report), the tables of
+// the generated source, and what a task's function may call: an error, where an operand lies.
+//
+// Host and device include this file. Everything of a run that is not a pointer of the caller lives on the device
+// (Control): steps count up there, so a captured launch can be replayed without the host.
+#pragma once
+
+#include "protocol/base.hpp"
+
+#include "cuda/loop/group.cuh"
+#if defined(__CUDACC__)
+#include "protocol/atomics.hpp"
+#endif
+
+namespace ark::loop {
+
+// Number of everything here that host and generated source must agree on.
+inline constexpr uint32 kAbi = 1;
+inline constexpr int kMostOperands = 64;
+inline constexpr int kEventStride = 32;  // words: a cache line of 128 bytes for each event
+
+enum class Failure : uint32 {
+  none,
+  aborted,          // the caller wants it to end
+  deadline,         // a wait took too long: `task`, `event`, `worker`
+  index_too_large,  // an index out of range: `stage`, `value`, `limit`, `dimension`
+};
+
+// Why a launch ended early, in host memory that the device can write. `claimed` is taken by the first to fail, who
+// fills in the rest and releases `failure`.
+struct alignas(64) Report {
+  uint32 claimed;
+  uint32 failure;
+  int worker, task, stage, event, dimension, spare;
+  long long value, limit;
+};
+
+// Of a launch, in device memory. Zero at first.
+struct alignas(128) Control {
+  uint32 abort;  // everybody leaves as soon as it is not 0
+};
+
+// When a worker came to a task, began it (after its waits) and ended it; of %globaltimer.
+struct Stamp {
+  unsigned long long came_ns, begin_ns, end_ns;
+};
+
+// Where an operand lies.
+struct Operand {
+  enum Base : uint32 { pointer, arena, own };
+  uint32 base;
+  uint32 index;      // of the launch's pointers
+  long long offset;  // in bytes
+};
+
+struct WaitFor {
+  int event;
+  uint32 threshold;
+};
+
+struct alignas(16) TaskEntry {
+  long long begin, end;
+  int function;
+  int task, stage;
+  int operands;           // first of them in the table
+  int waits, wait_count;  // likewise
+  int carried, carried_count;
+  int signals, signal_count;
+};
+
+// Of every launch; the caller's pointers follow in the kernel's parameter.
+struct LaunchHead {
+  char* arena;
+  char* own;  // worker w's begins at own + w * own_stride
+  long long own_stride;
+  char* scratch;  // likewise
+  long long scratch_stride;
+  uint32* events;  // kEventStride words each
+  uint32* steps;   // by worker, kEventStride words each: how many steps it has done
+  Control* control;
+  Report* report;
+  Stamp* stamps;                  // by task; nullptr: not asked for
+  unsigned long long timeout_ns;  // for each wait; 0: none
+};
+
+template <int kPointers>
+struct Launch {
+  LaunchHead head;
+  char* pointers[kPointers];  // inputs, then outputs
+};
+
+#if defined(__CUDACC__)
+
+ARK_LOOP unsigned long long now_ns() {
+  unsigned long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// What a task's function may need beside its operands.
+struct Context {
+  const LaunchHead* head;
+  char* scratch;  // of this worker, in device memory
+  int* leave;     // of this block: not 0 when the launch ends early
+  bool* stop;     // no step follows
+  int worker, task, stage;
+};
+
+ARK_LOOP char* address_of(const LaunchHead& head, char* const* pointers, int worker, const Operand& one) {
+  if (one.base == Operand::pointer) return pointers[one.index] + one.offset;
+  return (one.base == Operand::arena ? head.arena : head.own + worker * head.own_stride) + one.offset;
+}
+
+// The operands of a task: p[i] is where the i-th lies.
+struct Operands {
+  const Operand* table;
+  const LaunchHead* head;
+  char* const* pointers;
+  int worker;
+  ARK_LOOP char* operator[](int i) const { return address_of(*head, pointers, worker, table[i]); }
+};
+
+ARK_LOOP bool aborted(const LaunchHead& head) {
+  return *const_cast<const volatile uint32*>(&head.control->abort) != 0;
+}
+
+// Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By one thread.
+static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
+                                         int event, int64_t value, int64_t limit, int dimension) {
+  Report& report = *head.report;
+  if (atomicCAS_system(&report.claimed, 0u, static_cast<uint32>(worker) + 1) == 0) {
+    report.worker = worker;
+    report.task = task;
+    report.stage = stage;
+    report.event = event;
+    report.dimension = dimension;
+    report.value = value;
+    report.limit = limit;
+    protocol::store_release(report.failure, static_cast<uint32>(failure));
+  }
+  *const_cast<volatile uint32*>(&head.control->abort) = 1;
+  // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
+  // for some.
+  if (failure == Failure::index_too_large)
+    __assertfail("an index is out of range, or a condition does not hold; the next call of the region says which",
+                 "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
+}
+
+// True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
+ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
+  if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
+  *const_cast<volatile int*>(context.leave) = 1;
+  fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,
+       dimension);
+  return false;
+}
+ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit) {
+  return index_fits(context, index, limit, index, 0);
+}
+
+#endif
+
+}  // namespace ark::loop

@@ -1,0 +1,120 @@
+// Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32, rounded
+// once. Which kernel computes an element depends on shapes, strides and types alone, and each adds up in one order:
+// bits depend neither on how a stage was cut into tiles nor on how many rows of it are meant.
+//
+// Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many: tile_ring.cuh, halves by tensor cores, float32
+// plainly. Rare mixtures of types: one by one.
+#pragma once
+
+#include "cuda/loop/matvec.cuh"
+#include "cuda/loop/matvec_across.cuh"
+#include "cuda/loop/matvec_tensor.cuh"
+#include "cuda/loop/tile_ring.cuh"
+
+namespace ark::loop {
+
+// A thread keeps its part of these rows in 32 registers.
+template <class B>
+inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
+
+template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
+ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int rows, int segments,
+                       int c0, int c1) {
+  constexpr int kPer = kPerChunk<B>;
+  const bool aligned = is_aligned(b, 16) && at.b_aligned(kPer);
+  if constexpr (s.b_column == 1 && s.b_depth != 1) {
+    if (s.b_depth % kPer == 0 && aligned)
+      across_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+    else
+      across_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+  } else {
+    if (s.b_depth == 1 && s.b_column % kPer == 0 && s.depth % kPer == 0 && aligned)
+      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+    else
+      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+  }
+}
+
+// Layouts that copies and tensor cores know: adjacent along the depth, or, halves, across it.
+template <Product s, class At, class T>
+inline constexpr bool kRowsAcross = s.a_depth != 1 && s.a_row == 1 && At::kEven&& kIsHalf<T>;
+template <Product s, class T>
+inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kIsHalf<T>;
+
+// What matvec_tensor.cuh can load.
+template <Product s, class T>
+inline constexpr bool kDotsByTensor = s.b_depth == 1 && s.b_column % 8 == 0 && s.depth % 8 == 0 && kIsHalf<T>;
+
+template <Product s, int kRows, int kColumns, class T, class At, class Out, class Bias>
+ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int r0,
+                               int r1, int c0, int c1) {
+  constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
+  if constexpr (kIsHalf<T>)
+    tiled_product<TensorTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
+  else
+    tiled_product<PlainTile<kRows, kColumns>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
+}
+
+template <int MostRows, Product s, class At, class T, class Out, class Bias>
+ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
+                        int c1) {
+  constexpr int kPer = kPerChunk<T>;
+  const bool a_even =
+      kRowsAcross<s, At, T> ? s.a_depth % kPer == 0 && r0 % kPer == 0 : s.a_depth == 1 && at.aligned(kPer);
+  const bool b_even =
+      kColumnsAcross<s, T> ? s.b_depth % kPer == 0 && c0 % kPer == 0 : s.b_depth == 1 && s.b_column % kPer == 0;
+  const Side<T, At> a_side{a, at, s.a_depth, a_even && is_aligned(a, 16)};
+  const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, b_even && is_aligned(b, 16)};
+  if (MostRows <= 16 || r1 - r0 <= 16) {
+    if (c1 - c0 <= 64)
+      product_in_tiles<s, 16, 64>(a_side, b_side, out, bias, r0, r1, c0, c1);
+    else
+      product_in_tiles<s, 16, 128>(a_side, b_side, out, bias, r0, r1, c0, c1);
+  } else if constexpr (MostRows > 16) {
+    if (c1 - c0 <= 32)
+      product_in_tiles<s, 128, 32>(a_side, b_side, out, bias, r0, r1, c0, c1);
+    else if (MostRows <= 64 || r1 - r0 <= 64)
+      product_in_tiles<s, 64, 128>(a_side, b_side, out, bias, r0, r1, c0, c1);
+    else if constexpr (MostRows > 64)
+      product_in_tiles<s, 128, 128>(a_side, b_side, out, bias, r0, r1, c0, c1);
+  }
+}
+
+// Every element by one thread.
+template <class At, class A, class B, class Out, class Bias>
+ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
+                         int r1, int c0, int c1) {
+  const int64_t columns = c1 - c0;
+  for_elements((r1 - r0) * columns, [&](int64_t i) {
+    const int r = r0 + static_cast<int>(i / columns), c = c0 + static_cast<int>(i % columns);
+    float sum = 0;
+    for (int64_t d = 0; d < s.depth; ++d)
+      sum = fused(load_one(a + at.a(r) + d * s.a_depth), load_one(b + d * s.b_depth + c * s.b_column), sum);
+    finish_one(s, out + at.out(r), bias, r, c, sum);
+  });
+}
+
+// Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
+template <int64_t MostRows, Product s, class At, class A, class B, class Out, class Bias>
+ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
+                         int c1) {
+  if (r0 >= r1 || c0 >= c1) return;
+  if constexpr (MostRows <= kFewRows<B>)
+    few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
+  else if constexpr (kSame<A, B>)
+    if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
+      tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
+    else
+      many_rows<MostRows, s>(at, a, b, out, bias, r0, r1, c0, c1);
+  else
+    one_by_one(s, at, a, b, out, bias, r0, r1, c0, c1);
+}
+
+template <int64_t MostRows, Product s, class A, class B, class Out, class Bias>
+ARK_LOOP void product(const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1, int64_t c0,
+                      int64_t c1) {
+  product_of<MostRows, s>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0), static_cast<int>(r1),
+                          static_cast<int>(c0), static_cast<int>(c1));
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,108 @@
+// Few rows times columns whose depth is adjacent: bound by the memory that b comes from.
+//
+// A thread keeps its part of a in registers, the same depth for all columns, and lets columns pass: eight loads of 16
+// bytes (four where rows need the registers) are under way at any time, the next column's the moment that one has been
+// used: 64 KB a block. What the lanes of a warp have is added up eight columns at once, by nine shuffles instead of
+// forty; slices meet in shared memory.
+#pragma once
+
+#include "cuda/loop/lanes.cuh"
+
+namespace ark::loop {
+
+// 16 bytes of a column of b; kFast: they are adjacent and aligned.
+template <bool kFast, class B>
+ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B* from, int d, bool wanted) {
+  if constexpr (kFast) {
+    return read_once(from, wanted);
+  } else {
+    Chunk chunk{};
+    ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && d + i < s.depth)
+        set_element(chunk, i, from[i * s.b_depth]);
+    return chunk;
+  }
+}
+
+// Columns [c, c + columns) of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them are
+// meant) and a b of its own, as sums of slices: parts[segment][row][slice][column].
+template <int Rows, bool kFast, int kTogether, class At, class A, class B>
+ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
+                        int segments, int c, int columns, int batches, Parts parts) {
+  constexpr int kPer = kPerChunk<B>;
+  const DepthSplit split = split_depth(s.depth, 32 * kPer);
+  const int slice = warp() % split.slices, group = warp() / split.slices;
+  if (group >= split.groups) return;
+  const ReadOnce read_once;
+  const int step = split.slices * 32 * kPer;
+  const int my_depth = (slice * 32 + lane()) * kPer;
+
+  // The next batch of columns to be loaded.
+  struct {
+    int batch = 0, pass = 0, segment = 0;
+    int left;  // of its columns
+    int d;
+    const B* from = nullptr;
+  } next;
+  auto place = [&] {
+    const int column = (next.batch * split.groups + group) * kTogether;
+    next.d = my_depth + next.pass * step;
+    next.left = next.segment < segments && next.d < s.depth ? columns - column : 0;
+    if (next.left > 0)
+      next.from = b + at.b(first_segment + next.segment) + (c + column) * s.b_column + next.d * s.b_depth;
+  };
+  auto advance = [&] {
+    if (++next.batch == batches) {
+      next.batch = 0;
+      if (++next.pass == split.passes) {
+        next.pass = 0;
+        ++next.segment;
+      }
+    }
+    place();
+  };
+  auto load = [&](int u) {
+    return load_column<kFast>(s, read_once, next.from + u * s.b_column, next.d, u < next.left);
+  };
+
+  Chunk ring[kTogether];
+  place();
+  ARK_UNROLL for (int u = 0; u < kTogether; ++u) ring[u] = load(u);
+  for (int segment = 0; segment < segments; ++segment)
+    for (int pass = 0; pass < split.passes; ++pass) {
+      float x[Rows][kPer];
+      const int d = my_depth + pass * step;
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) load_run(
+          s, a + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
+      for (int batch = 0; batch < batches; ++batch) {
+        advance();
+        float sums[Rows][kTogether] = {};
+        ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
+          float w[kPer];
+          ARK_UNROLL for (int i = 0; i < kPer; ++i) w[i] = chunk_element<B>(ring[u], i);
+          ring[u] = load(u);
+          ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r][u] =
+              fused(x[r][i], w[i], sums[r][u]);
+        }
+        ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+          const float sum = fold_lanes<16, 1>(sums[r]);
+          constexpr int kLanes = 32 / kTogether;  // that have the same column
+          float* const to =
+              parts.at(segment * Rows + r, slice, (batch * split.groups + group) * kTogether + lane() / kLanes);
+          if (lane() % kLanes == 0) *to = pass == 0 ? sum : *to + sum;
+        }
+      }
+    }
+}
+
+template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
+ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
+                          int rows, int segments, int c0, int c1) {
+  constexpr int kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;  // as many as there are registers for
+  const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
+  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
+                  [&](int first, int count, int c, int columns, int batches, Parts parts) {
+                    dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
+                  });
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,102 @@
+// Few rows times weights [k, n]: lanes lie along adjacent columns.
+//
+// Four lanes load 64 adjacent bytes of a row of b, eight rows at once; the block's 16 warps take eight rows of every
+// 128. Columns start at a multiple of 16 bytes, even where the tile does not: what belongs to others is left away.
+#pragma once
+
+#include "cuda/loop/lanes.cuh"
+
+namespace ark::loop {
+
+inline constexpr int kAcrossRows = 8, kAcrossChunks = 4;  // of b, a warp at once
+
+// 16 bytes of a row of b; kFast: aligned.
+template <bool kFast, class B>
+ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* row, int c, int c1, bool wanted) {
+  if constexpr (kFast) {
+    return read_once(row + c, wanted);
+  } else {
+    Chunk chunk{};
+    ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && c + i < c1) set_element(chunk, i, row[c + i]);
+    return chunk;
+  }
+}
+
+// As dot_parts, a warp's rows of b being a slice.
+template <int Rows, bool kFast, class At, class A, class B>
+ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
+                           int segments, int c, int c1, int batches, Parts parts) {
+  constexpr int kPer = kPerChunk<B>, kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;
+  constexpr int kStep = kWarps * kAcrossRows;
+  const int turns = static_cast<int>(in_wholes(s.depth, kStep * kTogether));
+  const ReadOnce read_once;
+  const int my_row = lane() / kAcrossChunks, my_chunk = lane() % kAcrossChunks;
+
+  // What is to be loaded next: rows of b that are kStep apart, of a batch of columns.
+  struct {
+    int turn = 0, batch = 0, segment = 0;
+    int d, column, row;
+    const B* from;
+  } next;
+  auto place = [&] {
+    next.d = next.segment < segments ? next.turn * (kStep * kTogether) + warp() * kAcrossRows + my_row
+                                     : static_cast<int>(s.depth);
+    next.column = c + (next.batch * kAcrossChunks + my_chunk) * kPer;
+    const int segment = first_segment + (next.segment < segments ? next.segment : 0);
+    next.from = b + at.b(segment) + next.d * s.b_depth;
+    next.row = r0 + segment * Rows;
+  };
+  auto advance = [&] {
+    if (++next.turn == turns) {
+      next.turn = 0;
+      if (++next.batch == batches) {
+        next.batch = 0;
+        ++next.segment;
+      }
+    }
+    place();
+  };
+  Chunk ring[kTogether];
+  float x[Rows][kTogether];
+  auto load = [&](int u) {
+    const bool wanted = next.d + u * kStep < s.depth;
+    ring[u] =
+        load_row<kFast>(s, read_once, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r][u] =
+        wanted && r < rows ? load_one(a + at.a(next.row + r) + (next.d + u * kStep) * s.a_depth) : 0.0f;
+  };
+  place();
+  ARK_UNROLL for (int u = 0; u < kTogether; ++u) load(u);
+  for (int segment = 0; segment < segments; ++segment)
+    for (int batch = 0; batch < batches; ++batch) {
+      float sums[Rows][kPer] = {};
+      for (int turn = 0; turn < turns; ++turn) {
+        advance();
+        ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
+          ARK_UNROLL for (int i = 0; i < kPer; ++i) {
+            const float w = chunk_element<B>(ring[u], i);
+            ARK_UNROLL for (int r = 0; r < Rows; ++r) sums[r][i] = fused(x[r][u], w, sums[r][i]);
+          }
+          load(u);
+        }
+      }
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+        const float sum = fold_lanes<16, kAcrossChunks>(sums[r]);
+        constexpr int kLanes = kAcrossRows / kPer;  // that have the same column
+        if (my_row % kLanes == 0)
+          *parts.at(segment * Rows + r, warp(), (batch * kAcrossChunks + my_chunk) * kPer + my_row / kLanes) = sum;
+      }
+    }
+}
+
+template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
+ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
+                             int rows, int segments, int c0, int c1) {
+  constexpr int kPer = kPerChunk<B>;
+  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
+                  [&](int first, int count, int c, int, int batches, Parts parts) {
+                    across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
+                  });
+}
+
+}  // namespace ark::loop

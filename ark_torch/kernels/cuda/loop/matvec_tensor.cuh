@@ -1,0 +1,115 @@
+// Up to 16 rows of halves times columns whose depth is adjacent: bound by memory as a single row is, but with more
+// multiplications than a thread has time for, so on tensor cores.
+//
+// A warp keeps 16 rows x 128 of the depth of a in registers and lets columns pass, sixteen at a time: eight loads of 16
+// bytes a thread are under way. What four lanes load of a column, 32 elements of depth in order, are the operands of
+// two products as they come: which element stands for which depth may be any, as long as a's rows are dealt out alike.
+#pragma once
+
+#include "cuda/loop/lanes.cuh"
+
+namespace ark::loop {
+
+inline constexpr int kTensorRows = 16;
+// Of columns: as many as there are registers for beside the addresses of rows.
+template <class At>
+inline constexpr int kTensorOctets = At::kEven ? 2 : 1;
+inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
+
+// 16 bytes of a row of a; zeros outside of the matrix.
+template <class T>
+ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
+  Chunk chunk{};
+  const T* const from = row + d * s.a_depth;
+  if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && is_aligned(from, 16)) {
+    chunk = *reinterpret_cast<const Chunk*>(from);
+  } else {
+    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (wanted && d + i < s.depth)
+        set_element(chunk, i, from[i * s.a_depth]);
+  }
+  return chunk;
+}
+
+// As dot_parts.
+template <int Rows, class At, class T>
+ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int r0, int rows, int c, int columns,
+                           int batches, Parts parts) {
+  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
+  const DepthSplit split = split_depth(s.depth, kSlice);
+  const int slice = warp() % split.slices, group = warp() / split.slices;
+  if (group >= split.groups) return;
+  const ReadOnce read_once;
+  const int my_line = lane() / 4;  // row of a, column of b
+  const int my_depth = slice * kSlice + lane() % 4 * kPerChunk<T>;
+  const int step = split.slices * kSlice;
+
+  // The next batch of columns to be loaded.
+  struct {
+    int batch = 0, pass = 0, left;
+    int d;
+    const T* from;
+  } next;
+  auto place = [&] {
+    const int column = (next.batch * split.groups + group) * kTogether + my_line;
+    next.d = my_depth + next.pass * step;
+    next.left = next.pass < split.passes ? columns - column : 0;
+    next.from = b + (c + column) * s.b_column + next.d;
+  };
+  auto load = [&](int octet, int part) {
+    return read_once(next.from + octet * 8 * s.b_column + part * kTensorPart,
+                     octet * 8 < next.left && next.d + part * kTensorPart < s.depth);
+  };
+  Chunk ring[kOctets][kTensorParts];
+  place();
+  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
+      load(o, q);
+  for (int pass = 0; pass < split.passes; ++pass) {
+    Chunk x[kTensorParts][2];
+    ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ARK_UNROLL for (int half = 0; half < 2; ++half) {
+      const int row = half * 8 + my_line;
+      x[q][half] = load_row_chunk(s, a + at.a(r0 + (row < rows ? row : 0)), my_depth + pass * step + q * kTensorPart,
+                                  half * 8 < Rows && row < rows);
+    }
+    for (int batch = 0; batch < batches; ++batch) {
+      if (++next.batch == batches) {
+        next.batch = 0;
+        ++next.pass;
+      }
+      place();
+      ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
+        float sums[4] = {};
+        ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) {
+          const Chunk w = ring[o][q];
+          ring[o][q] = load(o, q);
+          ARK_UNROLL for (int i = 0; i < 4; i += 2) {
+            const uint32 lines[4] = {x[q][0].words[i], x[q][1].words[i], x[q][0].words[i + 1], x[q][1].words[i + 1]};
+            multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
+          }
+        }
+        ARK_UNROLL for (int half = 0; half < 2; ++half) {
+          struct alignas(8) Pair {
+            float x, y;
+          };
+          const int row = half * 8 + my_line;
+          auto* const to = reinterpret_cast<Pair*>(
+              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane() % 4 * 2));
+          Pair sum{sums[half * 2], sums[half * 2 + 1]};
+          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
+          if (row < Rows) *to = sum;
+        }
+      }
+    }
+  }
+}
+
+template <int Rows, class At, class T, class Out, class Bias>
+ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
+                             int rows, int c0, int c1) {
+  const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
+  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
+                  [&](int, int, int c, int columns, int batches, Parts parts) {
+                    tensor_parts<Rows>(s, at, a, b, r0, rows, c, columns, batches, parts);
+                  });
+}
+
+}  // namespace ark::loop

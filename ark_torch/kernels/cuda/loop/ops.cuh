@@ -1,0 +1,248 @@
+// Pointwise operators of a plan on one number, by the names that a plan uses, and conversions between kinds of numbers.
+//
+// What PyTorch's eager operators do at the edges holds here as in cpu/ops.hpp: NaN goes through maximum and minimum,
+// remainder has the divisor's sign, a cast of a float to an integer truncates.
+#pragma once
+
+#include "cuda/loop/math.cuh"
+#include "cuda/loop/types.cuh"
+
+namespace ark::loop {
+
+// ---- Conversions
+
+ARK_LOOP Floats to_floats(Floats x) {
+  return x;
+}
+ARK_LOOP Floats to_floats(Ints x) {
+  return static_cast<float>(x);
+}
+ARK_LOOP Floats to_floats(Mask x) {
+  return x ? 1.0f : 0.0f;
+}
+// What does not fit, and NaN, become the least, as on x86.
+ARK_LOOP Ints to_ints(Floats x) {
+  return x < 0x1p63f ? static_cast<int64_t>(x) : kLeastInt;
+}
+ARK_LOOP Ints to_ints(Ints x) {
+  return x;
+}
+ARK_LOOP Ints to_ints(Mask x) {
+  return x ? 1 : 0;
+}
+ARK_LOOP Mask to_mask(Floats x) {
+  return x != 0.0f;
+}
+ARK_LOOP Mask to_mask(Ints x) {
+  return x != 0;
+}
+ARK_LOOP Mask to_mask(Mask x) {
+  return x;
+}
+
+// A number of a row.
+template <class V>
+ARK_LOOP V one(V x) {
+  return x;
+}
+
+template <class V>
+ARK_LOOP V select(Mask mask, V a, V b) {
+  return mask ? a : b;
+}
+
+// ---- Arithmetic
+
+ARK_LOOP Floats add(Floats x, Floats y) {
+  return x + y;
+}
+ARK_LOOP Floats sub(Floats x, Floats y) {
+  return x - y;
+}
+ARK_LOOP Floats mul(Floats x, Floats y) {
+  return x * y;
+}
+ARK_LOOP Floats div(Floats x, Floats y) {
+  return x / y;
+}
+ARK_LOOP Floats neg(Floats x) {
+  return -x;
+}
+ARK_LOOP Floats reciprocal(Floats x) {
+  return 1.0f / x;
+}
+ARK_LOOP Floats square(Floats x) {
+  return x * x;
+}
+ARK_LOOP Floats cube(Floats x) {
+  return x * x * x;
+}
+ARK_LOOP Floats maximum(Floats x, Floats y) {
+  return x > y ? x : x != x ? x : y;
+}
+ARK_LOOP Floats minimum(Floats x, Floats y) {
+  return x < y ? x : x != x ? x : y;
+}
+ARK_LOOP Floats relu(Floats x) {
+  return x < 0.0f ? 0.0f : x;
+}
+ARK_LOOP Floats silu(Floats x) {
+  return x / (1.0f + exp(-x));
+}
+ARK_LOOP Floats sign(Floats x) {
+  return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : 0.0f;
+}
+ARK_LOOP Floats remainder(Floats x, Floats y) {
+  const Floats rest = fmod(x, y);
+  return rest != 0.0f && (rest < 0.0f) != (y < 0.0f) ? rest + y : rest;
+}
+ARK_LOOP Floats floor_divide(Floats x, Floats y) {
+  const Floats rest = fmod(x, y);
+  Floats quotient = (x - rest) / y;
+  if (rest != 0.0f && (rest < 0.0f) != (y < 0.0f)) quotient = quotient - 1.0f;
+  const Floats whole = floor(quotient);
+  const Floats near = quotient - whole > 0.5f ? whole + 1.0f : whole;
+  return y == 0.0f ? x / y : quotient != 0.0f ? near : copysign(0.0f, x / y);
+}
+
+// Of whole numbers; what does not fit wraps around.
+ARK_LOOP Ints wrapped(uint64 x) {
+  return static_cast<int64_t>(x);
+}
+ARK_LOOP Ints add(Ints x, Ints y) {
+  return wrapped(static_cast<uint64>(x) + static_cast<uint64>(y));
+}
+ARK_LOOP Ints sub(Ints x, Ints y) {
+  return wrapped(static_cast<uint64>(x) - static_cast<uint64>(y));
+}
+ARK_LOOP Ints mul(Ints x, Ints y) {
+  return wrapped(static_cast<uint64>(x) * static_cast<uint64>(y));
+}
+ARK_LOOP Ints neg(Ints x) {
+  return wrapped(-static_cast<uint64>(x));
+}
+ARK_LOOP Ints square(Ints x) {
+  return mul(x, x);
+}
+ARK_LOOP Ints cube(Ints x) {
+  return mul(mul(x, x), x);
+}
+ARK_LOOP Ints abs(Ints x) {
+  return x < 0 ? neg(x) : x;
+}
+ARK_LOOP Ints maximum(Ints x, Ints y) {
+  return x > y ? x : y;
+}
+ARK_LOOP Ints minimum(Ints x, Ints y) {
+  return x < y ? x : y;
+}
+ARK_LOOP Ints relu(Ints x) {
+  return x < 0 ? 0 : x;
+}
+// Rounding leaves whole numbers alone.
+ARK_LOOP Ints floor(Ints x) {
+  return x;
+}
+ARK_LOOP Ints ceil(Ints x) {
+  return x;
+}
+ARK_LOOP Ints trunc(Ints x) {
+  return x;
+}
+ARK_LOOP Ints round(Ints x) {
+  return x;
+}
+ARK_LOOP Ints sign(Ints x) {
+  return (x > 0) - (x < 0);
+}
+// 1 over anything but 1 and -1 is 0.
+ARK_LOOP Ints pow(Ints x, Ints y) {
+  if (y < 0) return x == 1 ? 1 : x == -1 ? 1 - 2 * (y & 1) : 0;
+  Ints result = 1;
+  for (; y != 0; y >>= 1) {
+    if ((y & 1) != 0) result = mul(result, x);
+    x = mul(x, x);
+  }
+  return result;
+}
+// Never by 0: plans divide whole numbers by a literal alone. The least of all by -1 does not fit.
+ARK_LOOP Ints quotient_of(Ints x, Ints y) {
+  return y == -1 ? neg(x) : x / y;
+}
+ARK_LOOP Ints fmod(Ints x, Ints y) {
+  return sub(x, mul(quotient_of(x, y), y));
+}
+ARK_LOOP Ints floor_divide(Ints x, Ints y) {
+  const Ints quotient = quotient_of(x, y), rest = sub(x, mul(quotient, y));
+  return rest != 0 && (rest < 0) != (y < 0) ? quotient - 1 : quotient;
+}
+ARK_LOOP Ints remainder(Ints x, Ints y) {
+  const Ints rest = fmod(x, y);
+  return rest != 0 && (rest < 0) != (y < 0) ? rest + y : rest;
+}
+
+ARK_LOOP Mask maximum(Mask x, Mask y) {
+  return x || y;
+}
+ARK_LOOP Mask minimum(Mask x, Mask y) {
+  return x && y;
+}
+ARK_LOOP Mask add(Mask x, Mask y) {
+  return x || y;
+}
+ARK_LOOP Mask mul(Mask x, Mask y) {
+  return x && y;
+}
+
+// ---- Comparisons
+
+#define ARK_COMPARISON(name, sign)         \
+  ARK_LOOP Mask name(Floats x, Floats y) { \
+    return x sign y;                       \
+  }                                        \
+  ARK_LOOP Mask name(Ints x, Ints y) {     \
+    return x sign y;                       \
+  }                                        \
+  ARK_LOOP Mask name(Mask x, Mask y) {     \
+    return x sign y;                       \
+  }
+ARK_COMPARISON(eq, ==)
+ARK_COMPARISON(ne, !=)
+ARK_COMPARISON(lt, <)
+ARK_COMPARISON(le, <=)
+ARK_COMPARISON(gt, >)
+ARK_COMPARISON(ge, >=)
+#undef ARK_COMPARISON
+
+ARK_LOOP Mask isnan(Floats x) {
+  return x != x;
+}
+ARK_LOOP Mask isinf(Floats x) {
+  return abs(x) == kInfinity;
+}
+ARK_LOOP Mask isfinite(Floats x) {
+  return abs(x) < kInfinity;
+}
+
+// ---- Logic
+
+template <class V>
+ARK_LOOP V bitwise_and(V x, V y) {
+  return x & y;
+}
+template <class V>
+ARK_LOOP V bitwise_or(V x, V y) {
+  return x | y;
+}
+template <class V>
+ARK_LOOP V bitwise_xor(V x, V y) {
+  return x ^ y;
+}
+ARK_LOOP Ints bitwise_not(Ints x) {
+  return ~x;
+}
+ARK_LOOP Mask bitwise_not(Mask x) {
+  return !x;
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,74 @@
+// What all kernels of matrix products share: a product's shape, where its rows lie, how an element is finished.
+#pragma once
+
+#include "cuda/loop/launch.cuh"
+#include "cuda/loop/ptx.cuh"
+
+namespace ark::loop {
+
+// Strides in elements. Rows, columns and depths are counted in int.
+struct Product {
+  int64_t depth;
+  int64_t a_row, a_depth;
+  int64_t b_depth, b_column;
+  int64_t out_row, out_column;
+  int64_t bias_row, bias_column;
+};
+
+struct NoBias {};
+
+// Where row r of a and of the result begins, in elements.
+struct EvenRows {
+  static constexpr bool kEven = true;
+  int64_t a_row, out_row;
+  ARK_LOOP bool aligned(int elements) const { return a_row % elements == 0; }
+  ARK_LOOP int64_t a(int r) const { return r * a_row; }
+  // Of a segment's b, see matvec.cuh.
+  ARK_LOOP int64_t b(int) const { return 0; }
+  ARK_LOOP bool b_aligned(int) const { return true; }
+  ARK_LOOP int64_t out(int r) const { return r * out_row; }
+};
+
+template <class T>
+inline constexpr bool kIsHalf = sizeof(T) == 2;
+
+template <class T>
+ARK_LOOP constexpr T least(T x, T y) {
+  return x < y ? x : y;
+}
+ARK_LOOP constexpr int64_t in_wholes(int64_t count, int64_t whole) {
+  return (count + whole - 1) / whole;
+}
+
+ARK_LOOP bool is_aligned(const void* at, int bytes) {
+  return reinterpret_cast<uint64>(at) % bytes == 0;
+}
+
+template <class Bias>
+ARK_LOOP float with_bias(const Product& s, const Bias* bias, int r, int c, float sum) {
+  if constexpr (!kSame<Bias, NoBias>) sum += load_one(bias + r * s.bias_row + c * s.bias_column);
+  return sum;
+}
+
+template <class Out, class Bias>
+ARK_LOOP void finish_one(const Product& s, Out* row, const Bias* bias, int r, int c, float sum) {
+  store_one(row + c * s.out_column, with_bias(s, bias, r, c, sum));
+}
+
+// Columns c and c + 1. `paired`: they may be stored as one.
+template <class Out, class Bias>
+ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int r, int c, int c1, float x, float y,
+                          bool paired) {
+  if (paired && c + 1 < c1) {
+    struct alignas(2 * sizeof(Out)) Pair {
+      Out x, y;
+    };
+    *reinterpret_cast<Pair*>(row + c) =
+        Pair{narrow(with_bias(s, bias, r, c, x), Out{}), narrow(with_bias(s, bias, r, c + 1, y), Out{})};
+    return;
+  }
+  if (c < c1) finish_one(s, row, bias, r, c, x);
+  if (c + 1 < c1) finish_one(s, row, bias, r, c + 1, y);
+}
+
+}  // namespace ark::loop

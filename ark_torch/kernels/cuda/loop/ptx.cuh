@@ -1,0 +1,123 @@
+// Instructions that matrix products are made of and C++ has no words for.
+#pragma once
+
+#include "cuda/loop/types.cuh"
+
+namespace ark::loop {
+
+// 16 bytes: as much as one thread loads at once.
+struct alignas(16) Chunk {
+  uint32 words[4];
+};
+
+template <class T>
+inline constexpr int kPerChunk = 16 / sizeof(T);
+
+template <class T>
+ARK_LOOP float chunk_element(const Chunk& chunk, int i) {
+  if constexpr (kSame<T, float>) {
+    return bits_as<float>(chunk.words[i]);
+  } else if constexpr (kSame<T, bf16>) {
+    return bits_as<float>(i % 2 == 0 ? chunk.words[i / 2] << 16 : chunk.words[i / 2] & 0xffff0000u);
+  } else {
+    return widen(f16{static_cast<uint16>(i % 2 == 0 ? chunk.words[i / 2] : chunk.words[i / 2] >> 16)});
+  }
+}
+template <class T>
+ARK_LOOP uint32 bits_of(T x) {
+  if constexpr (kSame<T, float>)
+    return bits_as<uint32>(x);
+  else
+    return x.bits;
+}
+template <class T>
+ARK_LOOP void set_element(Chunk& chunk, int i, T x) {
+  if constexpr (kSame<T, float>)
+    chunk.words[i] = bits_of(x);
+  else
+    chunk.words[i / 2] |= bits_of(x) << (i % 2 * 16);
+}
+
+ARK_LOOP float fused(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
+// Loads of what is read once in a step: they make way in the caches for what is read again.
+class ReadOnce {
+ public:
+  ARK_LOOP ReadOnce() { asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy_)); }
+  // Zeros unless `wanted`.
+  ARK_LOOP Chunk operator()(const void* from, bool wanted) const {
+    Chunk chunk{};
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %6, 0;\n"
+        "@wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
+        "}"
+        : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
+        : "l"(from), "l"(policy_), "r"(static_cast<int>(wanted)));
+    return chunk;
+  }
+
+ private:
+  uint64 policy_;
+};
+
+// ---- Copies into shared memory that nobody waits for until wait_copies.
+
+ARK_LOOP uint32 shared_address(const void* at) {
+  return static_cast<uint32>(__cvta_generic_to_shared(at));
+}
+// The first `valid` bytes of 16; zeros for the rest.
+ARK_LOOP void copy_16(void* to, const void* from, int valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)
+               : "memory");
+}
+ARK_LOOP void copy_4(void* to, const void* from, int valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)
+               : "memory");
+}
+ARK_LOOP void end_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// All but the last kGroups groups of this thread have landed.
+template <int kGroups>
+ARK_LOOP void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// ---- Tensor cores.
+
+// Four matrices of 8 rows of 16 bytes; lane l names row l % 8 of matrix l / 8, and gets elements 2 * (l % 4) and the
+// next of row l / 4 of each; kTransposed: of column l / 4.
+template <bool kTransposed>
+ARK_LOOP void load_matrices(uint32 (&to)[4], const void* row) {
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane l has of sums [l / 4][2 * (l % 4)], its neighbour, and both 8 rows on.
+template <class T>
+ARK_LOOP void multiply_add(float (&sums)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
+  if constexpr (kSame<T, bf16>)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,69 @@
+// Instructions that attention is made of beside those of products: conversions, 8 x 8 tiles transposed between
+// registers, barriers that vote.
+#pragma once
+
+#include "cuda/loop/group.cuh"
+#include "cuda/loop/ptx.cuh"
+
+namespace ark::loop {
+
+// Two numbers as two 16-bit elements of type T, the first in the low half.
+ARK_LOOP uint32 pack_two(float low, float high, bf16) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+ARK_LOOP uint32 pack_two(float low, float high, f16) {
+  uint32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// An 8 x 8 tile of 16-bit elements (lane 4 i + j has elements 2 j and 2 j + 1 of row i), transposed.
+ARK_LOOP uint32 transpose_tile(uint32 x) {
+  uint32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// The low (high) elements of both.
+ARK_LOOP uint32 low_halves(uint32 a, uint32 b) {
+  return __byte_perm(a, b, 0x5410);
+}
+ARK_LOOP uint32 high_halves(uint32 a, uint32 b) {
+  return __byte_perm(a, b, 0x7632);
+}
+
+// exp(x) to about 22 bits.
+ARK_LOOP float fast_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+
+// sync() that also tells whether the condition holds for any thread.
+ARK_LOOP bool sync_any(bool condition) {
+  int any;
+  asm volatile(
+      "{\n  .reg .pred p, q;\n  setp.ne.s32 p, %1, 0;\n  bar.red.or.pred q, 1, %2, p;\n  selp.s32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(static_cast<int>(condition)), "n"(kThreads)
+      : "memory");
+  return any != 0;
+}
+
+// thread(), asked anew, so that nothing computed from it is kept in registers until then.
+ARK_LOOP int thread_anew() {
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+}
+
+ARK_LOOP uint32 ballot(bool condition) {
+  return __ballot_sync(~0u, condition);
+}
+ARK_LOOP void sync_warp() {
+  __syncwarp();
+}
+
+}  // namespace ark::loop

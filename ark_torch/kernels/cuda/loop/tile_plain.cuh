@@ -1,0 +1,59 @@
+// A tile of a product in float32 by fused multiply-adds: what a thread has of it, one line's depth (32) at a time.
+//
+// Products of a line's depth are added up one by one, in order, and lines' sums likewise: an element's sum does not
+// depend on the tile's shape, and its error grows with the number of lines.
+#pragma once
+
+#include "cuda/loop/tile_copy.cuh"
+
+namespace ark::loop {
+
+template <int kRows, int kColumns>
+struct PlainTile {
+  // Threads down and across: a warp is 4 x 8 of them. A thread's rows (columns) are as far apart.
+  static constexpr int kThreadsDown = kRows == 16 ? 8 : kColumns == 32 ? 32 : 16;
+  static constexpr int kThreadsAcross = kThreads / kThreadsDown;
+  static constexpr int kDown = kRows / kThreadsDown, kOver = kColumns / kThreadsAcross;
+  static constexpr int kALines = kRows, kBLines = kColumns;
+
+  float sums[kDown][kOver];
+
+  static ARK_LOOP int first_row() { return warp() / (kThreadsAcross / 8) * 4 + lane() / 8; }
+  static ARK_LOOP int first_column() { return warp() % (kThreadsAcross / 8) * 8 + lane() % 8; }
+
+  ARK_LOOP void clear() {
+    ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] = 0;
+  }
+
+  ARK_LOOP void add(const char* a, const char* b) {
+    auto load = [](const char* tile, int line, int chunk) {
+      return *reinterpret_cast<const Chunk*>(tile_chunk(tile, line, chunk));
+    };
+    float line[kDown][kOver] = {};
+    _Pragma("unroll 1") for (int chunk = 0; chunk < 8; ++chunk) {
+      Chunk rows[kDown];
+      ARK_UNROLL for (int i = 0; i < kDown; ++i) rows[i] = load(a, first_row() + i * kThreadsDown, chunk);
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
+        const Chunk column = load(b, first_column() + j * kThreadsAcross, chunk);
+        ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) line[i][j] =
+            fused(chunk_element<float>(rows[i], e), chunk_element<float>(column, e), line[i][j]);
+      }
+    }
+    ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] += line[i][j];
+  }
+
+  template <class At, class Out, class Bias>
+  ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
+                       bool) const {
+    ARK_UNROLL for (int i = 0; i < kDown; ++i) {
+      const int row = r + first_row() + i * kThreadsDown;
+      if (row >= r1) continue;
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
+        const int column = c + first_column() + j * kThreadsAcross;
+        if (column < c1) finish_one(s, out + at.out(row), bias, row, column, sums[i][j]);
+      }
+    }
+  }
+};
+
+}  // namespace ark::loop

@@ -1,0 +1,131 @@
+// Types of the loop kernel's device library: elements as they lie in memory, and what a thread computes with.
+//
+// The text that a plan's stages are emitted as is the CPU target's (cpu/types.hpp): what is 16 lanes of a vector there
+// is one number of one thread here, so "Floats" is a float, and the library spreads columns over threads instead of
+// lanes. Floating types compute as float32, integers as 64 bits, bool as bool. Elements are read by plain loads: what
+// other SMs wrote in this very launch is seen behind the acquire of a wait (loop.cuh), so nothing here may go through
+// the read-only path but parameters.
+#pragma once
+
+#include "protocol/base.hpp"
+
+namespace ark::loop {
+
+#if defined(__CUDACC_RTC__)
+using int64_t = long long;
+using int32_t = int;
+using uint64_t = unsigned long long;
+using uint32_t = unsigned int;
+using uint16_t = unsigned short;
+using uint8_t = unsigned char;
+#endif
+
+#if defined(__CUDACC__)
+
+#define ARK_LOOP __device__ __forceinline__
+
+using Floats = float;
+using Ints = int64_t;
+using Mask = bool;
+
+// Elements in memory that C++ has no type for.
+struct bf16 {
+  uint16 bits;
+};
+struct f16 {
+  uint16 bits;
+};
+
+inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+inline constexpr float kNan = __builtin_bit_cast(float, 0x7fc00000u);
+inline constexpr int64_t kLeastInt = -0x7fffffffffffffffll - 1, kGreatestInt = 0x7fffffffffffffffll;
+
+template <class T>
+inline constexpr bool kIsFloat = false;
+template <>
+inline constexpr bool kIsFloat<float> = true;
+template <>
+inline constexpr bool kIsFloat<bf16> = true;
+template <>
+inline constexpr bool kIsFloat<f16> = true;
+
+template <class A, class B>
+inline constexpr bool kSame = false;
+template <class A>
+inline constexpr bool kSame<A, A> = true;
+
+ARK_LOOP constexpr Floats splat(float x) {
+  return x;
+}
+ARK_LOOP constexpr Ints splat(int64_t x) {
+  return x;
+}
+ARK_LOOP constexpr Mask splat(bool x) {
+  return x;
+}
+
+// ---- One element, in the type that is computed with, and back.
+
+ARK_LOOP float widen(float x) {
+  return x;
+}
+ARK_LOOP float widen(bf16 x) {
+  return bits_as<float>(static_cast<uint32>(x.bits) << 16);
+}
+ARK_LOOP float widen(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+ARK_LOOP int64_t widen(int64_t x) {
+  return x;
+}
+ARK_LOOP int64_t widen(int32_t x) {
+  return x;
+}
+ARK_LOOP bool widen(bool x) {
+  return x;
+}
+
+// To the nearest, ties to even.
+ARK_LOOP float narrow(float x, float) {
+  return x;
+}
+ARK_LOOP bf16 narrow(float x, bf16) {
+  bf16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+ARK_LOOP f16 narrow(float x, f16) {
+  f16 y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+ARK_LOOP int64_t narrow(int64_t x, int64_t) {
+  return x;
+}
+ARK_LOOP int32_t narrow(int64_t x, int32_t) {
+  return static_cast<int32_t>(x);
+}
+ARK_LOOP bool narrow(bool x, bool) {
+  return x;
+}
+
+template <class T>
+ARK_LOOP auto load_one(const T* from) {
+  return widen(*from);
+}
+template <class T, class V>
+ARK_LOOP void store_one(T* to, V x) {
+  *to = narrow(x, T{});
+}
+
+// Rounds to a narrower type, staying wide.
+template <class V, class T>
+ARK_LOOP V round_to(V x, T type) {
+  return widen(narrow(x, type));
+}
+
+#endif
+
+}  // namespace ark::loop

@@ -1,0 +1,191 @@
+// Memory, launches and errors behind cuda_loop.hpp.
+#include "plan/cuda_loop.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cuda/loop/launch.cuh"
+#include "error.hpp"
+#include "memory/device_memory.hpp"
+#include "plan/step_failure.hpp"
+#include "protocol/atomics.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+// Of each thread: what calls between functions take. More is registers that were spilled.
+constexpr int kMostLocal = 2048;
+
+size_t aligned(int64_t bytes) {
+  return static_cast<size_t>((bytes + 255) / 256 * 256);
+}
+
+uint64_t capture_of(CUstream stream) {
+  CUstreamCaptureStatus status{};
+  uint64_t id = 0;
+  check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr),
+        "cuStreamGetCaptureInfo");
+  return status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? id : 0;
+}
+
+}  // namespace
+
+// One allocation: control, events, steps, then what tasks write.
+struct CudaLoop::Memory {
+  Memory(const Plan& plan, int64_t scratch_bytes, int device)
+      : events(aligned(sizeof(loop::Control))),
+        steps(events + (plan.events.size() + 1) * loop::kEventStride * sizeof(uint32_t)),
+        own(steps + plan.queues.size() * loop::kEventStride * sizeof(uint32_t)),
+        own_stride(aligned(plan.own_bytes)),
+        scratch(own + own_stride * plan.queues.size()),
+        scratch_stride(aligned(scratch_bytes)),
+        arena(scratch + scratch_stride * plan.queues.size()),
+        data(DeviceMemory::allocate(device, arena + aligned(plan.arena_bytes))),
+        report(device, sizeof(loop::Report)) {}
+
+  loop::Report& host_report() const { return *static_cast<loop::Report*>(report.host()); }
+
+  // Offsets, and sizes of a worker's part.
+  const size_t events, steps, own, own_stride, scratch, scratch_stride, arena;
+  const DeviceMemory data;
+  const PinnedMemory report;
+  std::unique_ptr<PinnedMemory> stamps;  // made when asked for
+};
+
+CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit_cuda(plan_)), device_(device) {
+  auto& library = jit::KernelLibrary::of(device);
+  kernel_ = &library.get(source_.text, kLoopKernel, true);
+  ErrorContext context;
+  context.remedy = "Leave this region to another backend.";
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorKind::invalid_argument,
+                "the loop kernel of " + std::to_string(plan_.stages.size()) + " stages " + why, context);
+  };
+  if (kernel_->local > kMostLocal)
+    refuse("keeps " + std::to_string(kernel_->local) + " bytes of each thread in memory: it needs more than the " +
+           std::to_string(kernel_->registers) + " registers that a thread can have");
+  if (kernel_->max_dynamic_shared < shared_bytes())
+    refuse("needs " + std::to_string(shared_bytes() + kernel_->static_shared) +
+           " bytes of shared memory a block, and the device has " +
+           std::to_string(kernel_->max_dynamic_shared + kernel_->static_shared));
+  const int resident = resident_blocks(*kernel_, loop::kThreads, static_cast<size_t>(shared_bytes()));
+  if (resident < static_cast<int>(plan_.queues.size()))
+    refuse("needs " + std::to_string(plan_.queues.size()) + " blocks at once, and the device holds " +
+           std::to_string(resident));
+}
+
+// What still runs uses the sets. Where the driver is gone already, or refuses since somebody captures, nothing runs or
+// there is nothing better to do.
+CudaLoop::~CudaLoop() {
+  try {
+    const RelaxedCapture relaxed;
+    const CurrentContext context(device_);
+    if (!memories_.empty()) static_cast<void>(driver().ctx_synchronize());
+  } catch (const Error&) {
+    return;
+  }
+}
+
+int CudaLoop::shared_bytes() const {
+  return loop::kWorkspaceBytes;
+}
+
+CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {
+  const uint64_t capture = capture_of(stream);
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<Memory>& memory = memories_[{stream, capture}];
+  if (memory == nullptr) memory = std::make_unique<Memory>(plan_, source_.scratch_bytes, device_);
+  return *memory;
+}
+
+// Before anything is asked of the driver: a failed assertion has left it with one answer for all.
+void CudaLoop::raise_if_failed() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [where, memory] : memories_)
+    if (protocol::load_acquire(memory->host_report().failure) != 0) raise(*memory, where.first);
+}
+
+void CudaLoop::raise(Memory& memory, CUstream stream) const {
+  loop::Report& report = memory.host_report();
+  StepFailure what;
+  what.worker = report.worker;
+  what.task = report.task;
+  what.stage = report.stage;
+  what.event = report.event;
+  what.dimension = report.dimension;
+  what.value = report.value;
+  what.limit = report.limit;
+  what.timeout = timeout_;
+  switch (static_cast<loop::Failure>(report.failure)) {
+    case loop::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
+    case loop::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
+    default: break;
+  }
+  // As if none had run. An assertion has ended the context: then this is all in vain.
+  std::memset(static_cast<void*>(&report), 0, sizeof(report));
+  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));
+  raise_step_failure(plan_, what);
+}
+
+// The device's clock has another beginning than the host's: the last task's end is taken for the moment in which the
+// stream was found done, which moves all by some microseconds.
+void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const {
+  check(driver().stream_synchronize(stream), "waiting for the step to be traced");
+  const uint64_t done_ns = cpu::now_ns();
+  const auto* device = static_cast<const loop::Stamp*>(memory.stamps->host());
+  unsigned long long last = 0;
+  for (size_t i = 0; i < plan_.tasks.size(); ++i) last = std::max(last, device[i].end_ns);
+  const auto host = [&](unsigned long long when) -> uint64_t {
+    return when == 0 ? 0 : std::max<uint64_t>(begin_ns, done_ns - (last - when));
+  };
+  stamps.tasks.clear();
+  stamps.wait_ends.clear();
+  std::vector<uint64_t> carried;
+  for (size_t i = 0; i < plan_.tasks.size(); ++i) {
+    const uint64_t began = host(device[i].begin_ns);
+    stamps.tasks.push_back({host(device[i].came_ns), began, host(device[i].end_ns)});
+    stamps.wait_ends.insert(stamps.wait_ends.end(), plan_.tasks[i].waits.size(), began);
+    carried.insert(carried.end(), plan_.tasks[i].carried.size(), began);
+  }
+  stamps.wait_ends.insert(stamps.wait_ends.end(), carried.begin(), carried.end());
+  stamps.wait_ends.push_back(0);
+}
+
+void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps) {
+  raise_if_failed();
+  Memory& memory = memory_of(stream);
+  const auto given = static_cast<size_t>(source_.pointers);
+  const auto most = static_cast<size_t>(plan_.graph.inputs());
+  std::vector<char> launch(sizeof(loop::LaunchHead) + given * sizeof(char*));
+  char* const base = memory.data.data();
+  loop::LaunchHead head{};
+  head.arena = base + memory.arena;
+  head.own = base + memory.own;
+  head.own_stride = static_cast<long long>(memory.own_stride);
+  head.scratch = base + memory.scratch;
+  head.scratch_stride = static_cast<long long>(memory.scratch_stride);
+  head.events = reinterpret_cast<uint32_t*>(base + memory.events);
+  head.steps = reinterpret_cast<uint32_t*>(base + memory.steps);
+  head.control = reinterpret_cast<loop::Control*>(base);
+  head.report = static_cast<loop::Report*>(memory.report.device());
+  if (stamps != nullptr && capture_of(stream) != 0) stamps = nullptr;
+  if (stamps != nullptr) {
+    const size_t bytes = (plan_.tasks.size() + 1) * sizeof(loop::Stamp);
+    if (memory.stamps == nullptr) memory.stamps = std::make_unique<PinnedMemory>(device_, bytes);
+    std::memset(memory.stamps->host(), 0, bytes);
+    head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
+  }
+  head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
+  std::memcpy(launch.data(), &head, sizeof(head));
+  char* at = launch.data() + sizeof(head);
+  std::memcpy(at, inputs, most * sizeof(char*));
+  std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
+  const uint64_t begin_ns = cpu::now_ns();
+  jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kThreads},
+              static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
+  if (stamps != nullptr) take_stamps(memory, stream, begin_ns, *stamps);
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,64 @@
+// A plan on a GPU: emitted, compiled by NVRTC, loaded, and launched on the caller's stream as one kernel a step.
+//
+// Calls are asynchronous and may be captured in a CUDA graph. Memory of a step (arena, own arenas, scratch, events) is
+// a set of its own for every stream and for every capture: launches on one stream follow each other, launches of others
+// may overlap, and a captured graph may run again at any time. Sets live as long as the loop, which must outlive the
+// graphs that hold its launches.
+//
+// Nothing is zeroed between steps: events and the count of steps only grow, on the device. A launch that failed leaves
+// its set as it was; before the next one it begins anew.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "jit/kernel.hpp"
+#include "plan/emit_cuda.hpp"
+#include "plan/plan.hpp"
+#include "plan/step_stamps.hpp"
+
+namespace ark::plan {
+
+class CudaLoop {
+ public:
+  // Throws Error(invalid_argument) for what the CUDA target cannot run, or with figures for a kernel that needs more
+  // registers or shared memory than the device has; Error(system) for what the compiler or the driver says.
+  CudaLoop(Plan plan, int device);
+  ~CudaLoop();
+
+  // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
+  // before has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
+  // thread may call.
+  // `stamps`, where given, is filled in, and the call returns when the step is done; not under capture.
+  void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr);
+
+  // For each wait of a step; zero: none.
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+
+  const Plan& plan() const { return plan_; }
+  const std::string& source() const { return source_.text; }
+  const jit::Kernel& kernel() const { return *kernel_; }
+  int shared_bytes() const;  // of a block
+
+ private:
+  struct Memory;
+  Memory& memory_of(CUstream stream);
+  void raise_if_failed();
+  [[noreturn]] void raise(Memory& memory, CUstream stream) const;
+  void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
+
+  const Plan plan_;
+  const CudaSource source_;
+  const int device_;
+  const jit::Kernel* kernel_ = nullptr;
+  std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
+  std::mutex mutex_;                                                           // guards the next
+  std::map<std::pair<CUstream, uint64_t>, std::unique_ptr<Memory>> memories_;  // by stream and capture; 0: none
+};
+
+}  // namespace ark::plan

@@ -1,0 +1,157 @@
+// Tables and the kernel's frame behind emit_cuda.hpp.
+#include "plan/emit_cuda.hpp"
+
+#include <algorithm>
+#include <map>
+#include <sstream>
+#include <variant>
+#include <vector>
+
+#include "error.hpp"
+#include "plan/emit_functions.hpp"
+#include "plan/emit_tables.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+const Plan& checked(const Plan& plan) {
+  ErrorContext context;
+  context.remedy = "This is a defect of the planner: please report it.";
+  for (const Placement& placement : plan.placements)
+    if (placement.packets || placement.parity)
+      throw Error(ErrorKind::invalid_argument, "the CUDA target has no packets and no copies that take turns yet",
+                  context);
+  if (plan.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
+  return plan;
+}
+
+class CudaEmitter {
+ public:
+  explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {}
+
+  CudaSource source() {
+    std::ostringstream out;
+    out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
+        << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
+        << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
+        << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
+    for (const std::string& text : functions_.texts()) out << "\n" << text;
+    out << "\n";
+    tables(out);
+    frame(out);
+    return {out.str(), functions_.scratch_bytes(), pointers()};
+  }
+
+ private:
+  int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
+
+  // Headers of kernels that not all plans have: what is not needed is not compiled.
+  std::string rare_includes() const {
+    std::string text;
+    const auto include = [&](const char* header, auto&& is) {
+      if (std::any_of(plan_.stages.begin(), plan_.stages.end(), is))
+        text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
+    };
+    include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
+    include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
+    include("gather", [](const Stage& one) {
+      return std::holds_alternative<GatherStage>(one.body) || std::holds_alternative<ScatterStage>(one.body) ||
+             std::holds_alternative<CheckStage>(one.body);
+    });
+    include("select", [](const Stage& one) { return std::holds_alternative<SelectStage>(one.body); });
+    include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
+    include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
+    include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
+    return text;
+  }
+
+  std::string operand(int value, int64_t extra = 0) const {
+    const Place place = place_of(plan_, value, extra);
+    if (place.base == Place::arena) return "{Operand::arena, 0, " + std::to_string(place.offset) + "}";
+    if (place.base == Place::own) return "{Operand::own, 0, " + std::to_string(place.offset) + "}";
+    const int index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
+    return "{Operand::pointer, " + std::to_string(index) + ", " + std::to_string(place.offset) + "}";
+  }
+
+  void tables(std::ostream& out) {
+    std::vector<int> first;
+    int count = 0;
+    out << "__device__ const Operand kOperands[] = {\n";
+    for (size_t i = 0; i < plan_.stages.size(); ++i) {
+      first.push_back(count);
+      count += static_cast<int>(functions_.operands(i).size());
+      out << "    ";
+      for (const int value : functions_.operands(i)) out << operand(value) << ", ";
+      out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
+    }
+    out << "    {}};\n\n";
+    const EventTables events(plan_);
+    out << "// Events and how often each is bumped in a step.\n__device__ const WaitFor kWaits[] = {\n"
+        << events.waits << "{}};\n__device__ const int kSignals[] = {\n"
+        << events.signals << "-1};\n\n"
+        << "// Tile, function, task and stage; first operand; first and number of waits, of waits for the step "
+           "before,\n"
+        << "// of signals.\n__device__ const TaskEntry kTasks[] = {\n";
+    for (const Queue& queue : plan_.queues) {
+      for (const int index : queue.tasks) {
+        const Task& task = plan_.tasks.at(static_cast<size_t>(index));
+        const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
+        out << "    {" << task.begin << ", " << task.end << ", " << functions_.of_stage(s) << ", " << index << ", "
+            << task.stage << ", " << first[s] << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
+            << events.first_carried[t] << ", " << task.carried.size() << ", " << events.first_signal[t] << ", "
+            << task.signals.size() << "},\n";
+      }
+    }
+    out << "    {}};\n__device__ const LoadEntry kLoads[] = {\n";
+    std::ostringstream queues;
+    size_t tasks = 0, loads = 0;
+    for (const Queue& queue : plan_.queues) {
+      std::map<int, int> position;
+      for (const int index : queue.tasks) position.try_emplace(index, static_cast<int>(position.size()));
+      const std::vector<Load> all = merged_loads(queue.loads);
+      for (const Load& load : all) {
+        // Its offset is of the value's buffer.
+        const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
+        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", "
+            << position.at(load.task) << ", " << load.rows << ", " << load.bytes << ", " << load.stride << "},\n";
+      }
+      queues << "    {" << tasks << ", " << queue.tasks.size() << ", " << loads << ", " << all.size() << "},\n";
+      tasks += queue.tasks.size();
+      loads += all.size();
+    }
+    out << "    {}};\n__device__ const QueueEntry kQueues[] = {\n" << queues.str() << "};\n\n";
+  }
+
+  void frame(std::ostream& out) {
+    out << "struct Plan {\n"
+        << "  static constexpr long long kFetchAhead = " << fetch_ahead() << ";\n"
+        << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
+        << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
+        << "  static ARK_LOOP const int* signals() { return kSignals; }\n"
+        << "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
+        << "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
+        << "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
+        << "  static ARK_LOOP void run(int function, const Context& context, const Operands& p, int64_t begin, int64_t "
+           "end) {\n    switch (function) {\n";
+    for (size_t i = 0; i < functions_.names().size(); ++i)
+      out << "      case " << i << ": " << functions_.names()[i] << "(context, p, begin, end); break;\n";
+    out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) "
+        << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
+        << "> launch) {\n  run_loop<Plan>(launch);\n}\n";
+  }
+
+  // Of all workers together a fraction of the second-level cache.
+  int64_t fetch_ahead() const { return plan_.target.pages * plan_.target.page_bytes; }
+
+  const Plan& plan_;
+  const StageFunctions functions_;
+};
+
+}  // namespace
+
+CudaSource emit_cuda(const Plan& plan) {
+  return CudaEmitter(plan).source();
+}
+
+}  // namespace ark::plan

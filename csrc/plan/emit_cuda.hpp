@@ -1,0 +1,22 @@
+// A plan as one CUDA source for NVRTC: the stages' functions, which call the device library (kernels/cuda/loop), and
+// the queues as data.
+#pragma once
+
+#include <string>
+
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+inline constexpr char kLoopKernel[] = "loop_kernel";
+
+struct CudaSource {
+  std::string text;
+  int64_t scratch_bytes = 0;  // of each worker
+  int pointers = 0;           // that a launch hands over: inputs, then outputs
+};
+
+// Throws Error(invalid_argument) for what the CUDA target cannot run.
+CudaSource emit_cuda(const Plan& plan);
+
+}  // namespace ark::plan

@@ -1,0 +1,78 @@
+// See emit_functions.hpp.
+#include "plan/emit_functions.hpp"
+
+#include <algorithm>
+#include <type_traits>
+#include <variant>
+
+#include "error.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+const char* name_of_kind(const Stage& stage) {
+  static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter",    "select",
+                                          "scan", "bag",    "experts",   "check",  "collective", "stop"};
+  static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
+  return names[stage.body.index()];
+}
+
+}  // namespace
+
+std::string in_comment(const std::string& text) {
+  std::string out;
+  for (const char c : text) out += static_cast<unsigned char>(c) < 0x20 || c == '\\' ? ' ' : c;
+  return out;
+}
+
+StageFunctions::StageFunctions(const Plan& plan, Code code) : plan_(plan), code_(code) {
+  for (const Stage& stage : plan.stages) add(stage);
+}
+
+void StageFunctions::add(const Stage& stage) {
+  FunctionWriter writer(plan_.graph, stage, code_);
+  std::visit(
+      [&](const auto& body) {
+        using Body = std::decay_t<decltype(body)>;
+        if constexpr (std::is_same_v<Body, RowProgram>) emit_rows(writer, body);
+        if constexpr (std::is_same_v<Body, MatmulStage>) emit_matmul(writer, body);
+        if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
+        if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
+        if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
+        if constexpr (std::is_same_v<Body, SelectStage>) emit_select(writer, body);
+        if constexpr (std::is_same_v<Body, ScanStage>) emit_scan(writer, body);
+        if constexpr (std::is_same_v<Body, BagStage>) emit_bag(writer, body);
+        if constexpr (std::is_same_v<Body, ExpertsStage>) emit_experts(writer, body);
+        if constexpr (std::is_same_v<Body, CheckStage>) emit_check(writer, body);
+        if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
+        if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
+      },
+      stage.body);
+  scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
+  if (writer.operands().size() > kMostOperands) {
+    throw Error(ErrorKind::invalid_argument, stage.name + " (" + stage.origin + ") has " +
+                                                 std::to_string(writer.operands().size()) +
+                                                 " operands, more than a task can have");
+  }
+  const std::string body = writer.body();
+  auto [known, fresh] = known_.try_emplace(body, texts_.size());
+  if (fresh) {
+    texts_.push_back({});
+    names_.push_back(std::string(name_of_kind(stage)) + "_" + std::to_string(known->second));
+  }
+  function_of_.push_back(known->second);
+  operands_.push_back(writer.operands());
+  std::vector<std::string>& users = used_by_[known->second];
+  users.push_back(in_comment(stage.name + ": " + stage.origin));
+  std::string text;
+  for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
+  if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
+  const bool cuda = code_ == Code::cuda;
+  text += std::string(cuda ? "__device__ __noinline__ " : "") + "void " + names_[known->second] +
+          "([[maybe_unused]] const Context& context, " + (cuda ? "const Operands& p, " : "char* const* p, ") +
+          "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
+  texts_[known->second] = text;
+}
+
+}  // namespace ark::plan

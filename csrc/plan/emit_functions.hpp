@@ -1,0 +1,42 @@
+// The functions of a plan's stages as text, one for all stages that have the same; part of emit_cpu.cpp and
+// emit_cuda.cpp.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "plan/emit_cpu_function.hpp"
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+class StageFunctions {
+ public:
+  // Throws Error(invalid_argument) for a stage that the target cannot run.
+  StageFunctions(const Plan& plan, Code code);
+
+  const std::vector<std::string>& texts() const { return texts_; }  // by function
+  const std::vector<std::string>& names() const { return names_; }
+  size_t of_stage(size_t stage) const { return function_of_[stage]; }
+  const std::vector<int>& operands(size_t stage) const { return operands_[stage]; }  // values
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+
+ private:
+  void add(const Stage& stage);
+
+  const Plan& plan_;
+  const Code code_;
+  std::map<std::string, size_t> known_;  // body -> function
+  std::vector<std::string> texts_, names_;
+  std::map<size_t, std::vector<std::string>> used_by_;  // function -> stages
+  std::vector<size_t> function_of_;                     // by stage
+  std::vector<std::vector<int>> operands_;              // by stage
+  int64_t scratch_bytes_ = 0;
+};
+
+// One line of a comment: what others wrote (names, origins) must not end it.
+std::string in_comment(const std::string& text);
+
+}  // namespace ark::plan

@@ -1,0 +1,32 @@
+// A plan's tables as every target writes them: where operands lie, which events tasks wait for and bump, what is
+// fetched ahead.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+// Where the first element of a value (that is no literal) lies, and `extra` bytes behind it.
+struct Place {
+  enum Base : uint8_t { input, output, arena, own } base = arena;
+  int argument = 0;    // of inputs or outputs
+  int64_t offset = 0;  // in bytes
+};
+Place place_of(const Plan& plan, int value, int64_t extra);
+
+// All waits of tasks, then all waits for the step before; all signals. By task: the first of each.
+struct EventTables {
+  explicit EventTables(const Plan& plan);
+  std::string waits;    // "{event, threshold}, ..."
+  std::string signals;  // "event, ..."
+  std::vector<int> first_wait, first_carried, first_signal;
+};
+
+// Pages are of no interest to who only fetches: neighbours become one entry.
+std::vector<Load> merged_loads(const std::vector<Load>& loads);
+
+}  // namespace ark::plan

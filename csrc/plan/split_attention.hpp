@@ -1,0 +1,17 @@
+// Attention over many query rows, in as many stages as keep a GPU's workers busy.
+//
+// A stage's axis cuts key/value heads alone, and there are 8 or 16 of them where a GPU has 132 workers. Here each such
+// stage becomes several, of blocks of query rows: views of the same queries and results, the same keys and values.
+#pragma once
+
+#include <vector>
+
+#include "plan/graph.hpp"
+#include "plan/stage.hpp"
+
+namespace ark::plan {
+
+// Adds values to the graph. Other stages stay as they are, and so does attention with enough heads or few rows.
+std::vector<Stage> split_attention(Graph& graph, std::vector<Stage> stages, int workers);
+
+}  // namespace ark::plan

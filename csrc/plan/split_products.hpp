@@ -1,0 +1,19 @@
+// Matrix products cut for a GPU.
+//
+// A stage's axis cuts columns or rows, as suits threads of a CPU: columns by cache lines, so that a result's line has
+// one writer, and many rows by rows. A GPU has more workers than many a product has lines, writes through to a cache
+// that all share, and computes in tiles of rows and columns. So here a product of few rows is cut by columns as finely
+// as its kernel works, and one of many becomes several stages, of blocks of rows, each cut by columns.
+#pragma once
+
+#include <vector>
+
+#include "plan/graph.hpp"
+#include "plan/stage.hpp"
+
+namespace ark::plan {
+
+// Adds values to the graph. Other stages stay as they are, and so do products that are cut by batch.
+std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int workers);
+
+}  // namespace ark::plan

@@ -1,0 +1,63 @@
+// See step_failure.hpp.
+#include "plan/step_failure.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "error.hpp"
+
+namespace ark::plan {
+
+namespace {
+
+std::string describe_task(const Plan& plan, int task) {
+  if (task < 0 || task >= static_cast<int>(plan.tasks.size())) return "task " + std::to_string(task);
+  const Task& one = plan.tasks[static_cast<size_t>(task)];
+  const Stage& stage = plan.stages[static_cast<size_t>(one.stage)];
+  return "task " + std::to_string(task) + " (" + stage.name + ", " + stage.origin + ", worker " +
+         std::to_string(one.worker) + ")";
+}
+
+}  // namespace
+
+void raise_step_failure(const Plan& plan, const StepFailure& failure) {
+  ErrorContext context;
+  context.operation = "compiled region";
+  switch (failure.kind) {
+    case StepFailure::Kind::index_too_large: {
+      const Stage& stage = plan.stages.at(static_cast<size_t>(failure.stage));
+      if (stage.kind == "check") {
+        const Node& node = plan.graph.nodes().at(static_cast<size_t>(stage.node));
+        throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
+      }
+      throw Error(ErrorKind::out_of_range,
+                  "index " + std::to_string(failure.value) + " is out of bounds for dimension " +
+                      std::to_string(failure.dimension) + " with size " + std::to_string(failure.limit) + " in " +
+                      stage.name + " (" + stage.origin + ")",
+                  context);
+    }
+    case StepFailure::Kind::deadline: {
+      std::string whom;
+      for (size_t i = 0; i < plan.tasks.size() && whom.size() < 300; ++i) {
+        const auto& signals = plan.tasks[i].signals;
+        if (std::find(signals.begin(), signals.end(), failure.event) != signals.end())
+          whom += (whom.empty() ? "" : ", ") + describe_task(plan, static_cast<int>(i));
+      }
+      context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
+      throw Error(ErrorKind::timeout,
+                  "worker " + std::to_string(failure.worker) + " waited longer than " +
+                      std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) +
+                      " for " + whom + ": event " + std::to_string(failure.event) + " is at " +
+                      std::to_string(failure.value) + " and must reach " + std::to_string(failure.limit),
+                  context);
+    }
+    case StepFailure::Kind::collective: {
+      const Stage& stage = plan.stages.at(static_cast<size_t>(failure.stage));
+      throw Error(ErrorKind::system, "a collective failed in " + stage.name + " (" + stage.origin + ")", context);
+    }
+    case StepFailure::Kind::aborted: break;
+  }
+  throw Error(ErrorKind::aborted, "a compiled region was aborted", context);
+}
+
+}  // namespace ark::plan

@@ -1,0 +1,22 @@
+// What a step of a loop kernel that ended early tells its caller, on every target.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "plan/plan.hpp"
+
+namespace ark::plan {
+
+struct StepFailure {
+  enum class Kind : uint8_t { aborted, deadline, index_too_large, collective } kind = Kind::aborted;
+  int worker = -1, task = -1, stage = -1, event = -1, dimension = 0;
+  int64_t value = 0, limit = 0;
+  std::chrono::milliseconds timeout{};
+};
+
+// Throws Error: out_of_range (an index), invalid_argument (a condition that does not hold), timeout (a wait), system (a
+// collective), aborted.
+[[noreturn]] void raise_step_failure(const Plan& plan, const StepFailure& failure);
+
+}  // namespace ark::plan

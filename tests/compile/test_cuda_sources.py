@@ -1,0 +1,120 @@
+"""Loop kernels for GPUs, on a machine without one: every model's plan is emitted and compiled by NVRTC.
+
+What they compute is tested in tests/gpu/test_compile.py.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import models
+import pytest
+import recommender
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ark_torch import _C, _jit
+from ark_torch.compile import build
+
+pytestmark = [
+    pytest.mark.skipif(
+        not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
+        reason="nvidia-cuda-nvrtc is not installed",
+    ),
+    pytest.mark.limit(200),
+]
+
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+class Sources:
+    """Regions that keep the loop kernel's source, and compute as the reference does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found: list[str] = []
+        self.arch = "sm_90a"
+        monkeypatch.setattr(build, "make_region", self._make_region)
+
+    def _make_region(self, lowering: Any, name: str, threads: int, otherwise: Any = None, chained: bool = False) -> Any:
+        graph = _C.plan.Graph()
+        lowering.graph.emit(graph)
+        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS))
+        double = reference.Graph()
+        lowering.graph.emit(double)
+        return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "chained": chained})
+
+    def check(self) -> None:
+        """Each compiles, in the registers that a thread of its block can have."""
+        assert self.found
+        _jit.configure()
+        for source in self.found:
+            cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
+            assert cubin[:4] == b"\x7fELF"
+            ((name, registers, spills, _),) = kernels
+            assert name == "loop_kernel" and 0 < registers <= 128 and spills < 600, kernels
+
+
+@pytest.fixture(params=["sm_90a", "sm_80"])
+def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sources:
+    made = Sources(monkeypatch)
+    made.arch = str(request.param)
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
+    """The sizes of one with a thousand million weights, two layers of it: decoding and a prompt."""
+    config = models.Config(2048, 2, 32, 8, 8192, 1024, 1024)
+    model = models.Llama(config, 1, dtype).eval()
+    call, _ = compiled(model, dynamic=False, fallback=False)
+    call(torch.randint(0, 1024, (1, 1)), torch.tensor([5]))
+    call(torch.randint(0, 1024, (1, 100)), torch.arange(100))
+    sources.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_encoder_and_decoder(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
+    encoder, decoder = (
+        models.Encoder(1024, 16, 1, 100, 384).to(dtype).eval(),
+        models.Decoder(1600, 25, 1).to(dtype).eval(),
+    )
+    compiled(encoder, dynamic=False, fallback=False)[0](torch.randint(0, 100, (1, 384)), torch.rand(1, 384) < 0.7)
+    compiled(decoder, dynamic=False, fallback=False)[0](torch.randint(0, 50, (2, 16)))
+    sources.check()
+
+
+def test_recommender(sources: Sources, compiled: Any) -> None:
+    model = recommender.Dlrm(dim=64).eval()
+    indices = [torch.randint(0, 50, (30,)) for _ in range(8)]
+    offsets = [torch.arange(0, 30, 3) for _ in range(8)]
+    compiled(model, dynamic=False, fallback=False)[0](torch.randn(10, 13), indices, offsets)
+    sources.check()
+
+
+@pytest.mark.parametrize("kind", [models.Experts, models.SortedExperts])
+def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
+    model = kind(dim=512, hidden=1024).to(torch.bfloat16).eval()
+    compiled(model, dynamic=False, fallback=False)[0](torch.randn(12, 512, dtype=torch.bfloat16))
+    sources.check()
+
+
+def test_lookups_sorts_and_sums(sources: Sources, compiled: Any) -> None:
+    def call(x: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        values, places = torch.topk(x, 3)
+        return (
+            values + x.cumsum(-1)[:, :3],
+            places,
+            x.sort(dim=0).values,
+            F.embedding(index, x),
+            x.index_add(0, index, x[index]),
+            x.gather(1, places),
+            x @ weights,
+        )
+
+    compiled(call, dynamic=False, fallback=False)[0](
+        torch.randn(40, 100), torch.randint(0, 40, (7,)), torch.randn(100, 30)
+    )
+    sources.check()

@@ -1,0 +1,73 @@
+"""`python compile_operators.py DTYPE PART OF`: each of a part of the operators' cases (tests/compile/accuracy_cases.py)
+as a loop kernel of its own, held against float64 and against eager PyTorch on the same GPU.
+
+Prints a line for what is wrong: FAIL (an exception), FAR (an error that is more than 1.5 times eager's, and more than
+what rounding once more may cost), or NOT ARK. The status is how many.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
+
+import accuracy
+import torch
+
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
+
+# Make tensors of their own, on the CPU.
+ELSEWHERE = ("arange", "iota", "lift_fresh_copy")
+
+
+def verdict(case: Any, given: list[torch.Tensor], right: list[torch.Tensor]) -> str:
+    report = Report()
+    parsed = options.parse(None, {"choose": "ark", "fallback": False, "minimum": 1})
+
+    def run(graph_module: Any, example_inputs: Any) -> Any:
+        return backend.compile_graph(graph_module, example_inputs, parsed, report)
+
+    def on_gpu(call: Any) -> list[torch.Tensor]:
+        return [tensor.cpu() for tensor in accuracy.tensors(call(*[tensor.cuda() for tensor in given]))]
+
+    def called(*arguments: torch.Tensor) -> Any:
+        return case.call(*arguments)
+
+    torch._dynamo.reset()
+    got = on_gpu(torch.compile(called, backend=run, dynamic=False))
+    eager = on_gpu(case.call)
+    if not all(piece.runs_on == "ark" for graph in report.graphs for piece in graph.pieces):
+        return "NOT ARK"
+    found, other = accuracy.figures(case, got, right), accuracy.figures(case, eager, right)
+    if accuracy.nearness(found, other) > 1:
+        return f"FAR {found} eager {other}"
+    return ""
+
+
+def main() -> int:
+    dtype, part, of = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.backends.cuda.matmul.allow_tf32 = False
+    cases, given = accuracy.drawn(dtype)
+    cases, given = cases[part::of], given[part::of]
+    wrong = 0
+    with torch.no_grad():
+        wanted = accuracy.exact(cases, given)
+        for case, one, right in zip(cases, given, wanted, strict=True):
+            if str(case.operator).split(".")[1] in ELSEWHERE:
+                continue
+            try:
+                said = verdict(case, one, right)
+            except Exception as error:
+                said = f"FAIL {type(error).__name__} {' | '.join(str(error).split(chr(10)))[:300]}"
+            if said:
+                wrong += 1
+                print(f"{sys.argv[1]} {case.name}: {said}", flush=True)
+    print(f"{len(cases)} cases, {wrong} wrong")
+    return min(wrong, 100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Rings in bulk, by few blocks: the same bits as ever, and a lost peer is told as ever.
+
+The dispatch here takes them for every size; the measured table takes them for none yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import ENV, SPREAD, WORLD, go_on_without_the_last, op, run, same
+from support.failures import record
+from support.launcher import Job
+from support.layouts import Placed
+from support.rank import Rank
+from support.reference import make_input, supported
+
+import ark_torch
+from ark_torch.distributed import register
+from ark_torch.distributed.group import complete
+from ark_torch.memory import pool
+
+NEVER = (1 << 63) - 1
+COUNTS = (1, 1023, 65537, (1 << 20) + 3, 12 << 20)
+
+
+def _start(rank: Rank, blocks: int, **options: Any) -> torch.device:
+    device = torch.device("cuda", rank.rank)
+    torch.cuda.set_device(device)
+    chosen = complete(ark_torch.Options())
+    numbers = {"one_shot_to": 0, "bulk_from": 1, "ring_blocks": blocks, "copy_engine_from": NEVER, "landings_from": 1}
+    chosen.cuda_dispatch = [(8, numbers)]
+    rank.init(pg_options=chosen, **options)
+    return device
+
+
+def _sums(rank: Rank, blocks: int) -> None:
+    device = _start(rank, blocks)
+    for seed, (dtype, name, count) in enumerate(itertools.product(SPREAD, ("SUM", "AVG", "MAX", "PREMUL_SUM"), COUNTS)):
+        if not supported(dtype, name) or (count > 1 << 20 and (name != "SUM" or dtype != torch.bfloat16)):
+            continue
+        values = make_input(dtype, count, seed, rank.rank)
+        expected = values.clone()
+        dist.all_reduce(expected, op(name, rank.rank))
+        for repeat in range(3):
+            placed = Placed(values, ("plain", "strided")[seed % 2], device)
+            dist.all_reduce(placed.tensor, op(name, rank.rank))
+            same(placed.tensor, expected, f"all_reduce {dtype} {name} {count} repeat {repeat}")
+            placed.check(f"all_reduce {dtype} {name} {count}")
+    for count in (1, 30_001):
+        values = make_input(torch.bfloat16, count * rank.world_size, 5, rank.rank)
+        expected, found = values[:count].clone(), torch.empty(count, dtype=torch.bfloat16, device=device)
+        dist.reduce_scatter_tensor(expected, values)
+        dist.reduce_scatter_tensor(found, values.to(device))
+        same(found, expected, f"reduce_scatter {count}")
+        expected, found = values.clone(), values.to(device)
+        dist.reduce(expected, rank.world_size - 1)
+        dist.reduce(found, rank.world_size - 1)
+        if rank.rank == rank.world_size - 1:
+            same(found, expected, f"reduce {count}")
+
+
+@pytest.mark.parametrize("blocks", [1, 5, 16, 64])
+def test_sums(blocks: int) -> None:
+    run(_sums, blocks, own=True)
+
+
+def _places(rank: Rank) -> None:
+    """Unaligned, registered on all ranks or some, and in graphs, replayed between eager calls."""
+    device = _start(rank, 8)
+    with torch.cuda.use_mem_pool(pool(device)):
+        mine = torch.empty((8 << 20) + 64, dtype=torch.bfloat16, device=device)
+    plain = torch.empty_like(mine)
+    for registered in (False, True):
+        if registered:
+            assert register(mine)
+        for count, offset, mixed in itertools.product((4_099, 1_000_001, 8 << 20), (0, 3, 8 * rank.rank), (0, 1)):
+            memory = plain if mixed and rank.rank % 2 else mine
+            tensor = memory[offset : offset + count]
+            values = make_input(torch.bfloat16, count, count + offset, rank.rank)
+            expected = values.clone()
+            dist.all_reduce(expected)
+            what = f"{count} at {offset}, registered {registered}, mixed {mixed}"
+            tensor.copy_(values)
+            dist.all_reduce(tensor)
+            same(tensor, expected, what)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                dist.all_reduce(tensor)
+            for _ in range(2):
+                tensor.copy_(values)
+                graph.replay()
+                same(tensor, expected, f"{what}, in a graph")
+
+
+def test_places() -> None:
+    run(_places, own=True)
+
+
+def _loop(rank: Rank) -> float:
+    device = _start(rank, 4, timeout=120)
+    tensor = torch.ones(16 << 20, device=device)
+    dist.all_reduce(tensor)
+    torch.cuda.synchronize()
+    rank.report("running")
+    try:
+        while True:
+            dist.all_reduce(tensor.fill_(1.0))
+            torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        rank.report("raised", str(error))
+    return go_on_without_the_last(rank, device)
+
+
+def test_lost_rank() -> None:
+    victim, bound = WORLD - 1, 5.0
+    with Job(_loop, WORLD, env=ENV) as job:
+        job.wait_all("running", timeout=120)
+        time.sleep(0.3)
+        since = job.kill(victim)
+        seconds = []
+        for survivor in range(victim):
+            text = job.wait_event(survivor, "raised", timeout=60)
+            seconds.append(time.monotonic() - since)
+            assert f"rank {victim}" in text.partition("] ")[2], text
+        record("1", "CUDA rings in bulk", f"{bound} s", seconds)
+        assert max(seconds) < bound
+        outcomes = job.finish(60, list(range(victim)))
+        assert [o.value for o in outcomes] == [sum(range(victim))] * victim, [o.describe() for o in outcomes]
