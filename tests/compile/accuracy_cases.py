@@ -45,6 +45,8 @@ WITHOUT_ROUNDING = {
     torch.ops.ark_torch.stop.default,
     aten._assert_async.msg,
 }
+# What attention is called on a GPU, where tests/gpu/compile_operators.py calls the CPU's cases.
+ON_A_GPU = {getattr(aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")}
 assert loop  # makes ark_torch::stop
 
 

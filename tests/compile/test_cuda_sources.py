@@ -54,7 +54,8 @@ class Sources:
             cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
             assert cubin[:4] == b"\x7fELF"
             ((name, registers, spills, _),) = kernels
-            assert name == "loop_kernel" and 0 < registers <= 128 and spills < 600, kernels
+            # Of all functions together, what calls between them save included.
+            assert name == "loop_kernel" and 0 < registers <= 128 and spills < 1500, kernels
 
 
 @pytest.fixture(params=["sm_90a", "sm_80"])
