@@ -184,23 +184,15 @@ uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, con
 }
 
 void CpuLoop::raise(const cpu::Report& report) const {
-  StepFailure what;
-  what.worker = report.worker;
-  what.task = report.task;
-  what.stage = report.stage;
-  what.event = report.event;
-  what.dimension = report.dimension;
-  what.value = report.value;
-  what.limit = report.limit;
-  what.timeout = timeout_;
+  auto kind = StepFailure::Kind::aborted;
   switch (static_cast<cpu::Failure>(protocol::load_acquire(report.failure))) {
-    case cpu::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
-    case cpu::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
-    case cpu::Failure::collective: what.kind = StepFailure::Kind::collective; break;
+    case cpu::Failure::index_too_large: kind = StepFailure::Kind::index_too_large; break;
+    case cpu::Failure::deadline: kind = StepFailure::Kind::deadline; break;
+    case cpu::Failure::collective: kind = StepFailure::Kind::collective; break;
     case cpu::Failure::aborted:
     case cpu::Failure::none: break;
   }
-  raise_step_failure(plan_, what);
+  raise_step_failure(plan_, step_failure(kind, report, timeout_));
 }
 
 }  // namespace ark::plan

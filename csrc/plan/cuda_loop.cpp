@@ -109,20 +109,9 @@ void CudaLoop::raise_if_failed() {
 
 void CudaLoop::raise(Memory& memory, CUstream stream) const {
   loop::Report& report = memory.host_report();
-  StepFailure what;
-  what.worker = report.worker;
-  what.task = report.task;
-  what.stage = report.stage;
-  what.event = report.event;
-  what.dimension = report.dimension;
-  what.value = report.value;
-  what.limit = report.limit;
-  what.timeout = timeout_;
-  switch (static_cast<loop::Failure>(report.failure)) {
-    case loop::Failure::index_too_large: what.kind = StepFailure::Kind::index_too_large; break;
-    case loop::Failure::deadline: what.kind = StepFailure::Kind::deadline; break;
-    default: break;
-  }
+  const bool waited = static_cast<loop::Failure>(report.failure) == loop::Failure::deadline;
+  const StepFailure what =
+      step_failure(waited ? StepFailure::Kind::deadline : StepFailure::Kind::index_too_large, report, timeout_);
   // As if none had run. An assertion has ended the context: then this is all in vain.
   std::memset(static_cast<void*>(&report), 0, sizeof(report));
   static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));

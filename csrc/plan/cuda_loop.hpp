@@ -33,8 +33,8 @@ class CudaLoop {
 
   // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
   // before has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
-  // thread may call.
-  // `stamps`, where given, is filled in, and the call returns when the step is done; not under capture.
+  // thread may call. `stamps`, where given, is filled in, and the call returns when the step is done; not under
+  // capture.
   void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr);
 
   // For each wait of a step; zero: none.

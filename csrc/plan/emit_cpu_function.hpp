@@ -14,7 +14,7 @@
 
 namespace ark::plan {
 
-// What the text is compiled as: for a CPU's worker, or for all consumer threads of a block (kernels/cuda/loop).
+// What the text is compiled as: for a CPU's worker, or for all threads of a block (kernels/cuda/loop).
 enum class Code : uint8_t { cpu, cuda };
 
 class FunctionWriter {

@@ -15,6 +15,13 @@ struct StepFailure {
   std::chrono::milliseconds timeout{};
 };
 
+// From a target's own report, whose fields have the same names.
+template <class Report>
+StepFailure step_failure(StepFailure::Kind kind, const Report& report, std::chrono::milliseconds timeout) {
+  return {kind,         report.worker, report.task, report.stage, report.event, report.dimension,
+          report.value, report.limit,  timeout};
+}
+
 // Throws Error: out_of_range (an index), invalid_argument (a condition that does not hold), timeout (a wait), system (a
 // collective), aborted.
 [[noreturn]] void raise_step_failure(const Plan& plan, const StepFailure& failure);

@@ -2,7 +2,7 @@
 // the generated source, and what a task's function may call: an error, where an operand lies.
 //
 // Host and device include this file. Everything of a run that is not a pointer of the caller lives on the device
-// (Control): steps count up there, so a captured launch can be replayed without the host.
+// (events, how many steps each worker has done), so a captured launch can be replayed without the host.
 #pragma once
 
 #include "protocol/base.hpp"
@@ -14,14 +14,10 @@
 
 namespace ark::loop {
 
-// Number of everything here that host and generated source must agree on.
-inline constexpr uint32 kAbi = 1;
-inline constexpr int kMostOperands = 64;
 inline constexpr int kEventStride = 32;  // words: a cache line of 128 bytes for each event
 
 enum class Failure : uint32 {
   none,
-  aborted,          // the caller wants it to end
   deadline,         // a wait took too long: `task`, `event`, `worker`
   index_too_large,  // an index out of range: `stage`, `value`, `limit`, `dimension`
 };
@@ -137,13 +133,20 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
     report.value = value;
     report.limit = limit;
     protocol::store_release(report.failure, static_cast<uint32>(failure));
+    __threadfence_system();
+  } else {
+    // Whoever was first has its report out before anybody ends the context.
+    const unsigned long long began = now_ns();
+    while (protocol::load_acquire(report.failure) == 0 && now_ns() - began < 10'000'000) {
+    }
   }
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
   // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
   // for some.
-  if (failure == Failure::index_too_large)
-    __assertfail("an index is out of range, or a condition does not hold; the next call of the region says which",
-                 "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
+  __assertfail(
+      "an index is out of range, a condition does not hold, or a wait took too long; the next call of the region says "
+      "which",
+      "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
 }
 
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.

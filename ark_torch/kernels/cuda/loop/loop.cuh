@@ -1,9 +1,8 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
-// Warps 0 .. kWarps - 1 run tasks together: wait for a task's events, call its function, bump its events. One warp
-// more, the fetcher, walks the queue's list of parameters ahead of the tasks and brings them into the second-level
-// cache, at most a plan's `fetch_ahead` bytes before they are used, so that memory streams while tasks wait for each
-// other.
+// All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
+// for the parameters of tasks to come, in the order of the queue and at most a plan's `fetch_ahead` bytes before their
+// use, to be brought into the second-level cache: memory streams while tasks wait for each other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
 // release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
@@ -16,7 +15,10 @@
 //
 // Nothing hangs. All blocks are resident at once (a cooperative launch of one block an SM), so work of others on the
 // GPU delays a launch, or the end of it, but nobody waits for a block that cannot start. The plan's validator has found
-// that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report.
+// that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report. Two loop
+// kernels at once, on streams of one priority: the device starts all blocks of the one before those of the other, as
+// tests/gpu/test_compile.py saw it do. On streams of different priorities each could hold a part of the SMs, and both
+// would end by that limit.
 #pragma once
 
 #include "cuda/loop/launch.cuh"
@@ -28,7 +30,7 @@ struct QueueEntry {
   int loads, load_count;
 };
 
-// What the fetcher brings: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its queue.
+// What is fetched ahead: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its queue.
 struct LoadEntry {
   Operand operand;
   int position, rows;
