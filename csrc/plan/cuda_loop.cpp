@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/lookahead.cuh"
 #include "error.hpp"
 #include "memory/device_memory.hpp"
 #include "plan/step_failure.hpp"
@@ -17,6 +17,8 @@ namespace {
 
 // Of each thread: what calls between functions take. More is registers that were spilled.
 constexpr int kMostLocal = 2048;
+
+static_assert(kMostOperands <= loop::kMostOperands);
 
 size_t aligned(int64_t bytes) {
   return static_cast<size_t>((bytes + 255) / 256 * 256);

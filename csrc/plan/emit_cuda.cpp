@@ -90,49 +90,65 @@ class CudaEmitter {
     out << "// Events and how often each is bumped in a step.\n__device__ const WaitFor kWaits[] = {\n"
         << events.waits << "{}};\n__device__ const int kSignals[] = {\n"
         << events.signals << "-1};\n\n"
-        << "// Tile, function, task and stage; first operand; first and number of waits, of waits for the step "
-           "before,\n"
-        << "// of signals.\n__device__ const TaskEntry kTasks[] = {\n";
+        << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
+           "loads.\n__device__ const TaskEntry kTasks[] = {\n";
+    std::ostringstream queues, loads;
+    size_t task_count = 0, load_count = 0;
     for (const Queue& queue : plan_.queues) {
-      for (const int index : queue.tasks) {
+      queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
+      const std::vector<int> asked = write_loads(queue, loads);
+      for (size_t position = 0; position < queue.tasks.size(); ++position) {
+        const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
-        out << "    {" << task.begin << ", " << task.end << ", " << functions_.of_stage(s) << ", " << index << ", "
-            << task.stage << ", " << first[s] << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
-            << events.first_carried[t] << ", " << task.carried.size() << ", " << events.first_signal[t] << ", "
-            << task.signals.size() << "},\n";
+        const int function = functions_.of_stage(s);
+        out << "    {" << task.begin << ", " << task.end << ", " << function << ", " << index << ", " << task.stage
+            << ", " << first[s] << ", " << functions_.operands(s).size() << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
+            << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count << ", " << asked[position]
+            << "},\n";
+        load_count += static_cast<size_t>(asked[position]);
       }
+      task_count += queue.tasks.size();
     }
-    out << "    {}};\n__device__ const LoadEntry kLoads[] = {\n";
-    std::ostringstream queues;
-    size_t tasks = 0, loads = 0;
-    for (const Queue& queue : plan_.queues) {
-      std::map<int, int> position;
-      for (const int index : queue.tasks) position.try_emplace(index, static_cast<int>(position.size()));
-      const std::vector<Load> all = merged_loads(queue.loads);
-      for (const Load& load : all) {
+    out << "    {}};\n__device__ const LoadEntry kLoads[] = {\n"
+        << loads.str() << "    {}};\n__device__ const QueueEntry kQueues[] = {\n"
+        << queues.str() << "};\n\n";
+  }
+
+  // What of a queue is fetched ahead: in the order of its tasks, each asked for as soon as at most
+  // fetch_ahead() bytes are asked for and not yet used. By position: how many are asked for then.
+  std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
+    std::map<int, size_t> position;
+    for (const int index : queue.tasks) position.try_emplace(index, position.size());
+    const std::vector<Load> all = merged_loads(queue.loads);
+    std::vector<int> asked(queue.tasks.size(), 0);
+    size_t next = 0, behind = 0;
+    int64_t in_advance = 0;
+    for (size_t now = 0; now < asked.size(); ++now) {
+      for (; behind < next && position.at(all[behind].task) < now; ++behind)
+        in_advance -= all[behind].rows * all[behind].bytes;
+      for (; next < all.size(); ++next, ++asked[now]) {
+        const Load& load = all[next];
+        if (in_advance > 0 && in_advance + load.rows * load.bytes > fetch_ahead()) break;
+        in_advance += load.rows * load.bytes;
         // Its offset is of the value's buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", "
-            << position.at(load.task) << ", " << load.rows << ", " << load.bytes << ", " << load.stride << "},\n";
+        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
+            << ", " << load.bytes << ", " << load.stride << "},\n";
       }
-      queues << "    {" << tasks << ", " << queue.tasks.size() << ", " << loads << ", " << all.size() << "},\n";
-      tasks += queue.tasks.size();
-      loads += all.size();
     }
-    out << "    {}};\n__device__ const QueueEntry kQueues[] = {\n" << queues.str() << "};\n\n";
+    return asked;
   }
 
   void frame(std::ostream& out) {
     out << "struct Plan {\n"
-        << "  static constexpr long long kFetchAhead = " << fetch_ahead() << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"
         << "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
         << "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
         << "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
-        << "  static ARK_LOOP void run(int function, const Context& context, const Operands& p, int64_t begin, int64_t "
+        << "  static ARK_LOOP void run(int function, const Context& context, Operands p, int64_t begin, int64_t "
            "end) {\n    switch (function) {\n";
     for (size_t i = 0; i < functions_.names().size(); ++i)
       out << "      case " << i << ": " << functions_.names()[i] << "(context, p, begin, end); break;\n";

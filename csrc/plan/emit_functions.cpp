@@ -70,7 +70,7 @@ void StageFunctions::add(const Stage& stage) {
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
   const bool cuda = code_ == Code::cuda;
   text += std::string(cuda ? "__device__ __noinline__ " : "") + "void " + names_[known->second] +
-          "([[maybe_unused]] const Context& context, " + (cuda ? "const Operands& p, " : "char* const* p, ") +
+          "([[maybe_unused]] const Context& context, " + (cuda ? "Operands p, " : "char* const* p, ") +
           "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
   texts_[known->second] = text;
 }

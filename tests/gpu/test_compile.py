@@ -177,6 +177,22 @@ def test_streams_at_once() -> None:
         torch.testing.assert_close(found[0], eager(one), rtol=1e-4, atol=1e-6)
 
 
+def test_weights_at_odd_addresses() -> None:
+    """The same region with weights that 16-byte loads can take, and with others."""
+    linear = torch.nn.Linear(1024, 320, dtype=torch.bfloat16, device=DEVICE).requires_grad_(False)
+    spare = torch.zeros(320 * 1024 + 1, dtype=torch.bfloat16, device=DEVICE)
+    call, report = compiled(lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias).relu())
+    odd = spare[1:].view(320, 1024)
+    odd.copy_(linear.weight)
+    for _ in range(3):
+        x = torch.randn(2, 1024, dtype=torch.bfloat16, device=DEVICE)
+        wanted = (x.double() @ linear.weight.double().T + linear.bias.double()).relu()
+        for weight in (linear.weight, torch.nn.Parameter(odd, requires_grad=False)):
+            got = call(x, weight, linear.bias)
+            assert (got - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+    on_one_kernel(report)
+
+
 def test_bits_repeat() -> None:
     model = models.Llama(models.Config(dim=512, heads=8, kv_heads=2, ffn=1024), 1, torch.bfloat16).eval().to(DEVICE)
     call, _ = compiled(model, fallback=False)

@@ -17,8 +17,13 @@ inline constexpr int kWorkspaceBytes = 96 * 1024;
 #if defined(__CUDACC__)
 
 ARK_LOOP char* workspace() {
-  extern __shared__ __align__(1024) char dynamic_shared[];
+  extern __shared__ __align__(128) char dynamic_shared[];
   return dynamic_shared;
+}
+
+template <class T>
+ARK_LOOP constexpr T least(T x, T y) {
+  return x < y ? x : y;
 }
 
 // All threads of the block.

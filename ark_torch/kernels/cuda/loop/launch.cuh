@@ -54,14 +54,21 @@ struct WaitFor {
   uint32 threshold;
 };
 
+// 16-byte aligned, all of them: they are copied ahead of their turn (lookahead.cuh).
 struct alignas(16) TaskEntry {
   long long begin, end;
-  int function;
-  int task, stage;
-  int operands;           // first of them in the table
-  int waits, wait_count;  // likewise
-  int carried, carried_count;
+  int function, task, stage;
+  int operands, operand_count;  // first of them in the table, and how many
+  int waits, wait_count;        // likewise
   int signals, signal_count;
+  int loads, load_count;  // asked for when the task's turn comes
+};
+static_assert(sizeof(TaskEntry) == 64);
+
+// Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart.
+struct LoadEntry {
+  Operand operand;
+  long long rows, bytes, stride, spare;
 };
 
 // Of every launch; the caller's pointers follow in the kernel's parameter.
@@ -107,13 +114,14 @@ ARK_LOOP char* address_of(const LaunchHead& head, char* const* pointers, int wor
   return (one.base == Operand::arena ? head.arena : head.own + worker * head.own_stride) + one.offset;
 }
 
-// The operands of a task: p[i] is where the i-th lies.
+// Where the operands of a task lie, all in global memory.
 struct Operands {
-  const Operand* table;
-  const LaunchHead* head;
-  char* const* pointers;
-  int worker;
-  ARK_LOOP char* operator[](int i) const { return address_of(*head, pointers, worker, table[i]); }
+  char* const* at;
+  ARK_LOOP char* operator[](int i) const {
+    char* const one = at[i];
+    __builtin_assume(__isGlobal(one));
+    return one;
+  }
 };
 
 ARK_LOOP bool aborted(const LaunchHead& head) {

@@ -21,20 +21,12 @@
 // would end by that limit.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/lookahead.cuh"
 
 namespace ark::loop {
 
 struct QueueEntry {
   int tasks, task_count;  // first in the table, and how many
-  int loads, load_count;
-};
-
-// What is fetched ahead: `rows` pieces of `bytes`, `stride` apart, for the task at `position` of its queue.
-struct LoadEntry {
-  Operand operand;
-  int position, rows;
-  long long bytes, stride;
 };
 
 #if defined(__CUDACC__)
@@ -75,67 +67,61 @@ ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, in
 
 // What the threads of a block tell each other.
 struct Shared {
-  int leave;  // the launch ends early
-  bool stop;  // no step follows
+  Lookahead ahead;
+  int leave;   // the launch ends early
+  bool stop;   // no step follows
 };
 
-// Walks the loads of one step ahead of its tasks. Every thread keeps the same account.
-template <class Plan>
-struct Fetcher {
-  const LaunchHead& head;
-  char* const* pointers;
-  const QueueEntry& queue;
-  int next = 0, behind = 0;  // load to ask for; first one whose task has not begun
-  long long in_advance = 0;  // bytes of those between
-
-  ARK_LOOP void fetch(int position) {
-    while (behind < next && Plan::loads()[queue.loads + behind].position < position) {
-      const LoadEntry& old = Plan::loads()[queue.loads + behind++];
-      in_advance -= old.rows * old.bytes;
-    }
-    while (next < queue.load_count) {
-      const LoadEntry& load = Plan::loads()[queue.loads + next];
-      const long long bytes = load.rows * load.bytes;
-      if (in_advance > 0 && in_advance + bytes > Plan::kFetchAhead) return;
-      in_advance += bytes;
-      ++next;
-      const char* const from = address_of(head, pointers, static_cast<int>(blockIdx.x), load.operand);
-      const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
-      for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
-    }
+// Asks for what tasks to come read of parameters. By all threads.
+ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, int worker, const LoadEntry* loads, int count) {
+  for (int n = 0; n < count; ++n) {
+    const LoadEntry load = loads[n];
+    const char* const from = address_of(head, pointers, worker, load.operand);
+    const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
+    for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
   }
-};
+}
+
+// Returns when all of a task's events are there, or the launch ends early. Each is awaited by a thread of its own, so
+// that they are under way together.
+ARK_LOOP void await_all(const LaunchHead& head, const TaskEntry& task, const WaitFor* waits, uint32 step, int worker,
+                        Shared& shared) {
+  for (int i = thread(); i < task.wait_count; i += kThreads)
+    if (!await(head, waits[i], step, worker, task)) *const_cast<volatile int*>(&shared.leave) = 1;
+  sync();
+}
 
 template <class Plan>
 ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const QueueEntry& queue, uint32 step,
                        Shared& shared) {
   const int worker = static_cast<int>(blockIdx.x);
-  Fetcher<Plan> fetcher{head, pointers, queue};
+  const Clerk<Plan> clerk{shared.ahead, head, pointers, Plan::tasks() + queue.tasks, queue.task_count};
+  clerk.begin();
   for (int position = 0; position < queue.task_count; ++position) {
-    const TaskEntry task = Plan::tasks()[queue.tasks + position];
+    const TaskEntry& task = shared.ahead.entries[position % 5];
+    const TaskSlot& slot = shared.ahead.slots[position % 4];
     Stamp* const stamp = head.stamps == nullptr || thread() != 0 ? nullptr : head.stamps + task.task;
     if (stamp != nullptr) stamp->came_ns = now_ns();
-    fetcher.fetch(position);
-    // Each wait by a thread of its own: all are under way together.
-    const int waits = task.wait_count + task.carried_count;
-    for (int i = thread(); i < waits; i += kThreads) {
-      const bool before = i >= task.wait_count;
-      const WaitFor wait = Plan::waits()[before ? task.carried + i - task.wait_count : task.waits + i];
-      if (!await(head, wait, before ? step - 1 : step, worker, task)) *const_cast<volatile int*>(&shared.leave) = 1;
-    }
-    sync();
+    clerk.ahead(position);
+    fetch(head, pointers, worker, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count),
+          task.load_count);
+    await_all(head, task, in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count), step, worker,
+              shared);
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
-    const Context context{
-        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage};
-    const Operands operands{Plan::operands() + task.operands, &head, pointers, worker};
-    Plan::run(task.function, context, operands, task.begin, task.end);
+    const Context context{&head,         head.scratch + worker * head.scratch_stride,
+                          &shared.leave, &shared.stop,
+                          worker,        task.task,
+                          task.stage};
+    Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
+    clerk.landed();
     sync();
     if (stamp != nullptr) stamp->end_ns = now_ns();
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
-    for (int i = thread(); i < task.signal_count; i += kThreads)
-      bump_event(head.events + Plan::signals()[task.signals + i] * kEventStride);
+    const int* const signals =
+        in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
+    for (int i = thread(); i < task.signal_count; i += kThreads) bump_event(head.events + signals[i] * kEventStride);
   }
   return true;
 }
@@ -146,8 +132,11 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   const LaunchHead& head = launch.head;
   const int worker = static_cast<int>(blockIdx.x);
   const QueueEntry queue = Plan::queues()[worker];
-  if (threadIdx.x == 0) shared = {};
-  __syncthreads();
+  if (thread() == 0) {
+    shared.leave = 0;
+    shared.stop = false;
+  }
+  sync();
   uint32* const count = head.steps + worker * kEventStride;
   const uint32 step = *count + 1;
   const bool done = run_step<Plan>(head, launch.pointers, queue, step, shared);

@@ -32,10 +32,6 @@ struct EvenRows {
 template <class T>
 inline constexpr bool kIsHalf = sizeof(T) == 2;
 
-template <class T>
-ARK_LOOP constexpr T least(T x, T y) {
-  return x < y ? x : y;
-}
 ARK_LOOP constexpr int64_t in_wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }

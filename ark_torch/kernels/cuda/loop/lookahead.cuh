@@ -1,0 +1,116 @@
+// What a worker's next tasks are, in shared memory before their turn: each step reads each entry of the plan's tables
+// once, from where weights have driven it out of the second-level cache, and one entry says where the next lies.
+//
+// One warp, the clerk, does it for three tasks at once: of the one three places on it copies the entry, of the one two
+// places on what the entry refers to, and of the next one it finds where the operands lie. It does so before a task
+// (ahead()) and has the copies at the task's end (landed(), before the block's sync(), behind which all threads see
+// them). What does not fit into a slot is read from the tables.
+#pragma once
+
+#include "cuda/loop/launch.cuh"
+
+namespace ark::loop {
+
+inline constexpr int kMostOperands = 64;  // of a task
+inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 4;
+
+#if defined(__CUDACC__)
+
+struct TaskSlot {
+  Operand operands[kSlotOperands];
+  LoadEntry loads[kSlotLoads];
+  WaitFor waits[kSlotWaits];
+  int signals[kSlotSignals];
+};
+
+struct Lookahead {
+  TaskEntry entries[5];
+  TaskSlot slots[4];  // the last task's is still read (its signals) when one is written
+  char* addresses[2][kSlotOperands];
+  char* many[kMostOperands];  // of a task whose operands do not fit
+};
+
+// `count` of them, by `lanes` lanes of which this is number `me`, kBytes (4, 8, 16) at a time.
+template <int kBytes, class T>
+ARK_LOOP void copy_ahead(T* to, const T* from, int count, int me = lane(), int lanes = 32) {
+  static_assert(sizeof(T) % kBytes == 0);
+  constexpr int kParts = static_cast<int>(sizeof(T)) / kBytes;
+  for (int i = me; i < count * kParts; i += lanes) {
+    const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(reinterpret_cast<char*>(to) + i * kBytes));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at),
+                 "l"(reinterpret_cast<const char*>(from) + i * kBytes), "n"(kBytes)
+                 : "memory");
+  }
+}
+
+template <class Plan>
+struct Clerk {
+  Lookahead& to;
+  const LaunchHead& head;
+  char* const* pointers;
+  const TaskEntry* tasks;
+  int count;
+
+  ARK_LOOP static bool me() { return warp() == kWarps - 1; }
+
+  ARK_LOOP void entry(int position) const {
+    if (position < count) copy_ahead<16>(&to.entries[position % 5], tasks + position, 1);
+  }
+  ARK_LOOP void slot(int position) const {
+    if (position >= count) return;
+    const TaskEntry& task = to.entries[position % 5];
+    TaskSlot& one = to.slots[position % 4];
+    copy_ahead<16>(one.operands, Plan::operands() + task.operands, least(task.operand_count, kSlotOperands));
+    copy_ahead<16>(one.loads, Plan::loads() + task.loads, least(task.load_count, kSlotLoads));
+    copy_ahead<8>(one.waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
+    copy_ahead<4>(one.signals, Plan::signals() + task.signals, least(task.signal_count, kSlotSignals));
+  }
+  ARK_LOOP void resolve(int position) const {
+    if (position >= count || lane() >= least(to.entries[position % 5].operand_count, kSlotOperands)) return;
+    to.addresses[position % 2][lane()] =
+        address_of(head, pointers, static_cast<int>(blockIdx.x), to.slots[position % 4].operands[lane()]);
+  }
+  ARK_LOOP void landed() const {
+    if (me()) asm volatile("cp.async.wait_all;" ::: "memory");
+  }
+  // By all threads, before the first task.
+  ARK_LOOP void begin() const {
+    if (me()) {
+      for (int position = 0; position < 3; ++position) entry(position);
+      landed();
+      __syncwarp();
+      slot(0);
+      slot(1);
+      landed();
+      __syncwarp();
+      resolve(0);
+    }
+    sync();
+  }
+  // While the task at `position` waits and runs.
+  ARK_LOOP void ahead(int position) const {
+    if (!me()) return;
+    entry(position + 3);
+    slot(position + 2);
+    resolve(position + 1);
+  }
+  // Where the operands of the task at `position` lie. By all threads, behind a sync().
+  ARK_LOOP Operands operands(int position) const {
+    const TaskEntry& task = to.entries[position % 5];
+    if (task.operand_count <= kSlotOperands) return {to.addresses[position % 2]};
+    for (int i = thread(); i < task.operand_count; i += kThreads)
+      to.many[i] = address_of(head, pointers, static_cast<int>(blockIdx.x), Plan::operands()[task.operands + i]);
+    sync();
+    return {to.many};
+  }
+};
+
+// Where the `count` of a task lie: in its slot if they fit.
+template <class T>
+ARK_LOOP const T* in_slot(const T* slot, int fitting, const T* table, int first, int count) {
+  return count <= fitting ? slot : table + first;
+}
+
+#endif
+
+}  // namespace ark::loop
