@@ -51,7 +51,9 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const std::string operands =
       a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
   if (to.cuda()) {
-    to.line(most + ", s>(" + operands + ");");  // strides choose among kernels
+    // Strides choose among kernels.
+    const std::string tile = matmul.tile_columns > 0 ? ", " + number(matmul.tile_columns) : "";
+    to.line(most + ", s" + tile + ">(" + operands + ");");
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.
     const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);

@@ -13,7 +13,51 @@ namespace {
 constexpr int64_t kMatvecRows = 16;     // cuda/loop/matmul.cuh: every column by itself
 constexpr int64_t kMatvecColumns = 8;   // that a warp takes together there
 constexpr int64_t kAcrossColumns = 32;  // where lanes run along the columns
-constexpr int64_t kTensorRows = 128;    // of a tile on tensor cores
+constexpr int64_t kRowUnit = 8;         // blocks of rows begin at multiples: rows may be adjacent, 16 bytes each
+
+// What a tile's kernel reaches on one SM where all are at work, on an H200.
+constexpr double kHalfFlopsPerUs = 4e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 5e4;
+constexpr double kTileUs = 2;  // the ring fills, results are stored, a wait
+
+struct TileShape {
+  int64_t rows, columns;
+};
+
+int64_t wholes(int64_t count, int64_t whole) {
+  return (count + whole - 1) / whole;
+}
+
+// Tiles of one worker, one after the other.
+double tiles_us(const TileShape& tile, int64_t depth, bool halves, int64_t tiles) {
+  const auto rows = static_cast<double>(tile.rows), columns = static_cast<double>(tile.columns);
+  const auto deep = static_cast<double>(depth);
+  const double compute = 2 * rows * columns * deep / (halves ? kHalfFlopsPerUs : kFloatFlopsPerUs);
+  const double move = (rows + columns) * deep * (halves ? 2 : 4) / kTileBytesPerUs;
+  return static_cast<double>(tiles) * std::max(compute, move) + kTileUs;
+}
+
+bool of_halves(const Graph& graph, const MatmulStage& product) {
+  return size_of(graph.values()[product.a].type) == 2;
+}
+
+// Even blocks of at most so many rows; none is as small as to be computed in another way than the others.
+int64_t blocks_of(int64_t m, int64_t rows) {
+  return wholes(wholes(m, kRowUnit), rows / kRowUnit);
+}
+
+TileShape choose_tile(const Graph& graph, const MatmulStage& product, int workers) {
+  TileShape best{};
+  double best_us = 0;
+  for (const int64_t rows : {128, 64}) {
+    for (const int64_t columns : {128, 64, 32}) {
+      const TileShape tile{rows, columns};
+      const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns);
+      const double us = tiles_us(tile, product.k, of_halves(graph, product), wholes(tiles, workers));
+      if (best.rows == 0 || us < best_us) best = tile, best_us = us;
+    }
+  }
+  return best;
+}
 
 // Rows [begin, end) of the last dimension but one; all where there is one for all.
 int rows_of(Graph& graph, int index, int64_t begin, int64_t end) {
@@ -40,6 +84,11 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
 
 }  // namespace
 
+double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns) {
+  const TileShape tile{product.m <= 64 ? 64 : 128, product.tile_columns};  // as cuda/loop/matmul.cuh
+  return tiles_us(tile, product.k, of_halves(graph, product), wholes(columns, tile.columns));
+}
+
 std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int workers) {
   std::vector<Stage> split;
   for (Stage& stage : stages) {
@@ -56,18 +105,19 @@ std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int w
       split.push_back(std::move(stage));
       continue;
     }
-    const int64_t blocks = (product->m + kTensorRows - 1) / kTensorRows;
-    const int64_t grain = blocks * (product->n / 64) >= workers ? 64 : 32;
+    const TileShape tile = choose_tile(graph, *product, workers);
+    const int64_t units = wholes(product->m, kRowUnit), blocks = blocks_of(product->m, tile.rows);
     for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t begin = product->m * block / blocks / 16 * 16;
-      const int64_t end = block + 1 == blocks ? product->m : product->m * (block + 1) / blocks / 16 * 16;
+      const int64_t begin = units * block / blocks * kRowUnit;
+      const int64_t end = std::min(product->m, units * (block + 1) / blocks * kRowUnit);
       Stage part = stage;
       auto& body = std::get<MatmulStage>(part.body);
       body.a = rows_of(graph, body.a, begin, end);
       if (body.bias >= 0) body.bias = rows_of(graph, body.bias, begin, end);
       body.out = rows_of(graph, body.out, begin, end);
       body.m = end - begin;
-      cut_by_columns(graph, part, body, grain);
+      body.tile_columns = tile.columns;
+      cut_by_columns(graph, part, body, tile.columns);
       part.flops = stage.flops * static_cast<double>(body.m) / static_cast<double>(product->m);
       part.bytes = bytes_of(graph, {body.a, body.b, body.out});
       split.push_back(std::move(part));

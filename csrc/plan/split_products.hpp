@@ -3,7 +3,9 @@
 // A stage's axis cuts columns or rows, as suits threads of a CPU: columns by cache lines, so that a result's line has
 // one writer, and many rows by rows. A GPU has more workers than many a product has lines, writes through to a cache
 // that all share, and computes in tiles of rows and columns. So here a product of few rows is cut by columns as finely
-// as its kernel works, and one of many becomes several stages, of blocks of rows, each cut by columns.
+// as its kernel works, and one of many becomes several stages, of blocks of rows, each cut by columns. Large tiles read
+// less for what they compute, small ones occupy more workers: the tile's shape is the one whose waves of tiles are
+// estimated to end first.
 #pragma once
 
 #include <vector>
@@ -15,5 +17,8 @@ namespace ark::plan {
 
 // Adds values to the graph. Other stages stay as they are, and so do products that are cut by batch.
 std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int workers);
+
+// What so many columns of a product take whose tile_columns are chosen.
+double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns);
 
 }  // namespace ark::plan

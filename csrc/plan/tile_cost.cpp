@@ -2,11 +2,15 @@
 #include <algorithm>
 
 #include "plan/region.hpp"
+#include "plan/split_products.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
 
 double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
+  const auto* matmul = std::get_if<MatmulStage>(&stage.body);
+  if (matmul != nullptr && matmul->tile_columns > 0)
+    return product_tiles_us(graph, *matmul, end - begin) + target.task_us;
   const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
   double total = 0;   // of all accesses
   double near = 0;    // of those to temporaries
@@ -24,8 +28,7 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   near = std::min(near, stage.bytes);
   const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
-  const bool product = std::holds_alternative<MatmulStage>(stage.body) ||
-                       std::holds_alternative<AttentionStage>(stage.body) ||
+  const bool product = matmul != nullptr || std::holds_alternative<AttentionStage>(stage.body) ||
                        std::holds_alternative<ExpertsStage>(stage.body);
   const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
   return std::max(compute, move) + target.task_us;

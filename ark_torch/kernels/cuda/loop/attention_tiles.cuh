@@ -48,7 +48,7 @@ ARK_LOOP void copy_rows(char* tile, bool aligned, int64_t column, Row row_at, Wa
     char* const to = tile + part_at<kParts>(row, c);
     if (kColumns % 8 == 0 && aligned) {
       const bool copied = there && c * 8 < kColumns;
-      copy_16(to, copied ? from + c * 8 : from, copied ? 16 : 0);
+      copy_16(shared_address(to), copied ? from + c * 8 : from, copied ? 16 : 0);
     } else {
 #pragma unroll 1
       for (int i = 0; i < 8; ++i)

@@ -3,7 +3,8 @@
 // bits depend neither on how a stage was cut into tiles nor on how many rows of it are meant.
 //
 // Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many: tile_ring.cuh, halves by tensor cores, float32
-// plainly. Rare mixtures of types: one by one.
+// plainly; where the plan has chosen the tiles' shape, halves by groups of warps if the architecture has that. Rare
+// mixtures of types: one by one.
 #pragma once
 
 #include "cuda/loop/matvec.cuh"
@@ -45,17 +46,19 @@ inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kIsH
 template <Product s, class T>
 inline constexpr bool kDotsByTensor = s.b_depth == 1 && s.b_column % 8 == 0 && s.depth % 8 == 0 && kIsHalf<T>;
 
-template <Product s, int kRows, int kColumns, class T, class At, class Out, class Bias>
+template <Product s, int kRows, int kColumns, bool kGroups = false, class T, class At, class Out, class Bias>
 ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int r0,
                                int r1, int c0, int c1) {
   constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
-  if constexpr (kIsHalf<T>)
+  if constexpr (kIsHalf<T> && kGroups)
+    tiled_product<GroupTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
+  else if constexpr (kIsHalf<T>)
     tiled_product<TensorTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
   else
     tiled_product<PlainTile<kRows, kColumns>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
 }
 
-template <int MostRows, Product s, class At, class T, class Out, class Bias>
+template <int MostRows, Product s, int kColumns, class At, class T, class Out, class Bias>
 ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                         int c1) {
   constexpr int kPer = kPerChunk<T>;
@@ -65,7 +68,10 @@ ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bi
       kColumnsAcross<s, T> ? s.b_depth % kPer == 0 && c0 % kPer == 0 : s.b_depth == 1 && s.b_column % kPer == 0;
   const Side<T, At> a_side{a, at, s.a_depth, a_even && is_aligned(a, 16)};
   const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, b_even && is_aligned(b, 16)};
-  if (MostRows <= 16 || r1 - r0 <= 16) {
+  if constexpr (kColumns > 0) {
+    product_in_tiles<s, MostRows <= 64 ? 64 : 128, kColumns, kHasGroupMultiply>(a_side, b_side, out, bias, r0, r1, c0,
+                                                                                c1);
+  } else if (MostRows <= 16 || r1 - r0 <= 16) {
     if (c1 - c0 <= 64)
       product_in_tiles<s, 16, 64>(a_side, b_side, out, bias, r0, r1, c0, c1);
     else
@@ -95,7 +101,8 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
 }
 
 // Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
-template <int64_t MostRows, Product s, class At, class A, class B, class Out, class Bias>
+// kColumns: of a tile of many rows, where the plan has chosen its shape.
+template <int64_t MostRows, Product s, int kColumns = 0, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                          int c1) {
   if (r0 >= r1 || c0 >= c1) return;
@@ -105,16 +112,16 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
     if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
       tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
     else
-      many_rows<MostRows, s>(at, a, b, out, bias, r0, r1, c0, c1);
+      many_rows<MostRows, s, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
   else
     one_by_one(s, at, a, b, out, bias, r0, r1, c0, c1);
 }
 
-template <int64_t MostRows, Product s, class A, class B, class Out, class Bias>
+template <int64_t MostRows, Product s, int kColumns = 0, class A, class B, class Out, class Bias>
 ARK_LOOP void product(const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1, int64_t c0,
                       int64_t c1) {
-  product_of<MostRows, s>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0), static_cast<int>(r1),
-                          static_cast<int>(c0), static_cast<int>(c1));
+  product_of<MostRows, s, kColumns>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0),
+                                    static_cast<int>(r1), static_cast<int>(c0), static_cast<int>(c1));
 }
 
 }  // namespace ark::loop

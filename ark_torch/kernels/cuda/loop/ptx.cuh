@@ -69,10 +69,17 @@ class ReadOnce {
 ARK_LOOP uint32 shared_address(const void* at) {
   return static_cast<uint32>(__cvta_generic_to_shared(at));
 }
+// The number, which is not computed anew where it is used.
+ARK_LOOP uint32 pinned(uint32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+ARK_LOOP void copy_16(uint32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 // The first `valid` bytes of 16; zeros for the rest.
-ARK_LOOP void copy_16(void* to, const void* from, int valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)
-               : "memory");
+ARK_LOOP void copy_16(uint32 to, const void* from, int valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid) : "memory");
 }
 ARK_LOOP void copy_4(void* to, const void* from, int valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from), "r"(valid)

@@ -3,7 +3,7 @@
 // A tile consists of lines of 128 bytes. Chunks of 16 bytes stand in a line where their number xor the line's says, so
 // eight lines are read, and eight chunks of a line written, without bank conflicts. A line is a part of one row of a
 // (column of b) along the depth; or, where elements of different rows (columns) are adjacent and can be transposed on
-// the way to the tensor cores, 64 of those at one depth. What lies outside of the matrix is zero.
+// the way to the tensor cores, 64 of those at one depth. What lies outside of the matrix along the depth is zero.
 #pragma once
 
 #include "cuda/loop/product.cuh"
@@ -30,47 +30,95 @@ struct Side {
   bool whole;  // chunks are aligned
 };
 
-// The tile of others o0 to o0 + kOthers (lines across: rounded up to whole lines) and of a line's depth from d0 on.
+// Where chunks are aligned: a thread keeps the place of each of its chunks, and moves it along the depth.
 template <int kOthers, bool kAcross, class T, class At>
-ARK_LOOP void copy_tile(char* tile, const Side<T, At>& side, int o0, int o1, int d0, int depth) {
-  constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
-  constexpr int kLines = kAcross ? (kOthers + kDepth - 1) / kDepth * kDepth : kOthers;
-  constexpr int kChunks = kLines * 8, kTurns = (kChunks + kThreads - 1) / kThreads;
-  struct Piece {
-    const T* from;
-    int count;  // of elements that are there
-    char* to;
-  };
-  auto piece = [&](int i) -> Piece {
-    const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
-    const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
-    const int o = o0 + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
-    const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);
-    const int left = kAcross ? (d < depth ? o1 - o : 0) : (o < o1 ? depth - d : 0);
-    return {left <= 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride, left <= 0 ? 0 : least(left, kPer),
-            tile_chunk(tile, line, chunk)};
-  };
-  if (side.whole) {
+class ChunkCopy {
+  static constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
+  static constexpr int kLines = kAcross ? (kOthers + kDepth - 1) / kDepth * kDepth : kOthers;
+  static constexpr int kChunks = kLines * 8, kTurns = (kChunks + kThreads - 1) / kThreads;
+
+ public:
+  static constexpr int kBytes = kLines * kLineBytes;
+
+  ARK_LOOP ChunkCopy() : to_(pinned(shared_address(tile_chunk(workspace(), line_of(0), chunk())))) {}
+
+  // The next tile is of others o0 on, from depth 0 on; others end at o1.
+  ARK_LOOP void start(const Side<T, At>& side, int o0, int o1) {
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
-      const int i = turn * kThreads + thread();
-      if (kChunks % kThreads != 0 && i >= kChunks) break;
-      const Piece one = piece(i);
-      copy_16(one.to, one.from, one.count * static_cast<int>(sizeof(T)));
-    }
-    return;
-  }
-  const int64_t step = kAcross ? 1 : side.depth_stride;
-  _Pragma("unroll 1") for (int i = thread(); i < kChunks; i += kThreads) {
-    const Piece one = piece(i);
-    if constexpr (sizeof(T) == 4) {
-      ARK_UNROLL for (int e = 0; e < kPer; ++e)
-          copy_4(one.to + e * 4, e < one.count ? one.from + e * step : side.data, e < one.count ? 4 : 0);
-    } else {
-      Chunk elements{};
-      ARK_UNROLL for (int e = 0; e < kPer; ++e) if (e < one.count) set_element(elements, e, one.from[e * step]);
-      *reinterpret_cast<Chunk*>(one.to) = elements;
+      const int line = line_of(turn);
+      const int o = o0 + (kAcross ? line / kDepth * kDepth + chunk() * kPer : line);
+      const T* const other = side.data + side.at.a(o < o1 ? o : o0);
+      from_[turn] = kAcross ? other + line % kDepth * side.depth_stride : other + chunk() * kPer;
+      count_[turn] = o >= o1 ? 0 : kAcross ? least(o1 - o, kPer) : kPer;
     }
   }
-}
+
+  // To `at` of the workspace; from depth d on, a line's depth, which follow each other.
+  ARK_LOOP void copy(int at, const Side<T, At>& side, int d, int depth) {
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      const int line = line_of(turn);
+      if (kChunks % kThreads != 0 && line >= kLines) break;
+      const uint32 to = to_ + at + turn * (kThreads / 8 * kLineBytes);
+      if (!kAcross && depth % kDepth == 0) {
+        // Others that are not there do not reach those that are: what stands there is as good as zeros.
+        if (count_[turn] != 0) copy_16(to, from_[turn]);
+      } else {
+        const int left = depth - d - (kAcross ? line % kDepth : chunk() * kPer);
+        const int count = left <= 0 ? 0 : kAcross ? count_[turn] : least(left, count_[turn]);
+        copy_16(to, from_[turn], count * static_cast<int>(sizeof(T)));
+      }
+      from_[turn] += kDepth * side.depth_stride;
+    }
+  }
+
+ private:
+  // Eight threads copy a line.
+  static ARK_LOOP int line_of(int turn) { return turn * (kThreads / 8) + thread() / 8; }
+  static ARK_LOOP int chunk() { return thread() % 8; }
+
+  uint32 to_;
+  const T* from_[kTurns];
+  int count_[kTurns];  // of elements that are there: of others (lines across), else all or none
+};
+
+// Anything else: element by element.
+template <int kOthers, bool kAcross, class T, class At>
+class ElementCopy {
+  static constexpr int kPer = kPerChunk<T>, kDepth = kTileDepth<T>;
+  static constexpr int kLines = kAcross ? (kOthers + kDepth - 1) / kDepth * kDepth : kOthers;
+
+ public:
+  static constexpr int kBytes = kLines * kLineBytes;
+
+  ARK_LOOP void start(const Side<T, At>&, int o0, int o1) {
+    o0_ = o0;
+    o1_ = o1;
+  }
+
+  ARK_LOOP void copy(int tile, const Side<T, At>& side, int d0, int depth) const {
+    const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
+    const int64_t step = kAcross ? 1 : side.depth_stride;
+    _Pragma("unroll 1") for (int i = thread(); i < kLines * 8; i += kThreads) {
+      const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
+      const int o = o0_ + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
+      const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);
+      const int left = kAcross ? (d < depth ? o1_ - o : 0) : (o < o1_ ? depth - d : 0);
+      const T* const from = left <= 0 ? side.data : side.data + side.at.a(o) + d * side.depth_stride;
+      const int count = left <= 0 ? 0 : least(left, kPer);
+      char* const to = tile_chunk(workspace() + tile, line, chunk);
+      if constexpr (sizeof(T) == 4) {
+        ARK_UNROLL for (int e = 0; e < kPer; ++e)
+            copy_4(to + e * 4, e < count ? from + e * step : side.data, e < count ? 4 : 0);
+      } else {
+        Chunk elements{};
+        ARK_UNROLL for (int e = 0; e < kPer; ++e) if (e < count) set_element(elements, e, from[e * step]);
+        *reinterpret_cast<Chunk*>(to) = elements;
+      }
+    }
+  }
+
+ private:
+  int o0_, o1_;
+};
 
 }  // namespace ark::loop

@@ -14,7 +14,7 @@ struct PlainTile {
   static constexpr int kThreadsDown = kRows == 16 ? 8 : kColumns == 32 ? 32 : 16;
   static constexpr int kThreadsAcross = kThreads / kThreadsDown;
   static constexpr int kDown = kRows / kThreadsDown, kOver = kColumns / kThreadsAcross;
-  static constexpr int kALines = kRows, kBLines = kColumns;
+  static constexpr bool kAsync = false;  // add() is done when it returns
 
   float sums[kDown][kOver];
 
@@ -25,7 +25,9 @@ struct PlainTile {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] = 0;
   }
 
-  ARK_LOOP void add(const char* a, const char* b) {
+  // The tiles' places in the workspace.
+  ARK_LOOP void add(int a_at, int b_at) {
+    const char *const a = workspace() + a_at, *const b = workspace() + b_at;
     auto load = [](const char* tile, int line, int chunk) {
       return *reinterpret_cast<const Chunk*>(tile_chunk(tile, line, chunk));
     };

@@ -4,16 +4,17 @@
 // next begins; one barrier a stage.
 #pragma once
 
+#include "cuda/loop/tile_group.cuh"
 #include "cuda/loop/tile_plain.cuh"
 #include "cuda/loop/tile_tensor.cuh"
 
 namespace ark::loop {
 
-template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, class T, class At, class BAt, class Out,
+template <class Tile, class ACopy, class BCopy, int kRows, int kColumns, class T, class At, class BAt, class Out,
           class Bias>
-ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
-                            int r0, int r1, int c0, int c1) {
-  constexpr int kABytes = Tile::kALines * kLineBytes, kBytes = kABytes + Tile::kBLines * kLineBytes;
+ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
+                           int r0, int r1, int c0, int c1) {
+  constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
@@ -33,11 +34,16 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
     place.r += kRows;
   };
   Place next{r0, c0, 0}, now{r0, c0, 0};
+  ACopy a_copy;
+  BCopy b_copy;
   auto fill = [&](int stage) {
     if (next.r < r1) {
-      char* const to = workspace() + stage * kBytes;
-      copy_tile<kRows, kAAcross>(to, a, next.r, r1, next.step * kDepth, s.depth);
-      copy_tile<kColumns, kBAcross>(to + kABytes, b, next.c, c1, next.step * kDepth, s.depth);
+      if (next.step == 0) {
+        a_copy.start(a, next.r, r1);
+        b_copy.start(b, next.c, c1);
+      }
+      a_copy.copy(stage * kBytes, a, next.step * kDepth, s.depth);
+      b_copy.copy(stage * kBytes + kABytes, b, next.step * kDepth, s.depth);
       advance(next);
     }
     end_copies();
@@ -50,17 +56,34 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
   tile.clear();
   while (now.r < r1) {
     wait_copies<kStages - 2>();
+    if constexpr (Tile::kAsync) {
+      tile.wait();
+      show_to_group_multiply();
+    }
     sync();  // all have it, and are done with the stage before
+    if constexpr (Tile::kAsync) tile.add(stage * kBytes, stage * kBytes + kABytes);
     fill(stage == 0 ? kStages - 1 : stage - 1);
-    const char* const from = workspace() + stage * kBytes;
-    tile.add(from, from + kABytes);
+    if constexpr (!Tile::kAsync) tile.add(stage * kBytes, stage * kBytes + kABytes);
     stage = stage + 1 == kStages ? 0 : stage + 1;
     if (now.step + 1 == steps) {
+      if constexpr (Tile::kAsync) tile.wait();
       tile.finish(s, a.at, out, bias, now.r, r1, now.c, c1, paired);
       tile.clear();
     }
     advance(now);
   }
+}
+
+template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, class T, class At, class BAt, class Out,
+          class Bias>
+ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
+                            int r0, int r1, int c0, int c1) {
+  if (a.whole && b.whole)
+    ring_product<Tile, ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+        s, a, b, out, bias, r0, r1, c0, c1);
+  else
+    ring_product<Tile, ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+        s, a, b, out, bias, r0, r1, c0, c1);
 }
 
 }  // namespace ark::loop

@@ -10,13 +10,11 @@ namespace ark::loop {
 // kAAcross, kBAcross: what lines are, see tile_copy.cuh.
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross>
 struct TensorTile {
-  static constexpr int kWarpsDown = kRows == 16 ? 1 : kRows == 64 ? 2 : kColumns == 32 ? 8 : 4;
+  static constexpr int kWarpsDown = kRows == 16 ? 1 : kRows == 128 && kColumns == 32 ? 8 : 4;
   static constexpr int kWarpsAcross = kColumns / 8 < kWarps / kWarpsDown ? kColumns / 8 : kWarps / kWarpsDown;
   static constexpr int kMyRows = kRows / kWarpsDown, kMyColumns = kColumns / kWarpsAcross;
   static constexpr int kDown = kMyRows / 16, kOver = kMyColumns / 8;  // of products 16 x 8
-  // A tile of lines across is never narrower than a line.
-  static constexpr int kALines = kAAcross && kRows < 64 ? 64 : kRows;
-  static constexpr int kBLines = kBAcross && kColumns < 64 ? 64 : kColumns;
+  static constexpr bool kAsync = false;                               // add() is done when it returns
 
   float sums[kDown][kOver][4];
 
@@ -42,8 +40,10 @@ struct TensorTile {
   // A tile of few rows and columns leaves warps without work.
   static ARK_LOOP bool idle() { return warp() >= kWarpsDown * kWarpsAcross; }
 
-  ARK_LOOP void add(const char* a, const char* b) {
+  // The tiles' places in the workspace.
+  ARK_LOOP void add(int a_at, int b_at) {
     if (idle()) return;
+    const char *const a = workspace() + a_at, *const b = workspace() + b_at;
     const int m = lane() / 8;  // the matrix whose line this lane names
     _Pragma("unroll 2") for (int d = 0; d < 64; d += 16) {
       uint32 rows[kDown][4];

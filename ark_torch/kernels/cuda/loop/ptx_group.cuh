@@ -1,0 +1,78 @@
+// Instructions of sm_90a by which groups of four warps multiply matrices in shared memory.
+#pragma once
+
+#include "cuda/loop/ptx.cuh"
+
+namespace ark::loop {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+inline constexpr bool kHasGroupMultiply = true;
+#else
+inline constexpr bool kHasGroupMultiply = false;
+#endif
+
+// A matrix in shared memory: lines of 128 bytes whose chunks are exchanged by the line's number modulo 8. Lines across:
+// `next` bytes on, lines go on with the next 64 others. This is the lower half of what the instructions want; the upper
+// one says how chunks are exchanged, and that eight lines are 1,024 bytes.
+ARK_LOOP uint32 shared_matrix(uint32 at, int next) {
+  return at / 16 | static_cast<uint32>(next / 16) << 16;
+}
+ARK_LOOP uint64 moved_matrix(uint32 matrix, int bytes) {
+  constexpr uint64 kEightLines = 1024 / 16, kExchanged = 1;
+  return matrix + bytes / 16 | kEightLines << 32 | kExchanged << 62;
+}
+
+// Before the first of them: registers that they add to are as they should be.
+ARK_LOOP void begin_group_multiply() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+ARK_LOOP void end_group_multiply() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// What this thread wrote into shared memory is seen by these instructions, of all threads that it then meets.
+ARK_LOOP void show_to_group_multiply() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+// All are done. The sums are named so that nobody reads them before.
+template <int kOver>
+ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  ARK_UNROLL for (int j = 0; j < kOver; ++j)
+      ARK_UNROLL for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(sums[j][e])::"memory");
+}
+
+#define ARK_SUMS(j) "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3])
+#define ARK_GROUP_MULTIPLY(SIZE, TYPE, REGISTERS, OPERANDS, ...)                                              \
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE ".f32." TYPE "." TYPE " {" REGISTERS "}, " OPERANDS ";\n" \
+               : __VA_ARGS__                                                                                  \
+               : "l"(rows), "l"(columns), "n"(kAAcross), "n"(kBAcross))
+#define ARK_GROUP_MULTIPLY_OF(SIZE, REGISTERS, OPERANDS, ...)           \
+  if constexpr (kSame<T, bf16>)                                         \
+    ARK_GROUP_MULTIPLY(SIZE, "bf16", REGISTERS, OPERANDS, __VA_ARGS__); \
+  else                                                                  \
+    ARK_GROUP_MULTIPLY(SIZE, "f16", REGISTERS, OPERANDS, __VA_ARGS__)
+
+// sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), of a group of warps; each warp has 16 rows, as multiply_add.
+template <class T, bool kAAcross, bool kBAcross, int kOver>
+ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
+  static_assert(kOver == 1 || kOver == 2 || kOver == 4 || kOver == 8);
+  if constexpr (kOver == 1) ARK_GROUP_MULTIPLY_OF("m64n8k16", "%0, %1, %2, %3", "%4, %5, 1, 1, 1, %6, %7", ARK_SUMS(0));
+  if constexpr (kOver == 2)
+    ARK_GROUP_MULTIPLY_OF("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, 1, 1, 1, %10, %11", ARK_SUMS(0),
+                          ARK_SUMS(1));
+  if constexpr (kOver == 4)
+    ARK_GROUP_MULTIPLY_OF("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
+                          "%16, %17, 1, 1, 1, %18, %19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
+  if constexpr (kOver == 8)
+    ARK_GROUP_MULTIPLY_OF("m64n64k16",
+                          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
+                          "%32, %33, 1, 1, 1, %34, %35", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
+                          ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7));
+}
+
+#undef ARK_GROUP_MULTIPLY_OF
+#undef ARK_GROUP_MULTIPLY
+#undef ARK_SUMS
+
+}  // namespace ark::loop
