@@ -27,13 +27,14 @@ ARK_LOOP void sync() {
 }
 
 ARK_LOOP int thread() {
+  __builtin_assume(threadIdx.x < kThreads);  // nobody asks whether there is a column for the last thread
   return static_cast<int>(threadIdx.x);
 }
 ARK_LOOP int lane() {
-  return static_cast<int>(threadIdx.x) & 31;
+  return thread() & 31;
 }
 ARK_LOOP int warp() {
-  return static_cast<int>(threadIdx.x) >> 5;
+  return thread() >> 5;
 }
 
 ARK_LOOP float shuffle_xor(float x, int mask) {
