@@ -72,6 +72,7 @@ std::string cpp_offset(const std::vector<std::string>& indices, const std::vecto
 void emit_rows(FunctionWriter& to, const RowProgram& program);
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 void emit_attention(FunctionWriter& to, const AttentionStage& attention);
+void emit_combine(FunctionWriter& to, const CombineStage& combine);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
 void emit_select(FunctionWriter& to, const SelectStage& select);

@@ -196,6 +196,31 @@ class RowEmitter {
     }
   }
 
+  // What a pass of a GPU's threads stores no load of it sees (stage.hpp), but the compiler has to think so: where there
+  // are stores, loads stand in a pass of their own before it, so that all of them are under way together.
+  void load_first(const Registers& need, std::set<int>& keep) {
+    const auto in_pass = [&](int i, Kind kind) { return need[static_cast<size_t>(i)] && at(i).kind == kind; };
+    bool stores = false;
+    for (int i = 0; i < count(); ++i) stores = stores || in_pass(i, Kind::store);
+    if (!stores || turns_ == 0 || !kept_.empty()) return;
+    for (int i = 0; i < count(); ++i)
+      if (in_pass(i, Kind::load) && !number(i)) keep.insert(i);
+    limit(keep);
+    std::set<int> loads;
+    for (const int i : keep)
+      if (at(i).kind == Kind::load) loads.insert(i);
+    if (loads.empty()) return;
+    for (const int i : loads) kept_array(i);
+    Registers only(code_.size(), false);
+    for (const int i : loads) only[static_cast<size_t>(i)] = true;
+    pass_of_threads(only, loads);
+    kept_.insert(loads.begin(), loads.end());
+    for (const int i : loads) keep.erase(i);
+  }
+  void kept_array(int i) {
+    to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
+  }
+
   std::string kept_turn(int i) const { return "k" + row_number(i) + "[turn]"; }
   std::string kept(int i) const { return "k" + row_number(i) + " + " + nest_.kept_place(); }
 
@@ -205,10 +230,11 @@ class RowEmitter {
     Registers need = needed(when, any);
     if (!any) return;
     if (to_.cuda()) load_early(when, need);
-    const std::set<int> keep = worth_keeping(when, need);
+    std::set<int> keep = worth_keeping(when, need);
+    if (to_.cuda()) load_first(need, keep);
     for (const int i : keep) {
       if (to_.cuda())
-        to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
+        kept_array(i);
       else
         to_.line("float* const k" + row_number(i) + " = reinterpret_cast<float*>(context.scratch + " +
                  row_number(to_.scratch(nest_.columns() * 4)) + ");");

@@ -98,6 +98,9 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
     mask_at = at(to.pointer(attention.mask, false), indices, {stride_from_end(mask, 4), mask_head * heads});
     if (!is_floating(mask.type) && mask.type != ScalarType::boolean) to.refuse("attention with a mask of integers");
   }
+  std::string states_at;
+  if (attention.states >= 0)
+    states_at = ", " + at(to.pointer(attention.states, true), indices, head_strides(to.value(attention.states), heads));
   auto head = [&](const Value& value) { return heads == 1 ? 0 : stride(value, 1); };
   Value scale;
   scale.literal = attention.scale;
@@ -112,15 +115,34 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   to.line("                      .out_column = " + number(column(out)) + ", .mask_head = " + number(mask_head) +
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") +
-          (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") + "};");
-  if (!to.cuda() && attention.first_query != 0) to.refuse("attention over a block of query rows");
+          (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") +
+          (attention.states >= 0 ? ", .part = true" : "") + "};");
+  if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // The strides are a template argument where code is chosen by them.
   const std::string sizes = number(columns) + ", " + number(value_columns);
   to.line((to.cuda() ? "attend<" + sizes + ", s>(context, " : "attend<" + sizes + ">(context, s, ") + q_at + ", " +
-          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + ");");
+          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
+  nest.close();
+}
+
+void emit_combine(FunctionWriter& to, const CombineStage& combine) {
+  if (!to.cuda()) to.refuse("parts of an attention");
+  const Value &sums = to.value(combine.sums), &states = to.value(combine.states), &out = to.value(combine.out);
+  const int axis = to.axis_of(combine.out, true);
+  TextNest nest(to, {out.shape[0]}, axis == 0 ? 0 : -1, "b");
+  const std::vector<std::string>& batch = nest.names();
+  to.line("constexpr AttentionParts s{.queries = " + number(out.shape[2]) + ", .sums = " + number(sums.strides[0]) +
+          ", .states = " + number(states.strides[0]) + ", .out_head = " + number(out.strides[1]) +
+          ", .out_row = " + number(out.strides[2]) + ", .out_column = " + number(out.strides[3]) + "};");
+  to.line("combine_parts<" + number(sums.shape[0]) + ", " + number(out.shape[3]) + ", s>(" +
+          at(to.pointer(combine.sums, false), batch, {sums.strides[1]}) + ", " +
+          at(to.pointer(combine.states, false), batch, {states.strides[1]}) + ", " +
+          at(to.pointer(combine.out, true), batch, {out.strides[0]}) + ", " +
+          (axis == 0 ? "0, " + number(out.shape[1]) : to.tile_begin(out.shape[1]) + ", " + to.tile_end(out.shape[1])) +
+          ");");
   nest.close();
 }
 

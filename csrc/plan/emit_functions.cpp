@@ -12,8 +12,8 @@ namespace ark::plan {
 namespace {
 
 const char* name_of_kind(const Stage& stage) {
-  static constexpr const char* names[] = {"rows", "matmul", "attention", "gather", "scatter",    "select",
-                                          "scan", "bag",    "experts",   "check",  "collective", "stop"};
+  static constexpr const char* names[] = {"rows", "matmul", "attention", "combine", "gather",     "scatter", "select",
+                                          "scan", "bag",    "experts",   "check",   "collective", "stop"};
   static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
   return names[stage.body.index()];
 }
@@ -38,6 +38,7 @@ void StageFunctions::add(const Stage& stage) {
         if constexpr (std::is_same_v<Body, RowProgram>) emit_rows(writer, body);
         if constexpr (std::is_same_v<Body, MatmulStage>) emit_matmul(writer, body);
         if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
+        if constexpr (std::is_same_v<Body, CombineStage>) emit_combine(writer, body);
         if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
         if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
         if constexpr (std::is_same_v<Body, SelectStage>) emit_select(writer, body);

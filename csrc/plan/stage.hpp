@@ -66,8 +66,17 @@ struct AttentionStage {
   double scale = 1;
   bool causal = false;
   int64_t first_query = 0;  // position of the first query row, for `causal`; only split_attention() sets it
+  // Where it is given, `out` gets sums that are not divided yet, and this each row's greatest score and its total; only
+  // split_positions() sets it.
+  int states = -1;
   // Tiles cut KV heads (their query heads go together) or, where the Access of `out` names dimension 0, the batch;
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
+};
+
+// Attention from what its parts left: the first dimension of `sums` and `states` counts them. Tiles cut query heads or,
+// where the Access of `out` names dimension 0, the batch.
+struct CombineStage {
+  int sums = -1, states = -1, out = -1;
 };
 
 // Tiles cut the dimension of `out` that its Access names. Several indices are for as many dimensions, from `dim`.
@@ -132,8 +141,8 @@ struct StopStage {
 inline constexpr int kMostOperands = 64;
 
 struct Stage {
-  std::variant<RowProgram, MatmulStage, AttentionStage, GatherStage, ScatterStage, SelectStage, ScanStage, BagStage,
-               ExpertsStage, CheckStage, CollectiveStage, StopStage>
+  std::variant<RowProgram, MatmulStage, AttentionStage, CombineStage, GatherStage, ScatterStage, SelectStage, ScanStage,
+               BagStage, ExpertsStage, CheckStage, CollectiveStage, StopStage>
       body;
   std::vector<Access> accesses;
   int64_t extent = 1;  // of the tile axis

@@ -85,6 +85,32 @@ def test_decode_at_every_position(dtype: torch.dtype, close: float) -> None:
     on_one_kernel(report)
 
 
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
+def test_few_rows_over_many_positions(dtype: torch.dtype, close: float) -> None:
+    """Positions are cut into blocks, of which nothing is looked at behind the last one, whatever lies there."""
+    for heads, queries, positions, columns in ((8, 1, 1100, 64), (4, 2, 700, 128)):
+        q = torch.randn(1, heads, queries, columns, device=DEVICE, dtype=dtype)
+        k, v = (torch.randn(1, 2, positions, columns, device=DEVICE, dtype=dtype) for _ in range(2))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
+            mask = torch.arange(k.shape[2], device=DEVICE)[None, :] <= last[:, None]
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+        torch._dynamo.reset()
+        call, report = compiled(attend, fallback=False)
+        for end in (0, 255, 256, 600, positions - 1):
+            last = torch.tensor([end], device=DEVICE).expand(queries).contiguous()
+            wanted = attend(q.double(), k.double(), v.double(), last)
+            k[:, :, end + 1 :] = v[:, :, end + 1 :] = torch.nan
+            got = call(q, k, v, last)
+            assert (got - wanted).abs().max() < close, end
+            assert torch.equal(call(q, k, v, last), got), end
+            for cache in (k, v):
+                cache[:, :, end + 1 :] = torch.randn_like(cache[:, :, end + 1 :])
+        on_one_kernel(report)
+        assert '"combine"' in report.graphs[0].pieces[0].region.json()
+
+
 def test_prompt_then_tokens() -> None:
     model = models.Llama(models.Config(max_len=64)).eval().to(DEVICE)
     eager = copy.deepcopy(model)

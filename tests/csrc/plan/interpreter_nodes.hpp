@@ -58,13 +58,38 @@ inline void run_attention(Memory& memory, const AttentionStage& body, const std:
       most = std::max(most, sum);
     }
     for (double& score : scores) total += score = std::isinf(score) ? 0 : std::exp(score - most);
+    const bool part = body.states >= 0;
+    if (part) {
+      write_value(memory, values[body.states], {index[0], index[1], index[2], 0}, most);
+      write_value(memory, values[body.states], {index[0], index[1], index[2], 1}, total);
+    }
     for (int64_t d = 0; d < v.shape[3]; ++d) {
       double sum = 0;
       for (int64_t s = 0; s < keys; ++s) {
-        if (scores[s] != 0) sum += scores[s] / total * read_value(memory, v, {cut[0], cut[1], s, d});
+        if (scores[s] != 0) sum += scores[s] / (part ? 1 : total) * read_value(memory, v, {cut[0], cut[1], s, d});
       }
       write_value(memory, out, {index[0], index[1], index[2], d}, sum);
     }
+  });
+}
+
+// `part` cuts the batch (axis 0) or the query heads (axis 1).
+inline void run_combine(Memory& memory, const CombineStage& body, const std::vector<Value>& values, Part part) {
+  const Value &sums = values[body.sums], &states = values[body.states], &out = values[body.out];
+  each_index(out.shape, [&](const Shape& at) {
+    if (!part.has(at)) return;
+    double most = -std::numeric_limits<double>::infinity(), total = 0, sum = 0;
+    const auto state = [&](int64_t p, int64_t which) {
+      return read_value(memory, states, {p, at[0], at[1], at[2], which});
+    };
+    for (int64_t p = 0; p < sums.shape[0]; ++p) most = std::max(most, state(p, 0));
+    for (int64_t p = 0; p < sums.shape[0]; ++p) {
+      if (state(p, 1) == 0) continue;
+      const double weight = std::exp(state(p, 0) - most);
+      total += weight * state(p, 1);
+      sum += weight * read_value(memory, sums, {p, at[0], at[1], at[2], at[3]});
+    }
+    write_value(memory, out, at, total == 0 ? 0 : sum / total);
   });
 }
 

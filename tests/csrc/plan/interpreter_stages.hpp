@@ -125,6 +125,8 @@ inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int
                {axis, begin, end});
   } else if (const auto* attention = std::get_if<AttentionStage>(&stage.body)) {
     run_attention(memory, *attention, values, {axis_of(attention->out), begin, end});
+  } else if (const auto* combine = std::get_if<CombineStage>(&stage.body)) {
+    run_combine(memory, *combine, values, {axis_of(combine->out), begin, end});
   } else if (const auto* gather = std::get_if<GatherStage>(&stage.body)) {
     run_gather(memory, *gather, values, {axis_of(gather->out), begin, end});
   } else if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {

@@ -10,6 +10,7 @@
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
 #include "plan/split_attention.hpp"
+#include "plan/split_positions.hpp"
 #include "plan/split_products.hpp"
 #include "random_graph.hpp"
 
@@ -39,17 +40,20 @@ std::string describe(const Graph& graph, const std::vector<Stage>& stages) {
 // As plans for a GPU with so many workers have them; 1: for the CPU.
 std::vector<Stage> stages_for(Graph& graph, int workers) {
   std::vector<Stage> stages = make_stages(graph);
-  return workers == 1 ? stages : split_products(graph, split_attention(graph, stages, workers), workers);
+  if (workers > 1)
+    for (const auto split : {split_attention, split_positions, split_products})
+      stages = split(graph, std::move(stages), workers);
+  return stages;
 }
 
 // Both ways, from the same inputs; every buffer that the caller sees must agree.
 void expect_same(Graph& graph, const std::function<void(Memory&)>& fill, uint32_t seed, int workers = 1) {
+  std::vector<Stage> stages;  // may add temporaries
+  ASSERT_NO_THROW(stages = stages_for(graph, workers)) << describe(graph, {});
   Memory start(graph);
   fill(start);
   Memory by_node = start, by_stage = start;
   run_nodes(by_node, graph);
-  std::vector<Stage> stages;
-  ASSERT_NO_THROW(stages = stages_for(graph, workers)) << describe(graph, {});
   std::mt19937 random(seed);
   ASSERT_NO_THROW(run_stages(by_stage, graph, stages, random)) << describe(graph, stages);
   for (size_t b = 0; b < graph.buffers().size(); ++b) {
@@ -259,6 +263,42 @@ TEST(Stages, AttentionOverManyRowsIsSplit) {
     std::vector<int64_t> rows;
     for (const Stage& stage : stages) rows.push_back(builder.at(std::get<AttentionStage>(stage.body).q).shape[2]);
     EXPECT_EQ(rows, one.rows);
+  }
+}
+
+// For a GPU: few rows, and so many positions that 2 heads of keys would leave workers idle.
+TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
+  struct Case {
+    int64_t batch, heads, queries, positions;
+    int mask;  // 1: a row for all, 2: one for each
+    int workers;
+    std::vector<int64_t> parts;
+  };
+  for (const Case& one : {Case{1, 4, 1, 700, 1, 12, {256, 256, 188}}, Case{1, 2, 3, 1100, 2, 4, {768, 332}},
+                          Case{2, 4, 1, 300, 0, 8, {256, 44}}, Case{1, 4, 9, 700, 1, 12, {700}},
+                          Case{1, 4, 1, 256, 0, 12, {256}}, Case{1, 4, 1, 700, 0, 3, {700}}}) {
+    GraphBuilder builder;
+    const int q = builder.input({one.batch, one.heads, one.queries, 4});
+    const int k = builder.input({one.batch, 2, one.positions, 4});
+    std::vector<int> inputs = {q, k, builder.input({one.batch, 2, one.positions, 4})};
+    if (one.mask > 0)
+      inputs.push_back(builder.input({1, 1, one.mask == 1 ? 1 : one.queries, one.positions}, ScalarType::boolean));
+    builder.into(builder.output({one.batch, one.heads, one.queries, 4}), "attention", inputs, {{"scale", 0.5}});
+    expect_same(
+        builder.graph,
+        [&](Memory& memory) {
+          fill_inputs(memory, builder.graph);
+          if (one.mask > 0)  // nobody looks at the last part
+            for (size_t i = 0; i < memory.cells[3].size(); ++i)
+              memory.cells[3][i] = static_cast<int64_t>(i) % one.positions < 250 && i % 3 != 0 ? 1 : 0;
+        },
+        1, one.workers);
+    std::vector<int64_t> parts;
+    const auto stages = stages_for(builder.graph, one.workers);
+    for (const Stage& stage : stages)
+      if (const auto* part = std::get_if<AttentionStage>(&stage.body)) parts.push_back(builder.at(part->k).shape[2]);
+    EXPECT_EQ(parts, one.parts);
+    EXPECT_EQ(std::holds_alternative<CombineStage>(stages.back().body), parts.size() > 1 && one.queries < 9);
   }
 }
 

@@ -14,20 +14,22 @@ namespace ark::loop {
 
 inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
 
-// Columns: of queries and keys; ValueColumns: of values and of the result.
+// Columns: of queries and keys; ValueColumns: of values and of the result. `states`: where `s.part` says so.
 template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out,
+                     float* states = nullptr) {
   static_assert(Columns <= 256 && ValueColumns <= 256);
   constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
   constexpr bool kFew = s.heads * s.queries <= kFewQueries;
+  static_assert(kFew || !s.part);
   if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
     if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
         aligned_rows(v, 0, s.v_row, s.v_column))
-      attend_few<Columns, ValueColumns>(s, q, k, v, mask, out);
+      attend_few<Columns, ValueColumns, s>(q, k, v, mask, out, states);
     else
-      attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+      attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
   } else if constexpr (kFew) {
-    attend_few_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+    attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
   } else if constexpr (kTensor) {
     attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out);
   } else {

@@ -117,37 +117,36 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   }
 }
 
-template <int kRows, int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend_few_plainly(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
+template <int kRows, int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* mask, Out* out, float* states) {
   using Shape = FewRows<Columns, ValueColumns, K, V>;
+  constexpr int kRuns = (ValueColumns + 31) / 32;  // of 32 columns
   float* const shared = reinterpret_cast<float*>(workspace());
   const int all_rows = static_cast<int>(s.heads * s.queries);
   for (int first = 0; first < all_rows; first += kRows) {
     share_positions<Shape, kRows, Columns, ValueColumns>(s, q, k, v, mask, first, shared);
     sync();
-    for (int e = thread(); e < kRows * ValueColumns && first + e / ValueColumns < all_rows; e += kThreads) {
-      const int r = e / ValueColumns, c = e % ValueColumns;
-      const float* const state = shared + Shape::kStates + r * 2;
-      float greatest = -kInfinity, total = 0, sum = 0;
-      ARK_UNROLL for (int w = 0; w < kWarps; ++w) greatest = fmaxf(greatest, state[w * kRows * 2]);
-      ARK_UNROLL for (int w = 0; w < kWarps; ++w) {
-        const float weight = expf(state[w * kRows * 2] - base_of(greatest));
-        total = fused(state[w * kRows * 2 + 1], weight, total);
-        sum = fused(shared[(w * kRows + r) * ValueColumns + c], weight, sum);
-      }
-      const AttentionRow row(s, first + r);
-      store_one(out + row.g * s.out_head + row.t * s.out_row + c * s.out_column, sum * last_factor(total));
+    const int rows = all_rows - first < kRows ? all_rows - first : kRows;
+#pragma unroll 1
+    for (int item = warp(); item < rows * kRuns; item += kWarps) {
+      const int r = item / kRuns, c = item % kRuns * 32 + lane();
+      const PartWeights parts(shared + Shape::kStates + r * 2, kRows * 2, kWarps);
+      const float* const part = shared + r * ValueColumns + (c < ValueColumns ? c : 0);
+      float sum = 0;
+      ARK_UNROLL for (int w = 0; w < kWarps; ++w) sum = fused(part[w * kRows * ValueColumns], parts.of(w), sum);
+      if (c < ValueColumns) store_result<s>(out, states, AttentionRow(s, first + r), c, sum, parts);
     }
     sync();
   }
 }
 
-template <int Columns, int ValueColumns, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend_few_plainly(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, Out* out) {
-  if (s.heads * s.queries == 1)
-    attend_few_plainly<1, Columns, ValueColumns>(s, q, k, v, mask, out);
+template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* mask, Out* out, float* states) {
+  if constexpr (s.heads * s.queries == 1)
+    attend_few_plainly<1, Columns, ValueColumns, s>(q, k, v, mask, out, states);
   else
-    attend_few_plainly<FewRows<Columns, ValueColumns, K, V>::kRows, Columns, ValueColumns>(s, q, k, v, mask, out);
+    attend_few_plainly<FewRows<Columns, ValueColumns, K, V>::kRows, Columns, ValueColumns, s>(q, k, v, mask, out,
+                                                                                              states);
 }
 
 }  // namespace ark::loop

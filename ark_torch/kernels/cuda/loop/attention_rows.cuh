@@ -18,6 +18,7 @@ struct Attention {
   float scale;
   bool causal;
   int64_t first_query;  // where row 0 stands among the positions, for `causal`
+  bool part;            // of all positions: sums are not divided, and each row's greatest score and total are kept
 };
 
 struct NoMask {};
@@ -70,6 +71,44 @@ ARK_LOOP float base_of(float greatest) {
 // What the sum of a row's values is multiplied with: zeros where it looks at nothing.
 ARK_LOOP float last_factor(float total) {
   return total == 0.0f ? 0.0f : 1.0f / total;
+}
+
+// A row's parts and how much each counts, by all threads of a warp: a lane has one part.
+class PartWeights {
+ public:
+  // Greatest score and total of part p lie at states[p * stride].
+  ARK_LOOP PartWeights(const float* states, int64_t stride, int count) {
+    float greatest = -kInfinity, total = 0;
+    if (lane() < count) {
+      greatest = states[lane() * stride];
+      total = states[lane() * stride + 1];
+    }
+    greatest_ = Warp::all(greatest, [](float a, float b) { return fmaxf(a, b); });
+    weight_ = expf(greatest - base_of(greatest_));
+    total_ = Warp::all(total * weight_, [](float a, float b) { return a + b; });
+  }
+  ARK_LOOP float of(int part) const { return shuffle_from(weight_, part); }
+  ARK_LOOP float greatest() const { return greatest_; }
+  ARK_LOOP float total() const { return total_; }
+
+ private:
+  float greatest_, total_, weight_;
+};
+
+// Column c of a row of the result.
+template <Attention s, class Out>
+ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, float sum, const PartWeights& parts) {
+  Out* const to = out + row.g * s.out_head + row.t * s.out_row + c * s.out_column;
+  if constexpr (s.part) {
+    store_one(to, sum);
+    if (c == 0) {
+      float* const state = states + (row.g * s.queries + row.t) * 2;
+      state[0] = parts.greatest();
+      state[1] = parts.total();
+    }
+  } else {
+    store_one(to, sum * last_factor(parts.total()));
+  }
 }
 
 // Rows of keys or values whose elements can be loaded 16 bytes at a time.

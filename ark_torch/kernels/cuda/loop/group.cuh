@@ -32,17 +32,21 @@ ARK_LOOP void sync() {
 }
 
 ARK_LOOP int thread() {
+  __builtin_assume(threadIdx.x < kThreads);  // nobody asks whether there is a column for the last thread
   return static_cast<int>(threadIdx.x);
 }
 ARK_LOOP int lane() {
-  return static_cast<int>(threadIdx.x) & 31;
+  return thread() & 31;
 }
 ARK_LOOP int warp() {
-  return static_cast<int>(threadIdx.x) >> 5;
+  return thread() >> 5;
 }
 
 ARK_LOOP float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
+}
+ARK_LOOP float shuffle_from(float x, int lane) {
+  return __shfl_sync(~0u, x, lane);
 }
 ARK_LOOP int64_t shuffle_xor(int64_t x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
