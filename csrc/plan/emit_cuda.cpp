@@ -62,6 +62,7 @@ class CudaEmitter {
     include("select", [](const Stage& one) { return std::holds_alternative<SelectStage>(one.body); });
     include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
     include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
+    include("collective", [](const Stage& one) { return std::holds_alternative<CollectiveStage>(one.body); });
     include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
     return text;
   }
@@ -83,6 +84,10 @@ class CudaEmitter {
       count += static_cast<int>(functions_.operands(i).size());
       out << "    ";
       for (const int value : functions_.operands(i)) out << operand(value) << ", ";
+      if (const auto* collective = std::get_if<CollectiveStage>(&plan_.stages[i].body)) {
+        out << "{Operand::pointer, 0, " << collective->slots << "}, ";
+        ++count;
+      }
       out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
     }
     out << "    {}};\n\n";

@@ -9,6 +9,7 @@
 #include "plan/plan.hpp"
 #include "plan/split_attention.hpp"
 #include "plan/split_products.hpp"
+#include "plan/spread_collectives.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
@@ -41,8 +42,10 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
-  if (target.name != "cpu")
+  if (target.name != "cpu") {
     stages = split_products(graph, split_attention(graph, std::move(stages), target.workers), target.workers);
+    stages = spread_collectives(graph, std::move(stages));
+  }
   return plan_stages(std::move(graph), std::move(stages), target, chained);
 }
 

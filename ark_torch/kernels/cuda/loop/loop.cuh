@@ -128,7 +128,8 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
     const Context context{
-        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage};
+        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
+        step};
     const Operands operands{Plan::operands() + task.operands, &head, pointers, worker};
     Plan::run(task.function, context, operands, task.begin, task.end);
     sync();
