@@ -144,8 +144,10 @@ class Builder:
 
     def _otherwise(self, lowering: Lowering, piece: regions.Piece, results: list[Node]) -> rest.Boxed | None:
         """Runs calls whose arguments overlap where the region writes: node by node, in the program's order. Guards see
-        to it that there are none, but not where the user leaves guards out."""
-        if self._mutated.isdisjoint(lowering.inputs):
+        to it that there are none, but not where the user leaves guards out. On a GPU also calls whose group turns out
+        not to be carried by ark."""
+        in_ranks = self._device.type != "cpu" and lowering.graph.groups
+        if self._mutated.isdisjoint(lowering.inputs) and not in_ranks:
             return None
 
         @functools.cache

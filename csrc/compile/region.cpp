@@ -103,12 +103,15 @@ Region::Region(plan::Graph graph, std::vector<int> arguments, std::vector<int> r
     extents_.insert(extents_.end(), spec.strides.begin(), spec.strides.end());
     if (spec.mutated) mutated_.push_back(i);
   }
-  for (const plan::Stage& stage : plan_.stages)
-    if (const auto* ends = std::get_if<plan::CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
   if (options.device >= 0) {
     cuda_ = std::make_unique<plan::CudaLoop>(plan_, options.device);
+    if (const plan::Exchanges& all = cuda_->exchanges(); all.ranks > 0)
+      ranks_ = std::make_unique<RegionRanks>(options.name, options.groups.at(static_cast<size_t>(all.group)), device(),
+                                             *cuda_);
     return;
   }
+  for (const plan::Stage& stage : plan_.stages)
+    if (const auto* ends = std::get_if<plan::CollectiveStage>(&stage.body)) add_collective(stage.node, *ends);
   kernel_ = std::make_unique<plan::CpuLoop>(plan_, compiler());
   kernel_->set_collective(&Region::run_collective, this);
 }
@@ -304,6 +307,17 @@ void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
   }
 }
 
+// False, and nothing done, on all ranks: their group does not exchange packets.
+bool Region::run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointers, void* const* results) {
+  const CurrentContext context(options_.device);
+  const auto step = [&](CUstream stream, const loop::Ranks* ranks) {
+    launch(inputs, [&](plan::StepStamps* stamps) { cuda_->run(pointers, results, stream, stamps, ranks); });
+  };
+  if (ranks_) return ranks_->launch([&](CUstream stream, const loop::Ranks& ranks) { step(stream, &ranks); });
+  step(static_cast<CUstream>(native_stream(current_stream(device()))), nullptr);
+  return true;
+}
+
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   RECORD_FUNCTION(options_.name, {});
   const std::vector<void*> pointers = pointers_of(inputs);
@@ -321,12 +335,10 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
     results.push_back(outputs.back().data_ptr());
   }
   if (cuda_) {
-    const CurrentContext context(options_.device);
-    launch(inputs, [&](plan::StepStamps* stamps) {
-      cuda_->run(pointers.data(), results.data(), static_cast<CUstream>(native_stream(current_stream(device()))),
-                 stamps);
-    });
-    return outputs;
+    if (run_cuda(inputs, pointers.data(), results.data())) return outputs;
+    if (options_.otherwise) return options_.otherwise(inputs);
+    throw Error(ErrorKind::invalid_argument, options_.name + ": ark does not carry CUDA tensors of its process group",
+                ErrorContext{-1, -1, "", 0, "Give it options={\"fallback\": True}."});
   }
   const uint64_t begin = cpu::now_ns();
   launch(inputs, [&](plan::StepStamps* stamps) { kernel_->run(pointers.data(), results.data(), stamps); });

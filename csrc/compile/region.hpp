@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "compile/region_ranks.hpp"
 #include "plan/cpu_loop.hpp"
 #include "plan/cuda_loop.hpp"
 #include "plan/overlap.hpp"
@@ -32,7 +33,8 @@ struct RegionOptions {
   int device = -1;                  // which GPU; -1: the CPU
   int workers = 0;                  // threads; 0: as many as PyTorch uses (on a GPU: blocks, one a multiprocessor)
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
-  // What runs a call whose arguments share memory that the region writes; none: such a call is an error.
+  // What runs a call whose arguments share memory that the region writes, or whose group ark does not carry on GPUs;
+  // none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
   bool chained = false;         // for run_steps()
   bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
@@ -83,6 +85,7 @@ class Region {
   std::vector<void*> pointers_of(const std::vector<at::Tensor>& inputs) const;
   template <class Launch>
   void launch(const std::vector<at::Tensor>& inputs, Launch&& call);
+  bool run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointers, void* const* results);
   bool overlap(const std::vector<void*>& pointers) const;
   [[noreturn]] void fail_overlap() const;
   c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;
@@ -96,6 +99,7 @@ class Region {
   plan::Plan plan_;
   std::unique_ptr<plan::CpuLoop> kernel_;  // one of the two
   std::unique_ptr<plan::CudaLoop> cuda_;
+  std::unique_ptr<RegionRanks> ranks_;  // of a region on a GPU with collectives
   std::vector<Spec> inputs_, outputs_;
   std::vector<Expected> expected_;  // of inputs_
   std::vector<int64_t> extents_;

@@ -20,6 +20,9 @@ constexpr int kMostLocal = 2048;
 
 static_assert(kMostOperands <= loop::kMostOperands);
 
+// A worker that waits for another may wait for that one's peer.
+constexpr std::chrono::nanoseconds kLaterThanPeers = std::chrono::minutes(1);
+
 size_t aligned(int64_t bytes) {
   return static_cast<size_t>((bytes + 255) / 256 * 256);
 }
@@ -56,7 +59,11 @@ struct CudaLoop::Memory {
   std::unique_ptr<PinnedMemory> stamps;  // made when asked for
 };
 
-CudaLoop::CudaLoop(Plan plan, int device) : plan_(std::move(plan)), source_(emit_cuda(plan_)), device_(device) {
+CudaLoop::CudaLoop(Plan plan, int device)
+    : plan_(std::move(plan)),
+      source_(emit_cuda(plan_)),
+      exchanges_(exchanges_of(plan_.graph, plan_.stages)),
+      device_(device) {
   auto& library = jit::KernelLibrary::of(device);
   kernel_ = &library.get(source_.text, kLoopKernel, true);
   ErrorContext context;
@@ -95,9 +102,10 @@ int CudaLoop::shared_bytes() const {
 }
 
 CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {
-  const uint64_t capture = capture_of(stream);
+  const bool one = exchanges_.ranks > 0;
+  const uint64_t capture = one ? 0 : capture_of(stream);
   const std::lock_guard lock(mutex_);
-  std::unique_ptr<Memory>& memory = memories_[{stream, capture}];
+  std::unique_ptr<Memory>& memory = memories_[{one ? nullptr : stream, capture}];
   if (memory == nullptr) memory = std::make_unique<Memory>(plan_, source_.scratch_bytes, device_);
   return *memory;
 }
@@ -109,11 +117,32 @@ void CudaLoop::raise_if_failed() {
     if (protocol::load_acquire(memory->host_report().failure) != 0) raise(*memory, where.first);
 }
 
+void CudaLoop::renew() {
+  const RelaxedCapture relaxed;
+  check(driver().ctx_synchronize(), "waiting for the steps of a group that has ended");
+  const std::lock_guard lock(mutex_);
+  memories_.clear();
+}
+
+std::string CudaLoop::left() const {
+  const std::lock_guard lock(mutex_);
+  for (const auto& [where, memory] : memories_) {
+    const loop::Report& report = memory->host_report();
+    if (static_cast<loop::Failure>(protocol::load_acquire(report.failure)) == loop::Failure::peer)
+      return describe_left(plan_, step_failure(StepFailure::Kind::peer, report, timeout_));
+  }
+  return "";
+}
+
 void CudaLoop::raise(Memory& memory, CUstream stream) const {
   loop::Report& report = memory.host_report();
-  const bool waited = static_cast<loop::Failure>(report.failure) == loop::Failure::deadline;
-  const StepFailure what =
-      step_failure(waited ? StepFailure::Kind::deadline : StepFailure::Kind::index_too_large, report, timeout_);
+  const auto failure = static_cast<loop::Failure>(report.failure);
+  const StepFailure what = step_failure(failure == loop::Failure::deadline ? StepFailure::Kind::deadline
+                                        : failure == loop::Failure::peer   ? StepFailure::Kind::peer
+                                                                           : StepFailure::Kind::index_too_large,
+                                        report, timeout_);
+  // Packets of steps that were counted lie with the peers.
+  if (exchanges_.ranks > 0) raise_step_failure(plan_, what);
   // As if none had run. An assertion has ended the context: then this is all in vain.
   std::memset(static_cast<void*>(&report), 0, sizeof(report));
   static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));
@@ -144,7 +173,8 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
   stamps.wait_ends.push_back(0);
 }
 
-void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps) {
+void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps,
+                   const loop::Ranks* ranks) {
   raise_if_failed();
   Memory& memory = memory_of(stream);
   const auto given = static_cast<size_t>(source_.pointers);
@@ -169,6 +199,11 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
     head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
   }
   head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
+  if (ranks != nullptr) {
+    head.ranks = *ranks;
+    const auto later = static_cast<unsigned long long>(kLaterThanPeers.count());
+    head.timeout_ns = ranks->limit_ns > ~0ull - later ? 0 : ranks->limit_ns + later;
+  }
   std::memcpy(launch.data(), &head, sizeof(head));
   char* at = launch.data() + sizeof(head);
   std::memcpy(at, inputs, most * sizeof(char*));

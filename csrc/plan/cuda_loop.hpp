@@ -5,6 +5,9 @@
 // may overlap, and a captured graph may run again at any time. Sets live as long as the loop, which must outlive the
 // graphs that hold its launches.
 //
+// A plan with collectives has one set: its launches follow each other, in the order that all ranks issue, since they
+// are operations of the group; the count of steps is the packets' epoch.
+//
 // Nothing is zeroed between steps: events and the count of steps only grow, on the device. A launch that failed leaves
 // its set as it was; before the next one it begins anew.
 #pragma once
@@ -20,7 +23,12 @@
 #include "jit/kernel.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/plan.hpp"
+#include "plan/spread_collectives.hpp"
 #include "plan/step_stamps.hpp"
+
+namespace ark::loop {
+struct Ranks;
+}
 
 namespace ark::plan {
 
@@ -34,8 +42,15 @@ class CudaLoop {
   // One step: inputs and outputs by argument, as the graph's buffers number them; device memory. Throws what a step
   // before has found (out_of_range: an index; timeout: a wait), and Error(system) of the driver. Any
   // thread may call. `stamps`, where given, is filled in, and the call returns when the step is done; not under
-  // capture.
-  void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr);
+  // capture. `ranks`: whom a plan with collectives exchanges packets with.
+  void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr,
+           const loop::Ranks* ranks = nullptr);
+
+  const Exchanges& exchanges() const { return exchanges_; }
+  // A plan with collectives begins at step 1 again, in memory of a new group. Waits for the device.
+  void renew();
+  // Where the last step was left that waited for a peer; empty: none was.
+  std::string left() const;
 
   // For each wait of a step; zero: none.
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
@@ -54,10 +69,11 @@ class CudaLoop {
 
   const Plan plan_;
   const CudaSource source_;
+  const Exchanges exchanges_;
   const int device_;
   const jit::Kernel* kernel_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
-  std::mutex mutex_;                                                           // guards the next
+  mutable std::mutex mutex_;                                                   // guards the next
   std::map<std::pair<CUstream, uint64_t>, std::unique_ptr<Memory>> memories_;  // by stream and capture; 0: none
 };
 

@@ -146,9 +146,38 @@ void emit_combine(FunctionWriter& to, const CombineStage& combine) {
   nest.close();
 }
 
+namespace {
+
+// Behind the operands stands the place of the packets.
+void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
+                   const std::string& output) {
+  if (collective.ranks == 0) to.refuse("the size of its group is not known");
+  const Node& node = to.graph().nodes()[static_cast<size_t>(to.stage().node)];
+  const bool reduces = node.attributes.count("reduce_op") != 0;
+  const int64_t size = size_of(to.value(collective.input).type);
+  const char* type = "boolean";  // of DType in cuda/dtype.cuh
+  switch (to.value(collective.input).type) {
+    case ScalarType::f32: type = "f32"; break;
+    case ScalarType::bf16: type = "bf16"; break;
+    case ScalarType::f16: type = "f16"; break;
+    case ScalarType::i64: type = "i64"; break;
+    case ScalarType::i32: type = "i32"; break;
+    case ScalarType::boolean: break;
+  }
+  const auto bytes = [&](const char* elements) {
+    return std::string(elements) + (size == 1 ? "" : " * " + number(size));
+  };
+  to.line("exchange<Exchange::" + node.op + ", ark::device::DType::" + type +
+          ", ark::device::ReduceOp::" + (reduces ? node.text("reduce_op") : "sum") + ", " + number(collective.ranks) +
+          ">(context, " + input + ", " + output + ", p[" + number(static_cast<int64_t>(to.operands().size())) +
+          "], " + number(to.stage().extent * size) + ", " + bytes("begin") + ", " + bytes("end") + ");");
+}
+
+}  // namespace
+
 void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
-  if (to.cuda()) to.refuse("collectives are not part of loop kernels on GPUs yet");
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
+  if (to.cuda()) return emit_exchange(to, collective, input, output);
   to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
 }
 

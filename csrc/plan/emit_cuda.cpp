@@ -63,6 +63,7 @@ class CudaEmitter {
     include("select", [](const Stage& one) { return std::holds_alternative<SelectStage>(one.body); });
     include("scan", [](const Stage& one) { return std::holds_alternative<ScanStage>(one.body); });
     include("bag", [](const Stage& one) { return std::holds_alternative<BagStage>(one.body); });
+    include("collective", [](const Stage& one) { return std::holds_alternative<CollectiveStage>(one.body); });
     include("experts", [](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); });
     return text;
   }
@@ -84,8 +85,13 @@ class CudaEmitter {
       count += static_cast<int>(functions_.operands(i).size());
       out << "    ";
       for (const int value : functions_.operands(i)) out << operand(value) << ", ";
+      if (const auto* collective = std::get_if<CollectiveStage>(&plan_.stages[i].body)) {
+        out << "{Operand::packets, 0, " << collective->slots << "}, ";
+        ++count;
+      }
       out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
     }
+    first.push_back(count);
     out << "    {}};\n\n";
     const EventTables events(plan_);
     out << "// Events and how often each is bumped in a step.\n__device__ const WaitFor kWaits[] = {\n"
@@ -104,7 +110,7 @@ class CudaEmitter {
         const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
         const int function = functions_.of_stage(s);
         out << "    {" << task.begin << ", " << task.end << ", " << function << ", " << index << ", " << task.stage
-            << ", " << first[s] << ", " << functions_.operands(s).size() << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
+            << ", " << first[s] << ", " << first[s + 1] - first[s] << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
             << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count << ", " << asked[position]
             << "},\n";
         load_count += static_cast<size_t>(asked[position]);

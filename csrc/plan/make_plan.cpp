@@ -10,6 +10,7 @@
 #include "plan/split_attention.hpp"
 #include "plan/split_positions.hpp"
 #include "plan/split_products.hpp"
+#include "plan/spread_collectives.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
@@ -42,9 +43,11 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
-  if (target.name != "cpu")
+  if (target.name != "cpu") {
     for (const auto split : {split_attention, split_positions, split_products})
       stages = split(graph, std::move(stages), target.workers);
+    stages = spread_collectives(graph, std::move(stages));
+  }
   return plan_stages(std::move(graph), std::move(stages), target, chained);
 }
 

@@ -124,10 +124,14 @@ struct CheckStage {
   int condition = -1, out = -1;
 };
 
-// One tile, on worker 0: the thread that called, which is the one that an eager collective runs on too. Collectives
-// keep the graph's order among themselves, whatever they cost: all ranks must issue the same order.
+// For the host to run: one tile, on worker 0, the thread that called, which is the one that an eager collective runs on
+// too. On a GPU spread_collectives() makes tiles of it, no two on one worker, which cut the elements that each rank
+// has; input and output are then flat, or of as many rows as ranks. Collectives keep the graph's order among
+// themselves, whatever they cost: all ranks must issue the same order.
 struct CollectiveStage {
   int input = -1, output = -1;  // dense; may be the same value
+  int ranks = 0;                // 0: for the host
+  int64_t slots = 0;            // of the memory that ranks share: where the packets of this one begin
 };
 
 // The end of a loop of steps, in chained plans: every worker looks at a number once a step, on its queue wherever that

@@ -20,6 +20,11 @@ std::string describe_task(const Plan& plan, int task) {
 
 }  // namespace
 
+std::string describe_left(const Plan& plan, const StepFailure& failure) {
+  return "worker " + std::to_string(failure.worker) + " left " + describe_task(plan, failure.task) +
+         " without the part of rank " + std::to_string(failure.value);
+}
+
 void raise_step_failure(const Plan& plan, const StepFailure& failure) {
   ErrorContext context;
   context.operation = "compiled region";
@@ -55,6 +60,9 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
       const Stage& stage = plan.stages.at(static_cast<size_t>(failure.stage));
       throw Error(ErrorKind::system, "a collective failed in " + stage.name + " (" + stage.origin + ")", context);
     }
+    case StepFailure::Kind::peer:
+      context.peer = static_cast<int>(failure.value);
+      throw Error(ErrorKind::peer_lost, describe_left(plan, failure), context);
     case StepFailure::Kind::aborted: break;
   }
   throw Error(ErrorKind::aborted, "a compiled region was aborted", context);

@@ -3,15 +3,16 @@
 
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 #include "plan/plan.hpp"
 
 namespace ark::plan {
 
 struct StepFailure {
-  enum class Kind : uint8_t { aborted, deadline, index_too_large, collective } kind = Kind::aborted;
+  enum class Kind : uint8_t { aborted, deadline, index_too_large, collective, peer } kind = Kind::aborted;
   int worker = -1, task = -1, stage = -1, event = -1, dimension = 0;
-  int64_t value = 0, limit = 0;
+  int64_t value = 0, limit = 0;  // peer: the rank that was waited for
   std::chrono::milliseconds timeout{};
 };
 
@@ -22,8 +23,11 @@ StepFailure step_failure(StepFailure::Kind kind, const Report& report, std::chro
           report.value, report.limit,  timeout};
 }
 
+// Where a step was left that waited for a peer.
+std::string describe_left(const Plan& plan, const StepFailure& failure);
+
 // Throws Error: out_of_range (an index), invalid_argument (a condition that does not hold), timeout (a wait), system (a
-// collective), aborted.
+// collective), peer_lost, aborted.
 [[noreturn]] void raise_step_failure(const Plan& plan, const StepFailure& failure);
 
 }  // namespace ark::plan

@@ -6,6 +6,7 @@
 
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
+#include "plan/spread_collectives.hpp"
 #include "plan/tile_cuts.hpp"
 #include "plan/tile_ready.hpp"
 #include "plan/tile_replicas.hpp"
@@ -91,11 +92,15 @@ Choice Cutter::cut_at(int stage, Bounds bounds) {
     const double cost = tile_cost_us(graph_, what, target_, begin, end);
     int best = 0;
     double best_finish = 0;
-    // A collective belongs to the thread that called.
-    const int workers = std::holds_alternative<CollectiveStage>(what.body) ? 1 : target_.workers;
+    // A collective belongs to the thread that called, or its tiles to as many workers.
+    const bool spread = is_spread(what);
+    const int workers = std::holds_alternative<CollectiveStage>(what.body) && !spread ? 1 : target_.workers;
+    bool first = true;
     for (int worker = 0; worker < workers; ++worker) {
+      if (spread && std::count(choice.workers.begin(), choice.workers.end(), worker) != 0) continue;
       const double finish = std::max(available[worker], ready.at(worker, target_.wait_us)) + cost;
-      if (worker == 0 || finish < best_finish - 1e-9) best = worker, best_finish = finish;
+      if (first || finish < best_finish - 1e-9) best = worker, best_finish = finish;
+      first = false;
     }
     available[best] = best_finish;
     choice.workers.push_back(best);

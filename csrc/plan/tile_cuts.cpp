@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "plan/region.hpp"
+#include "plan/spread_collectives.hpp"
 #include "plan/tile.hpp"
 
 namespace ark::plan {
@@ -21,7 +22,8 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
     return bounds;
   };
   std::vector<Bounds> found;
-  if (std::holds_alternative<CollectiveStage>(what.body)) return {{0, what.extent}};
+  if (std::holds_alternative<CollectiveStage>(what.body))
+    return {is_spread(what) ? even(std::min<int64_t>(target.workers, units)) : Bounds{0, what.extent}};
   const double whole = tile_cost_us(graph, what, target, 0, what.extent);
   const auto worth = static_cast<int64_t>(whole / std::max(target.wait_us, 1e-3));
   const int64_t most = std::min<int64_t>(target.workers, units);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "error.hpp"
+#include "plan/spread_collectives.hpp"
 
 namespace ark::plan {
 
@@ -79,8 +80,10 @@ void check_task(const Plan& plan, int index) {
   if (!task.carried.empty() && !plan.chained) {
     structure_error(name + " waits for the step before, in a plan whose steps are launches of their own");
   }
-  if (std::holds_alternative<CollectiveStage>(stage.body) && (task.worker != 0 || task.replica)) {
-    structure_error(name + " is a collective, which belongs to worker 0");
+  if (std::holds_alternative<CollectiveStage>(stage.body) &&
+      (task.replica || (task.worker != 0 && !is_spread(stage)))) {
+    structure_error(name + " is a collective" +
+                    (is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0"));
   }
   for (const int event : task.carried) {
     if (event >= 0 && event < static_cast<int>(plan.events.size()) && plan.events[event].packets) {
@@ -116,6 +119,10 @@ void check_queues(const Plan& plan) {
       if (const int node = stage.node; node >= 0 && std::holds_alternative<CollectiveStage>(stage.body)) {
         if (node < collective) {
           structure_error(describe(plan, index) + " is a collective that stands before this one in the graph");
+        }
+        if (node == collective) {
+          structure_error(describe(plan, index) + " is the second tile of a collective on worker " + to_string(worker) +
+                          ", where another rank may have the first");
         }
         collective = node;
       }

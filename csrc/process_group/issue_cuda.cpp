@@ -58,6 +58,21 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue_cuda(const Call& call, Body body
   return collect(enqueue(call, std::move(body), cuda));
 }
 
+bool ProcessGroupArk::launch_region(const char* name, c10::Device device, RegionLaunch launch) {
+  site(name);
+  const auto cuda = cuda_side(name, device);
+  if (cuda->carrier) return false;
+  Call call{};
+  call.type = c10d::OpType::UNKNOWN;
+  call.name = call.event = name;
+  call.timeout = c10d::kUnsetTimeout;
+  const auto body = [&](Communicator&, Operation& operation) {
+    if (const auto communicator = cuda->communicator()) launch(*communicator, operation);
+  };
+  enqueue(call, body, cuda);
+  return true;
+}
+
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number,
                                                         int peer) {
   const auto cuda = cuda_side(call.name, device_of(call));

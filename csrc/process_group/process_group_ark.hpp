@@ -8,6 +8,7 @@
 // dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, send_recv.cpp, and issue_cuda.cpp.
 #pragma once
 
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -149,6 +150,12 @@ class ProcessGroupArk : public c10d::Backend {
   using Segments = std::vector<std::pair<uintptr_t, uint64_t>>;
   bool register_pool(const PoolId& pool, c10::Device device, const Segments& segments);
   void deregister_pool(const PoolId& pool);
+
+  // A launch of a compiled region that holds collectives of this group, on the current stream: one of the group's
+  // operations, numbered, recorded and kept in their order. False, and nothing done: something else than ark carries
+  // CUDA tensors of this group.
+  using RegionLaunch = c10::function_ref<void(CudaCommunicator&, const Operation&)>;
+  bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
 
   // Tensors from ark_torch.memory.pool().
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;

@@ -1,7 +1,8 @@
-"""Functional collectives on ark groups: tasks of the loop kernel, on the channels that eager collectives use.
+"""Functional collectives on ark groups: tasks of the loop kernel.
 
-The kernel's collective is the group's own synchronous call, so a result is there when the next task reads it, and
-wait_tensor is no work at all. Groups of other backends fall back with their collectives.
+On the CPU a task is the group's own synchronous call; on a GPU its tiles exchange packets with the kernels of the other
+ranks. Either way a result is there when the next task reads it, and wait_tensor is no work at all. Groups of other
+backends fall back with their collectives.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 functional = torch.ops._c10d_functional
 
 
-def name_of(name: Any) -> str:
-    """The name of a process group, of which an ark group carries CPU tensors. Regions look it up when they run, so that
-    a group that was destroyed and made again is the new one."""
+def resolved(name: Any, device: torch.device) -> dist.ProcessGroup:
+    """A process group of which an ark group carries the device's tensors. Regions look it up by name when they run, so
+    that a group that was destroyed and made again is the new one."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     from ark_torch import _C
@@ -29,11 +30,13 @@ def name_of(name: Any) -> str:
     group = _resolve_process_group(name) if isinstance(name, str) else name  # type: ignore[arg-type]
     if not isinstance(group, dist.ProcessGroup):
         raise Unsupported(f"a collective on {name!r}, which is no process group")
-    backend = group._get_backend(torch.device("cpu"))
+    backend = group._get_backend(torch.device(device.type))
     if not isinstance(backend, _C.ProcessGroupArk):
         kind = backend.name() if hasattr(backend, "name") else type(backend).__name__
         raise Unsupported(f"a collective on a group of backend {kind}, not ark")
-    return group.group_name
+    if device.type != "cpu" and backend.cuda_carrier not in ("", "ark"):
+        raise Unsupported(f"a collective on a group whose GPU tensors are carried by {backend.cuda_carrier}")
+    return group
 
 
 def _collective(low: Lowering, node: Node, op: str, group: Any, **attributes: Any) -> Operand:
@@ -49,15 +52,14 @@ def _coalesced(low: Lowering, node: Node, op: str, group: Any, **attributes: Any
 
 
 def _run(low: Lowering, op: str, group: Any, given: Operand, out: Strided, **attributes: Any) -> Operand:
-    if low.device.type != "cpu":
-        raise Unsupported("a collective of GPU tensors, which loop kernels do not hold yet")
-    index = low.group(name_of(group))
+    known = resolved(group, low.device)
+    index = low.group(known.group_name)
     source = low.stored(given)
     if not source.same_place(source._replace(strides=contiguous_strides(source.shape))):
         source = low.copy(source, low.fresh(source.dtype, source.shape))
     if out.strides != contiguous_strides(out.shape):
         raise Unsupported("a collective whose result is not contiguous")
-    return low.node(op, [source], out, group=index, **attributes)
+    return low.node(op, [source], out, group=index, ranks=known.size(), **attributes)
 
 
 @lowers(functional.all_reduce.default)
@@ -105,7 +107,7 @@ def wait_tensor(low: Lowering, node: Node) -> Operand:
     started = analysis.producer_of(analysis.root_of(source))
     if started.target not in COLLECTIVES:
         raise Unsupported("a wait for what no collective of the graph has made")
-    name_of(started.args[COLLECTIVES[started.target]])
+    resolved(started.args[COLLECTIVES[started.target]], low.device)
     return low.operand(source)
 
 

@@ -209,6 +209,11 @@ void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes
   launcher_->transfer(operation, params);
 }
 
+std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes, uint64_t fingerprint,
+                                                                  std::string& why) {
+  return launcher_->share(bytes, fingerprint, why);
+}
+
 Windows& CudaCommunicator::windows() {
   return launcher_->windows();
 }

@@ -13,9 +13,14 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "collectives/operation.hpp"
 #include "memory/key_value.hpp"
+
+namespace ark::device {
+struct GroupStatus;
+}
 
 namespace ark {
 
@@ -86,6 +91,16 @@ class CudaCommunicator final : public Communicator {
 
   void send(const Operation&, const void* data, size_t bytes, int peer);
   void recv(const Operation&, void* data, size_t bytes, int peer);
+
+  // Memory that kernels of others' making (compiled regions) exchange packets in: zero at first, as many bytes on every
+  // rank. Collective, and not under capture; ranks whose `fingerprint` differs all throw Error(mismatch). Null, and
+  // `why`, alike on all ranks: a device has no room. For as long as the communicator lives.
+  struct Shared {
+    std::vector<char*> memory;  // by rank, as mapped here
+    device::GroupStatus* status;
+    std::shared_ptr<void> keep;  // the memory
+  };
+  std::unique_ptr<Shared> share(uint64_t bytes, uint64_t fingerprint, std::string& why);
 
   // Throws the error that ended the group, if one did: what a host thread asks after it waited for the device.
   void check(const OperationContext& context);

@@ -83,6 +83,8 @@ class CudaLauncher {
   void engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from);
   // Every rank's word of `bytes` (at most 16) from own_word() to words().
   void gather_words(const Operation& operation, uint64_t bytes);
+  // See cuda_communicator.hpp.
+  std::unique_ptr<CudaCommunicator::Shared> share(uint64_t bytes, uint64_t fingerprint, std::string& why);
   CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(memory_[rank_].data() + layout_.scratch); }
   CUdeviceptr words() const { return own_word() + 16; }
 
@@ -138,6 +140,7 @@ class CudaLauncher {
   std::array<Reduce, kRuleKinds> reduces_;
   std::unique_ptr<CopyEngine> engine_;
   bool engine_refused_ = false;
+  uint64_t shares_ = 0;  // calls of share()
 };
 
 }  // namespace ark

@@ -12,6 +12,10 @@
 #include "protocol/atomics.hpp"
 #endif
 
+namespace ark::device {
+struct GroupStatus;
+}
+
 namespace ark::loop {
 
 inline constexpr int kEventStride = 32;  // words: a cache line of 128 bytes for each event
@@ -20,6 +24,7 @@ enum class Failure : uint32 {
   none,
   deadline,         // a wait took too long: `task`, `event`, `worker`
   index_too_large,  // an index out of range: `stage`, `value`, `limit`, `dimension`
+  peer,             // a collective was left without the part of rank `value`: `worker`, `task`, `stage`
 };
 
 // Why a launch ended early, in host memory that the device can write. `claimed` is taken by the first to fail, who
@@ -43,7 +48,7 @@ struct Stamp {
 
 // Where an operand lies.
 struct Operand {
-  enum Base : uint32 { pointer, arena, own };
+  enum Base : uint32 { pointer, arena, own, packets };  // packets: what peers send to this rank
   uint32 base;
   uint32 index;      // of the launch's pointers
   long long offset;  // in bytes
@@ -71,6 +76,16 @@ struct LoadEntry {
   long long rows, bytes, stride, spare;
 };
 
+inline constexpr int kMostRanks = 8;
+
+// Who takes part in the plan's collectives (collective.cuh); of a plan without any: zero.
+struct Ranks {
+  char* packets[kMostRanks];  // what is sent to each rank, as mapped here
+  device::GroupStatus* status;
+  unsigned long long limit_ns;  // for each wait on a peer
+  int rank;
+};
+
 // Of every launch; the caller's pointers follow in the kernel's parameter.
 struct LaunchHead {
   char* arena;
@@ -84,6 +99,7 @@ struct LaunchHead {
   Report* report;
   Stamp* stamps;                  // by task; nullptr: not asked for
   unsigned long long timeout_ns;  // for each wait; 0: none
+  Ranks ranks;
 };
 
 template <int kPointers>
@@ -107,10 +123,12 @@ struct Context {
   int* leave;     // of this block: not 0 when the launch ends early
   bool* stop;     // no step follows
   int worker, task, stage;
+  uint32 step;
 };
 
 ARK_LOOP char* address_of(const LaunchHead& head, char* const* pointers, int worker, const Operand& one) {
   if (one.base == Operand::pointer) return pointers[one.index] + one.offset;
+  if (one.base == Operand::packets) return head.ranks.packets[head.ranks.rank] + one.offset;
   return (one.base == Operand::arena ? head.arena : head.own + worker * head.own_stride) + one.offset;
 }
 
@@ -128,9 +146,9 @@ ARK_LOOP bool aborted(const LaunchHead& head) {
   return *const_cast<const volatile uint32*>(&head.control->abort) != 0;
 }
 
-// Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By one thread.
-static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
-                                         int event, int64_t value, int64_t limit, int dimension) {
+// Tells the host why this launch ends early, unless somebody else has, and makes all workers leave. By any thread.
+static __device__ __noinline__ void report(const LaunchHead& head, Failure failure, int worker, int task, int stage,
+                                           int event, int64_t value, int64_t limit, int dimension) {
   Report& report = *head.report;
   if (atomicCAS_system(&report.claimed, 0u, static_cast<uint32>(worker) + 1) == 0) {
     report.worker = worker;
@@ -149,6 +167,12 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
     }
   }
   *const_cast<volatile uint32*>(&head.control->abort) = 1;
+}
+
+// The same where nothing that was computed may be used.
+static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure, int worker, int task, int stage,
+                                         int event, int64_t value, int64_t limit, int dimension) {
+  report(head, failure, worker, task, stage, event, value, limit, dimension);
   // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
   // for some.
   __assertfail(

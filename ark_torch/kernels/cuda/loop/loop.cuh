@@ -113,7 +113,7 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
     const Context context{&head,         head.scratch + worker * head.scratch_stride,
                           &shared.leave, &shared.stop,
                           worker,        task.task,
-                          task.stage};
+                          task.stage,    step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
     sync();

@@ -1,0 +1,46 @@
+// The ranks that a region on a GPU exchanges packets with: their group, and the memory that the packets come to.
+//
+// A call is an operation of the group: it is issued in the same order on all ranks, and the device runs it after what
+// was issued to the group before and ahead of what comes later, on whatever streams. (A loop kernel takes whole
+// multiprocessors: beside an eager collective of the same group, each rank could hold what the other waits for.) The
+// memory is shared at the first call, by all ranks together, and again where the group was made anew. Calls captured in
+// a graph use the same memory: the graph's replays, and eager calls beside them, must be ordered by the user, and alike
+// on all ranks, as must those of eager collectives.
+#pragma once
+
+#include <c10/util/FunctionRef.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "plan/cuda_loop.hpp"
+
+namespace ark::compile {
+
+class RegionRanks {
+ public:
+  // `group`: the name that PyTorch knows it by. `kernel` outlives this.
+  RegionRanks(std::string region, std::string group, c10::Device device, plan::CudaLoop& kernel);
+
+  // Calls step(stream, ranks) as an operation of the group. False, on all ranks alike, and nothing done: something else
+  // carries the group's CUDA tensors, or a device has no room for the packets. Throws what ended the group, with where
+  // the step before was left.
+  using Step = c10::function_ref<void(CUstream stream, const loop::Ranks& ranks)>;
+  bool launch(Step step);
+
+ private:
+  void meet(CudaCommunicator& communicator, const Operation& operation);
+
+  const std::string region_, group_;
+  const c10::Device device_;
+  plan::CudaLoop& kernel_;
+  std::mutex mutex_;                            // guards the next
+  c10::weak_intrusive_ptr<c10d::Backend> met_;  // whose ranks share `shared_`
+  std::unique_ptr<CudaCommunicator::Shared> shared_;
+  bool refused_ = false;
+};
+
+}  // namespace ark::compile

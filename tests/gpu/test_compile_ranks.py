@@ -1,0 +1,221 @@
+"""Collectives inside loop kernels on GPUs: the bits of eager ones, parallel models, graphs, streams, a lost rank.
+
+With one GPU a group of one rank is all that is tested.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from on_gpu import ENV, WORLD, busy, go_on_without_the_last, run, same, start
+from support.launcher import Job
+from support.rank import Rank
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from llama.model import Llama, LlamaConfig, shard  # lies in examples/
+
+pytestmark = pytest.mark.limit(300)
+KILL_BOUND_S = 5.0
+
+
+def compiled(call: Any) -> tuple[Callable[..., Any], Any]:
+    """One region on the GPU, or an error."""
+    from ark_torch.compile import backend, options
+    from ark_torch.compile.report import Report
+
+    torch._dynamo.reset()
+    report, chosen = Report(), options.parse(None, {"choose": "ark", "fallback": False})
+
+    def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
+        return backend.compile_graph(graph_module, example_inputs, chosen, report)
+
+    return torch.compile(call, backend=compile_graph, dynamic=False), report
+
+
+def on_one_kernel(report: Any) -> None:
+    (graph,) = report.graphs
+    (piece,) = graph.pieces
+    assert piece.runs_on == "ark" and piece.region.resources["registers"] > 0, report
+
+
+def every(x: Tensor, dtype: torch.dtype, group: Any) -> list[Tensor]:
+    """Each collective, between operators that do not round."""
+    world = group.size()
+    x = (x * 2).to(dtype)
+    total = funcol.all_reduce(x, "sum", group)
+    largest = funcol.all_reduce(total - x, "max", group)
+    gathered = funcol.all_gather_tensor(x, 0, group)
+    part = funcol.reduce_scatter_tensor(gathered, "sum", 0, group)
+    moved = funcol.all_to_all_single(x, None, None, group)
+    results = [-total, -largest, -gathered, -part, -moved, -funcol.all_reduce(x[:world, 0], "min", group)]
+    if dtype.is_floating_point:
+        results.append(-funcol.all_reduce(x, "avg", group))
+    return results
+
+
+def _forms(rank: Rank, dtype: torch.dtype) -> None:
+    device = start(rank, timeout=40)
+    group = dist.group.WORLD
+    world = rank.world_size
+    for rows, columns in ((1, 1), (1, 999), (2, 4096), (64, 4096)):
+        call, report = compiled(every)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(100 * step + rank.rank)
+            x = torch.randint(-100, 100, (rows * world, columns), generator=generator).float()
+            x = (x + (torch.randn(x.shape, generator=generator) if dtype.is_floating_point else 0)).to(device)
+            got, wanted = call(x, dtype, group), every(x, dtype, group)
+            for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+                same(a, b + 0, f"{dtype} {rows} x {columns}, step {step}, result {i}")
+        on_one_kernel(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.int32])
+def test_the_bits_of_eager_collectives(dtype: torch.dtype) -> None:
+    run(_forms, dtype)
+
+
+def _llama(rank: Rank, dtype: torch.dtype, close: float) -> None:
+    """Two models on one group, in turns; a prompt, then every position; the same bits on every rank."""
+    device = start(rank, timeout=40)
+    torch.manual_seed(3)
+    config = LlamaConfig(hidden=256, layers=2, heads=8, kv_heads=4, ffn=512, vocabulary=100, max_len=40, head_dim=32)
+    whole = Llama(config).to(dtype).eval().requires_grad_(False).to(device)
+    group = dist.group.WORLD
+    assert group is not None
+    calls = [compiled(shard(whole, group).to(device))[0] for _ in range(2)]
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, config.vocabulary, (1, 8), generator=generator)
+    where = torch.arange(8)
+    with torch.no_grad():
+        while where[-1] < config.max_len - 1:
+            logits = [call(ids.to(device), where.to(device)) for call in calls]
+            wanted = whole(ids.to(device), where.to(device))
+            assert (logits[0] - wanted).abs().max() < close * wanted.abs().max(), where
+            assert torch.equal(*logits)
+            alike = [torch.empty_like(logits[0]) for _ in range(rank.world_size)]
+            dist.all_gather(alike, logits[0])
+            assert all(torch.equal(other, logits[0]) for other in alike)
+            ids, where = torch.randint(0, config.vocabulary, (1, 1), generator=generator), where[-1:] + 1
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
+def test_tensor_parallel_llama(dtype: torch.dtype, close: float) -> None:
+    run(_llama, dtype, close)
+
+
+def _step(x: Tensor, base: Tensor, group: Any) -> Tensor:
+    """Another result every step, on every rank; products are exact."""
+    total = funcol.all_reduce(x, "sum", group)
+    total = funcol.all_reduce(total + 1, "max", group)
+    return total * 0.125 + x * 0.25 + base
+
+
+def _many(rank: Rank, steps: int) -> None:
+    """Beside eager collectives, on two streams and in a graph: all in the order of issue."""
+    device = start(rank, timeout=40)
+    group = dist.group.WORLD
+    call, report = compiled(_step)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank.rank)).to(device)
+    wanted, got = x.clone(), x.clone()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    beside = torch.ones(100, device=device)
+    for step in range(steps):
+        wanted = _step(wanted, x, group) + 0
+        stream = streams[step % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            if step % 50 == rank.rank:
+                busy(1)
+            got = call(got, x, group)
+        torch.cuda.current_stream().wait_stream(stream)
+        got.record_stream(torch.cuda.current_stream())
+        if step % 7 == 0:
+            work = dist.all_reduce(beside, dist.ReduceOp.AVG, async_op=True)
+            assert work is not None
+            work.wait()
+        if step % 100 == 99:
+            same(got, wanted, f"step {step}")
+    on_one_kernel(report)
+    assert beside.tolist() == [1.0] * 100
+    graph, held = torch.cuda.CUDAGraph(), x.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        held.copy_(call(held, x, group))
+        held.copy_(call(held, x, group))
+    held.copy_(x)
+    wanted = x.clone()
+    for step in range(20):
+        graph.replay()
+        if step % 3 == 0:
+            held.copy_(call(held, x, group))
+        for _ in range(2 + (step % 3 == 0)):
+            wanted = _step(wanted, x, group) + 0
+    same(held, wanted, "replays")
+
+
+def test_a_thousand_steps() -> None:
+    run(_many, 1000)
+
+
+def _other(rank: Rank) -> list[str]:
+    """Ranks that compiled other sizes are told so; with the same ones they go on."""
+    device = start(rank, timeout=40)
+    group = dist.group.WORLD
+    with pytest.raises(dist.DistBackendError) as raised:
+        x = torch.ones(100 + rank.rank, device=device)
+        compiled(_step)[0](x, x, group)
+    call, _ = compiled(_step)
+    x = torch.ones(10, device=device)
+    assert torch.equal(call(x, x, group), x * ((rank.world_size + 1) * 0.125 + 1.25))
+    return [str(raised.value)]
+
+
+@pytest.mark.skipif(WORLD == 1, reason="needs two GPUs")
+def test_ranks_that_compiled_something_else() -> None:
+    for (text,) in run(_other):
+        assert "compiled a region with other collectives" in text, text
+
+
+def _for_ever(rank: Rank) -> float:
+    device = start(rank, timeout=120)
+    group = dist.group.WORLD
+    call, _ = compiled(_step)
+    base = torch.ones(1000, device=device)
+    x = call(base, base, group)
+    torch.cuda.synchronize()
+    rank.report("running")
+    try:
+        while True:
+            x = call(x, base, group)
+            torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        rank.report("raised", str(error))
+    return go_on_without_the_last(rank, device)
+
+
+@pytest.mark.skipif(WORLD == 1, reason="needs two GPUs")
+def test_a_killed_rank_is_named() -> None:
+    """With the task that waited for it, within seconds; the context goes on."""
+    victim = WORLD - 1
+    with Job(_for_ever, WORLD, env=ENV) as job:
+        job.wait_all("running", 120)
+        time.sleep(0.3)
+        sent = job.kill(victim)
+        for survivor in range(victim):
+            text = job.wait_event(survivor, "raised", timeout=60)
+            assert time.monotonic() - sent < KILL_BOUND_S
+            assert f"rank {victim}" in text.partition("] ")[2], text
+            assert "all_reduce" in text and "worker" in text, text
+        outcomes = job.finish(60, list(range(victim)))
+        assert [o.kind for o in outcomes] == ["result"] * victim, [o.describe() for o in outcomes]
+        assert [o.value for o in outcomes] == [sum(range(victim))] * victim
