@@ -66,7 +66,8 @@ std::string FunctionWriter::body() const {
   for (size_t i = 0; i < operands_.size(); ++i) {
     const std::string type = std::string(written_[i] ? "" : "const ") + cpp_type(value(operands_[i]).type);
     const std::string number = std::to_string(i);
-    declarations += "  " + type + "* const p" + number + " = reinterpret_cast<" + type + "*>(p[" + number + "]);\n";
+    declarations += "  " + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
+                    (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
   }
   return declarations + text_;
 }

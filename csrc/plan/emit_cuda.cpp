@@ -55,7 +55,6 @@ class CudaEmitter {
     };
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
     include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
-    include("attention_combine", [](const Stage& one) { return std::holds_alternative<CombineStage>(one.body); });
     include("gather", [](const Stage& one) {
       return std::holds_alternative<GatherStage>(one.body) || std::holds_alternative<ScatterStage>(one.body) ||
              std::holds_alternative<CheckStage>(one.body);

@@ -8,7 +8,6 @@
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
 #include "plan/split_attention.hpp"
-#include "plan/split_positions.hpp"
 #include "plan/split_products.hpp"
 #include "plan/spread_collectives.hpp"
 #include "plan/tile.hpp"
@@ -44,7 +43,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
-    for (const auto split : {split_attention, split_positions, split_products})
+    for (const auto split : {split_attention, split_products})
       stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
   }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "plan/fuse_views.hpp"
+#include "plan/split_positions.hpp"
 
 namespace ark::plan {
 
@@ -65,7 +66,7 @@ std::vector<Stage> split_attention(Graph& graph, std::vector<Stage> stages, int 
       split.push_back(std::move(block));
     }
   }
-  return split;
+  return split_positions(graph, std::move(split), workers);
 }
 
 }  // namespace ark::plan

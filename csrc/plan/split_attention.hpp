@@ -1,4 +1,4 @@
-// Attention over many query rows, in as many stages as keep a GPU's workers busy.
+// Attention in as many stages as keep a GPU's workers busy: over many query rows here, over few in split_positions.hpp.
 //
 // A stage's axis cuts key/value heads alone, and there are 8 or 16 of them where a GPU has 132 workers. Here each such
 // stage becomes several, of blocks of query rows: views of the same queries and results, the same keys and values.

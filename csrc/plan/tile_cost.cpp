@@ -26,14 +26,14 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   // A gather touches less than its table: then the stage's own figure is all that is known.
   if (total > 1.05 * stage.bytes) shared = 0;
   near = std::min(near, stage.bytes);
-  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   // Every thread of a combine asks for all that it reads at once.
   const double pace = std::holds_alternative<CombineStage>(stage.body) ? 0.5 : 1;
-  const double move = pace * share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
+  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
+  const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
   const bool product = matmul != nullptr || std::holds_alternative<AttentionStage>(stage.body) ||
                        std::holds_alternative<ExpertsStage>(stage.body);
   const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
-  return std::max(compute, move) + target.task_us;
+  return std::max(compute, pace * move) + target.task_us;
 }
 
 }  // namespace ark::plan

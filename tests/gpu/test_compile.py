@@ -85,30 +85,34 @@ def test_decode_at_every_position(dtype: torch.dtype, close: float) -> None:
     on_one_kernel(report)
 
 
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
-def test_few_rows_over_many_positions(dtype: torch.dtype, close: float) -> None:
+@pytest.mark.parametrize(
+    "dtype, shared, close", [(torch.float32, 1, 2e-5), (torch.bfloat16, 4, 2e-2), (torch.float16, 2, 3e-3)]
+)
+def test_few_rows_over_many_positions(dtype: torch.dtype, shared: int, close: float) -> None:
     """Positions are cut into blocks, of which nothing is looked at behind the last one, whatever lies there."""
-    for heads, queries, positions, columns in ((8, 1, 1100, 64), (4, 2, 700, 128)):
+    for heads, queries, positions, columns in ((8, 1, 1088, 64), (4, 2, 704, 128)):
         q = torch.randn(1, heads, queries, columns, device=DEVICE, dtype=dtype)
-        k, v = (torch.randn(1, 2, positions, columns, device=DEVICE, dtype=dtype) for _ in range(2))
+        k, v = (torch.randn(1, heads // shared, positions, columns, device=DEVICE, dtype=dtype) for _ in range(2))
 
         def attend(q: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
-            mask = torch.arange(k.shape[2], device=DEVICE)[None, :] <= last[:, None]
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+            mask = (torch.arange(k.shape[2], device=DEVICE)[None, :] <= last[:, None])[None, None]
+            grouped = q.shape[1] != k.shape[1]
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
         torch._dynamo.reset()
         call, report = compiled(attend, fallback=False)
-        for end in (0, 255, 256, 600, positions - 1):
+        for end in (positions - 1, 0, 255, 256, 600):
             last = torch.tensor([end], device=DEVICE).expand(queries).contiguous()
-            wanted = attend(q.double(), k.double(), v.double(), last)
-            k[:, :, end + 1 :] = v[:, :, end + 1 :] = torch.nan
+            wanted = attend(*(x[:, :, : end + 1].double() if x is not q else x.double() for x in (q, k, v)), last)
             got = call(q, k, v, last)
             assert (got - wanted).abs().max() < close, end
+            on_one_kernel(report)
+            assert '"combine"' in report.graphs[0].pieces[0].region.json(), report
+            behind = slice(end + 1, None)
+            k[:, :, behind] = v[:, :, behind] = torch.nan
             assert torch.equal(call(q, k, v, last), got), end
             for cache in (k, v):
-                cache[:, :, end + 1 :] = torch.randn_like(cache[:, :, end + 1 :])
-        on_one_kernel(report)
-        assert '"combine"' in report.graphs[0].pieces[0].region.json()
+                cache[:, :, behind] = torch.randn_like(cache[:, :, behind])
 
 
 def test_prompt_then_tokens() -> None:

@@ -10,7 +10,6 @@
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
 #include "plan/split_attention.hpp"
-#include "plan/split_positions.hpp"
 #include "plan/split_products.hpp"
 #include "random_graph.hpp"
 
@@ -40,10 +39,7 @@ std::string describe(const Graph& graph, const std::vector<Stage>& stages) {
 // As plans for a GPU with so many workers have them; 1: for the CPU.
 std::vector<Stage> stages_for(Graph& graph, int workers) {
   std::vector<Stage> stages = make_stages(graph);
-  if (workers > 1)
-    for (const auto split : {split_attention, split_positions, split_products})
-      stages = split(graph, std::move(stages), workers);
-  return stages;
+  return workers == 1 ? stages : split_products(graph, split_attention(graph, stages, workers), workers);
 }
 
 // Both ways, from the same inputs; every buffer that the caller sees must agree.

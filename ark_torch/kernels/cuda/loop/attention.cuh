@@ -5,6 +5,7 @@
 // is summed, depends on shapes, types and the operands' alignment alone.
 #pragma once
 
+#include "cuda/loop/attention_combine.cuh"
 #include "cuda/loop/attention_decode.cuh"
 #include "cuda/loop/attention_few.cuh"
 #include "cuda/loop/attention_float.cuh"

@@ -1,5 +1,5 @@
 // Attention from what its parts left: of each row the sums, the greatest score and the total of every block of
-// positions (plan/split_positions.hpp), combined in the order of blocks. A warp has a row.
+// positions (plan/split_positions.hpp), combined in the order of blocks.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -13,25 +13,43 @@ struct AttentionParts {
   int64_t out_head, out_row, out_column;
 };
 
-// Heads [begin, end).
+// Heads [begin, end). Half a warp has a row, and asks for a run of its columns before it knows what parts count.
 template <int kParts, int kColumns, AttentionParts s, class Out>
 ARK_LOOP void combine_parts(const float* sums, const float* states, Out* out, int64_t begin, int64_t end) {
-  constexpr int kRuns = (kColumns + 31) / 32;  // of 32 columns
+  constexpr int kLanes = PartWeights::kLanes, kGroups = kThreads / kLanes;
+  constexpr int kEach = kColumns % 4 == 0 ? 4 : 1, kRun = kLanes * kEach;
+  static_assert(kParts <= PartWeights::kMost);
+  const int rows = static_cast<int>((end - begin) * s.queries), first = static_cast<int>(begin * s.queries);
 #pragma unroll 1
-  for (int row = static_cast<int>(begin * s.queries) + warp(); row < static_cast<int>(end * s.queries); row += kWarps) {
-    float given[kRuns][kParts];
-    ARK_UNROLL for (int run = 0; run < kRuns; ++run) ARK_UNROLL for (int p = 0; p < kParts; ++p) {
-      const int c = run * 32 + lane();
-      given[run][p] = kColumns % 32 == 0 || c < kColumns ? sums[p * s.sums + row * kColumns + c] : 0.0f;
-    }
+  for (int turn = 0; turn < rows; turn += kGroups) {
+    const int number = turn + thread() / kLanes;
+    const bool there = number < rows;
+    const int row = first + (there ? number : 0);
+    int c = lane() % kLanes * kEach;
+    struct alignas(4 * kEach) Few {
+      float values[kEach];
+    };
+    Few given[kParts];
+    const auto load = [&] {
+      const float* const from = sums + row * kColumns + (c < kColumns ? c : 0);
+      ARK_UNROLL for (int p = 0; p < kParts; ++p) given[p] = *reinterpret_cast<const Few*>(from + p * s.sums);
+    };
+    load();
     const PartWeights parts(states + row * 2, s.states, kParts);
     const float factor = last_factor(parts.total());
     Out* const to = out + row / s.queries * s.out_head + row % s.queries * s.out_row;
-    ARK_UNROLL for (int run = 0; run < kRuns; ++run) {
-      const int c = run * 32 + lane();
-      float sum = 0;
-      ARK_UNROLL for (int p = 0; p < kParts; ++p) sum = fused(given[run][p], parts.of(p), sum);
-      if (kColumns % 32 == 0 || c < kColumns) store_one(to + c * s.out_column, sum * factor);
+    for (int run = 0;;) {
+      Few sum = {};
+      ARK_UNROLL for (int p = 0; p < kParts; ++p) {
+        const float weight = parts.of(p);
+        ARK_UNROLL for (int i = 0; i < kEach; ++i) sum.values[i] = fused(given[p].values[i], weight, sum.values[i]);
+      }
+      if (there && c < kColumns)
+        ARK_UNROLL for (int i = 0; i < kEach; ++i) store_one(to + (c + i) * s.out_column, sum.values[i] * factor);
+      run += kRun;
+      if (run >= kColumns) break;
+      c += kRun;
+      load();
     }
   }
 }

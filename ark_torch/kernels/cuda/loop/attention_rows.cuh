@@ -73,21 +73,27 @@ ARK_LOOP float last_factor(float total) {
   return total == 0.0f ? 0.0f : 1.0f / total;
 }
 
-// A row's parts and how much each counts, by all threads of a warp: a lane has one part.
+// A row's parts and how much each counts, by the threads of a half warp: a lane has one part.
 class PartWeights {
  public:
+  static constexpr int kLanes = 16, kMost = kLanes;
+
   // Greatest score and total of part p lie at states[p * stride].
   ARK_LOOP PartWeights(const float* states, int64_t stride, int count) {
+    const int part = lane() % kLanes;
     float greatest = -kInfinity, total = 0;
-    if (lane() < count) {
-      greatest = states[lane() * stride];
-      total = states[lane() * stride + 1];
+    if (part < count) {
+      greatest = states[part * stride];
+      total = states[part * stride + 1];
     }
-    greatest_ = Warp::all(greatest, [](float a, float b) { return fmaxf(a, b); });
+    greatest_ = greatest;
+    ARK_UNROLL for (int other = kLanes / 2; other > 0; other /= 2) greatest_ =
+        fmaxf(greatest_, shuffle_xor(greatest_, other));
     weight_ = expf(greatest - base_of(greatest_));
-    total_ = Warp::all(total * weight_, [](float a, float b) { return a + b; });
+    total_ = total * weight_;
+    ARK_UNROLL for (int other = kLanes / 2; other > 0; other /= 2) total_ += shuffle_xor(total_, other);
   }
-  ARK_LOOP float of(int part) const { return shuffle_from(weight_, part); }
+  ARK_LOOP float of(int part) const { return shuffle_from<kLanes>(weight_, part); }
   ARK_LOOP float greatest() const { return greatest_; }
   ARK_LOOP float total() const { return total_; }
 

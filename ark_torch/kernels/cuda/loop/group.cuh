@@ -45,8 +45,10 @@ ARK_LOOP int warp() {
 ARK_LOOP float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
 }
-ARK_LOOP float shuffle_from(float x, int lane) {
-  return __shfl_sync(~0u, x, lane);
+// Of the thread of that number among kLanes.
+template <int kLanes>
+ARK_LOOP float shuffle_from(float x, int number) {
+  return __shfl_sync(~0u, x, number, kLanes);
 }
 ARK_LOOP int64_t shuffle_xor(int64_t x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);

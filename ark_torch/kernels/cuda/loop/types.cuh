@@ -64,6 +64,13 @@ ARK_LOOP constexpr Mask splat(bool x) {
   return x;
 }
 
+// An operand, of which the compiler is told that it lies in global memory.
+template <class T>
+ARK_LOOP T* in_global(char* at) {
+  __builtin_assume(__isGlobal(at));
+  return reinterpret_cast<T*>(at);
+}
+
 // ---- One element, in the type that is computed with, and back.
 
 ARK_LOOP float widen(float x) {
