@@ -126,6 +126,10 @@ ARK_LOOP V round_to(V x, T type) {
   return widen(narrow(x, type));
 }
 
+#else
+
+#define ARK_LOOP inline
+
 #endif
 
 }  // namespace ark::loop
