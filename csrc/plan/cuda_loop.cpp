@@ -118,9 +118,10 @@ void CudaLoop::raise_if_failed() {
 }
 
 void CudaLoop::renew() {
+  const std::lock_guard lock(mutex_);
+  if (memories_.empty()) return;
   const RelaxedCapture relaxed;
   check(driver().ctx_synchronize(), "waiting for the steps of a group that has ended");
-  const std::lock_guard lock(mutex_);
   memories_.clear();
 }
 

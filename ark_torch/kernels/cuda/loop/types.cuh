@@ -133,6 +133,10 @@ ARK_LOOP V round_to(V x, T type) {
   return widen(narrow(x, type));
 }
 
+#else
+
+#define ARK_LOOP inline
+
 #endif
 
 }  // namespace ark::loop

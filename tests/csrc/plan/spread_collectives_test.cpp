@@ -1,0 +1,184 @@
+// Collectives as tasks of a GPU's loop kernel: how they are cut, where their packets lie, what the ranks compare, and
+// what is refused.
+#include "plan/spread_collectives.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <string>
+
+#include "error.hpp"
+#include "plan/emit_cuda.hpp"
+#include "plan/graph_builder.hpp"
+#include "plan/plan.hpp"
+#include "plan/targets.hpp"
+
+namespace ark::plan {
+namespace {
+
+Attributes of_ranks(int64_t ranks, const std::string& reduce_op = "", int64_t group = 0) {
+  Attributes attributes{{"group", group}, {"ranks", ranks}};
+  if (!reduce_op.empty()) attributes["reduce_op"] = reduce_op;
+  return attributes;
+}
+
+// A layer of a parallel model: a product, its sum over the ranks, a norm's reduction, the next product and sum.
+Graph layer(int64_t hidden, int64_t ranks) {
+  GraphBuilder make;
+  int x = make.input({1, hidden});
+  for (int i = 0; i < 2; ++i) {
+    const int product = make.matmul(x, make.transpose(make.parameter({hidden, hidden})));
+    const int sum = make.into(make.temporary({1, hidden}), "all_reduce", {product}, of_ranks(ranks, "sum"));
+    x = make.pointwise("div", {sum, make.reduce("sum", make.pointwise("mul", {sum, sum}), {1})});
+  }
+  make.copy_out(x);
+  return make.graph;
+}
+
+Plan on_gpu(Graph graph, int workers = 132) {
+  return make_plan(std::move(graph), gpu_target("sm_90a", workers));
+}
+
+std::vector<int> tiles_of(const Plan& plan, int stage) {
+  std::vector<int> tiles;
+  for (size_t i = 0; i < plan.tasks.size(); ++i)
+    if (plan.tasks[i].stage == stage) tiles.push_back(static_cast<int>(i));
+  return tiles;
+}
+
+std::string refused(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::invalid_argument);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
+  const Plan plan = on_gpu(layer(2048, 4));
+  int64_t slots = 0;
+  int collectives = 0;
+  for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
+    if (!is_spread(plan.stages[stage])) continue;
+    ++collectives;
+    const auto& body = std::get<CollectiveStage>(plan.stages[stage].body);
+    EXPECT_EQ(body.slots, slots);
+    slots += 2 * 4 * 2 * 2048 * 4;
+    const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
+    EXPECT_EQ(tiles.size(), 8u);  // 1 KB each
+    std::set<int> workers;
+    for (const int tile : tiles) {
+      workers.insert(plan.tasks[tile].worker);
+      EXPECT_EQ(plan.tasks[tile].end - plan.tasks[tile].begin, 256);
+    }
+    EXPECT_EQ(workers.size(), tiles.size());
+  }
+  EXPECT_EQ(collectives, 2);
+  const Exchanges all = exchanges_of(plan.graph, plan.stages);
+  EXPECT_EQ(all.ranks, 4);
+  EXPECT_EQ(all.group, 0);
+  EXPECT_EQ(all.bytes, slots);
+}
+
+// Cut as the collective's size has it, whatever stands before: large ones on all workers.
+TEST(SpreadCollectivesTest, LargeOnesTakeAllWorkers) {
+  GraphBuilder make;
+  const int x = make.input({1000, 4096}, ScalarType::bf16);
+  make.into(make.output({1000, 4096}, ScalarType::bf16), "all_reduce", {x}, of_ranks(2, "avg"));
+  const Plan plan = on_gpu(make.graph, 16);
+  EXPECT_EQ(tiles_of(plan, 0).size(), 16u);
+}
+
+TEST(SpreadCollectivesTest, EveryKindIsEmitted) {
+  GraphBuilder make;
+  const int x = make.input({8, 100}, ScalarType::i64, true);
+  make.into(x, "all_reduce", {x}, of_ranks(4, "bxor"));
+  const int gathered = make.into(make.temporary({32, 100}, ScalarType::i64), "all_gather", {x}, of_ranks(4));
+  const int part =
+      make.into(make.temporary({8, 100}, ScalarType::i64), "reduce_scatter", {gathered}, of_ranks(4, "max"));
+  Attributes even = of_ranks(4);
+  even["input_splits"] = even["output_splits"] = std::vector<int64_t>{2, 2, 2, 2};
+  make.into(make.output({8, 100}, ScalarType::i64), "all_to_all", {part}, even);
+  const std::string text = emit_cuda(on_gpu(make.graph)).text;
+  for (const char* const call :
+       {"exchange<Exchange::all_reduce, ark::device::DType::i64, ark::device::ReduceOp::bxor, 4>(context, p0, p0, "
+        "p.offset(1), 6400, begin * 8, end * 8);",
+        "exchange<Exchange::all_gather, ark::device::DType::i64, ark::device::ReduceOp::sum, 4>(context, p0, p1, "
+        "p.offset(2), 6400, begin * 8, end * 8);",
+        "exchange<Exchange::reduce_scatter, ark::device::DType::i64, ark::device::ReduceOp::max, 4>(context, p0, p1, "
+        "p.offset(2), 6400, begin * 8, end * 8);",
+        "exchange<Exchange::all_to_all, ark::device::DType::i64, ark::device::ReduceOp::sum, 4>(context, p0, p1, "
+        "p.offset(2), 1600, begin * 8, end * 8);"})
+    EXPECT_NE(text.find(call), std::string::npos) << call << "\n" << text;
+}
+
+TEST(SpreadCollectivesTest, RanksCompareWhatTheyExchange) {
+  const auto of = [](int64_t hidden, int64_t ranks, int workers) {
+    const Plan plan = on_gpu(layer(hidden, ranks), workers);
+    return exchanges_of(plan.graph, plan.stages).fingerprint;
+  };
+  EXPECT_EQ(of(2048, 4, 132), of(2048, 4, 100));
+  EXPECT_NE(of(2048, 4, 132), of(2049, 4, 132));
+  EXPECT_NE(of(2048, 4, 132), of(2048, 3, 132));
+  Plan plan = on_gpu(layer(2048, 4));
+  const uint64_t before = exchanges_of(plan.graph, plan.stages).fingerprint;
+  plan.stages.erase(std::find_if(plan.stages.begin(), plan.stages.end(), is_spread));
+  EXPECT_NE(exchanges_of(plan.graph, plan.stages).fingerprint, before);
+}
+
+TEST(SpreadCollectivesTest, WhatCannotBeExchangedIsRefused) {
+  const auto one = [](const std::string& op, const Attributes& attributes, ScalarType type, int64_t out = 8) {
+    return refused([&] {
+      GraphBuilder make;
+      const int x = make.input({8}, type);
+      make.into(make.output({out}, type), op, {x}, attributes);
+      on_gpu(make.graph);
+    });
+  };
+  EXPECT_EQ(one("all_reduce", of_ranks(8, "sum"), ScalarType::f32), "");
+  EXPECT_NE(one("all_reduce", of_ranks(9, "sum"), ScalarType::f32).find("9 ranks"), std::string::npos);
+  EXPECT_NE(one("all_reduce", of_ranks(2, "avg"), ScalarType::i64).find("avg of int64"), std::string::npos);
+  EXPECT_NE(one("all_reduce", of_ranks(2, "band"), ScalarType::f32).find("band of float32"), std::string::npos);
+  EXPECT_NE(one("all_reduce", of_ranks(2, "median"), ScalarType::f32).find("'median'"), std::string::npos);
+  EXPECT_NE(one("all_gather", of_ranks(2), ScalarType::f32, 24).find("different sizes"), std::string::npos);
+  Attributes uneven = of_ranks(2);
+  uneven["input_splits"] = uneven["output_splits"] = std::vector<int64_t>{3, 5};
+  EXPECT_NE(one("all_to_all", uneven, ScalarType::f32).find("different sizes"), std::string::npos);
+
+  EXPECT_NE(refused([] {
+              GraphBuilder make;
+              const int x = make.input({8});
+              const int y = make.into(make.temporary({8}), "all_reduce", {x}, of_ranks(2, "sum", 0));
+              make.into(make.output({8}), "all_reduce", {y}, of_ranks(2, "sum", 1));
+              on_gpu(make.graph);
+            }).find("another group"),
+            std::string::npos);
+  EXPECT_NE(refused([] {
+              GraphBuilder make;
+              const int x = make.input({16384, 4096});
+              make.into(make.output({16384, 4096}), "all_reduce", {x}, of_ranks(2, "sum"));
+              on_gpu(make.graph);
+            }).find("MB for packets"),
+            std::string::npos);
+}
+
+// Another rank's plan may have them the other way round.
+TEST(SpreadCollectivesTest, TwoTilesOnOneWorkerAreNoPlan) {
+  Plan plan = on_gpu(layer(2048, 4));
+  validate(plan);
+  const auto stage = std::find_if(plan.stages.begin(), plan.stages.end(), is_spread) - plan.stages.begin();
+  const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
+  auto& from = plan.queues[plan.tasks[tiles[1]].worker].tasks;
+  from.erase(std::find(from.begin(), from.end(), tiles[1]));
+  plan.tasks[tiles[1]].worker = plan.tasks[tiles[0]].worker;
+  auto& to = plan.queues[plan.tasks[tiles[0]].worker].tasks;
+  to.insert(std::find(to.begin(), to.end(), tiles[0]) + 1, tiles[1]);
+  EXPECT_NE(refused([&] { validate(plan); }).find("second tile of a collective"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace ark::plan
