@@ -4,6 +4,8 @@ Three runs give what to expect: eager's (types, shapes, strides, which result li
 booleans), one in float64 (the values), and a few in float64 in which every operand and result is off by as much as
 rounding to its type might make it. How far the last wander is how far rounding may take any implementation. What is
 further off must be no further than 1.5 times eager's own error, or Inductor's.
+
+On a GPU eager and Inductor run there too, and float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ class Outcome:
     operators: int = 0  # that ark ran
     fallen: list[str] = field(default_factory=list)  # reasons
     inductor_asked: str = ""  # why Inductor's own result had to be looked at
+    refused: bool = False  # by eager PyTorch on this device, so nothing was compared
 
 
 class Wrong(AssertionError):
@@ -103,11 +106,18 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(left, right)
 
 
+def _sound(program: Program) -> None:
+    """Raises what the GPU has to say of what was launched before."""
+    if program.device != "cpu":
+        torch.cuda.synchronize()
+
+
 class Check:
     """One program. `verify` raises Wrong, or whatever the compiler raised."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self._alone = True  # nothing but ark's kernels ran
         self.scope: dict[str, Any] = {}
         exec(program.source(), self.scope)
         self.outcome = Outcome()
@@ -122,7 +132,14 @@ class Check:
         return self._inductor
 
     def verify(self) -> Outcome:
-        expected = run(self.scope["program"], self.scope)
+        try:
+            expected = run(self.scope["program"], self.scope)
+        except (RuntimeError, NotImplementedError):  # what the CPU, where it was drawn, can
+            _sound(self.program)
+            if self.program.device == "cpu":
+                raise
+            self.outcome.refused = True
+            return self.outcome
         torch._dynamo.reset()
         report = Report()
         chosen = options.parse(None, {"choose": "ark", **self.program.options})
@@ -134,7 +151,12 @@ class Check:
         try:
             got = run(compiled, self.scope)
             again = run(compiled, self.scope)
+            _sound(self.program)
         except Exception as error:
+            try:
+                _sound(self.program)
+            except Exception:
+                raise Wrong(f"loses the GPU's context: {type(error).__name__}: {error}") from error
             try:
                 self.inductor("ark raises")
             except Exception:  # Inductor cannot either
@@ -143,9 +165,10 @@ class Check:
         self._look_at_report(report)
         self._compare_forms(got, expected)
         for i, (one, two) in enumerate(zip(got, again, strict=True)):
-            if not _same_bits(one, two):
+            # Of the others on a GPU some add in any order.
+            if not _same_bits(one, two) and (self._alone or self.program.device == "cpu"):
                 raise Wrong(f"{self._name(i)} differs from run to run\n{report}")
-        self._compare_values(got, expected, report)
+        self._compare_values([t.cpu() for t in got], [t.cpu() for t in expected], report)
         return self.outcome
 
     def _name(self, i: int) -> str:
@@ -156,6 +179,7 @@ class Check:
 
     def _look_at_report(self, report: Report) -> None:
         for graph in report.graphs:
+            self._alone &= not graph.whole and all(piece.runs_on == "ark" for piece in graph.pieces)
             if graph.whole:
                 self.outcome.fallen.append(graph.whole)
                 if "ark failed" in graph.whole:
@@ -191,14 +215,14 @@ class Check:
         runs = [wide(self.program, types, i) for i in range(WANDERINGS + 1)]
         for i, (g, e) in enumerate(zip(got, expected, strict=True)):
             if not e.is_floating_point():
-                if not torch.equal(g, e) and not torch.equal(g, self.inductor("integers")[i]):
+                if not torch.equal(g, e) and not torch.equal(g, self.inductor("integers")[i].cpu()):
                     raise Wrong(f"{self._name(i)} is\n{g}\nnot\n{e}\n{report}")
                 continue
             exact = runs[0][i]
             wrong = wrong_elements(g, e, exact, [r[i] for r in runs[1:]])
             if not bool(wrong.any()):
                 continue
-            theirs = self.inductor("errors")[i]
+            theirs = self.inductor("errors")[i].cpu()
             allowed = 1.5 * max(errors(e, exact), errors(theirs, exact))
             if bool((_classes(g) == _classes(theirs)).all()) and errors(g, exact) <= allowed:
                 continue
