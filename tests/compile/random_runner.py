@@ -3,8 +3,8 @@ process of their own.
 
 A process of its own, so that a crash or a hang of a compiled program is a failure with a program to look at: the
 program at work stands in the file that RANDOM_PROGRAM names. The last line of the output is a JSON object of counts.
-With --survey failures are written to FOLDER and the run goes on, without shrinking them, for S seconds at most. On a GPU
-nothing is shrunk, as a failure may be the end of the process's context.
+With --survey failures are written to FOLDER and the run goes on, without shrinking them, for S seconds at most. On a
+GPU nothing is shrunk, as a failure may be the end of the process's context.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random programs (tests/compile/random_graphs.py) as loop kernels on a GPU, against eager PyTorch there and float64."""
+"""Random programs (tests/compile/random_graphs.py) as loop kernels on a GPU, against eager there and float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
 
-from random_batches import batches, check_coverage  # noqa: E402
+from random_batches import batches, check_coverage
 
 PROCESSES = max(2, min(16, (os.cpu_count() or 2) - 2))
 PROGRAMS = 200
