@@ -71,7 +71,7 @@ def fill(model: Any, length: int) -> None:
         generator = torch.Generator(cache.device).manual_seed(number)
         shape = (*cache.shape[:2], length, cache.shape[3])
         cache.zero_()
-        cache[:, :, :length] = torch.randn(shape, generator=generator, device=cache.device).bfloat16()
+        cache[:, :, :length] = torch.randn(shape, generator=generator, device=cache.device, dtype=torch.bfloat16)
 
 
 def decoding(model: Any, vocab: int, filled: int, device: torch.device) -> Case:
