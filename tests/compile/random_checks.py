@@ -10,11 +10,14 @@ On a GPU eager and Inductor run there too, and float64 on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from random_float64 import wide
 from random_graphs import NAMES, Program
 from torch import Tensor
@@ -106,6 +109,20 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(left, right)
 
 
+@contextlib.contextmanager
+def _aligned(program: Program) -> Iterator[None]:
+    """On a GPU eager PyTorch 2.11's attention ends the context where an operand does not begin at 16 bytes: it gets a
+    copy. What ark and Inductor get stays as it is."""
+    attention = F.scaled_dot_product_attention
+
+    def call(*operands: Tensor, **options: Any) -> Tensor:
+        whole = [t if t.data_ptr() % 16 == 0 else t.clone() for t in operands]
+        return attention(*whole, **options)
+
+    with patch.object(F, "scaled_dot_product_attention", attention if program.device == "cpu" else call):
+        yield
+
+
 def _sound(program: Program) -> None:
     """Raises what the GPU has to say of what was launched before."""
     if program.device != "cpu":
@@ -133,7 +150,9 @@ class Check:
 
     def verify(self) -> Outcome:
         try:
-            expected = run(self.scope["program"], self.scope)
+            with _aligned(self.program):
+                expected = run(self.scope["program"], self.scope)
+            _sound(self.program)
         except (RuntimeError, NotImplementedError):  # what the CPU, where it was drawn, can
             _sound(self.program)
             if self.program.device == "cpu":
@@ -239,7 +258,8 @@ class Check:
         scope: dict[str, Any] = dict(NAMES)
         scope.update(zip(self.program.arguments, arguments(self.scope)[1], strict=True))
         found = []
-        for line in self.program.body:
-            exec(str(line), scope)
-            found.append(scope[line.target].dtype if line.target else torch.float32)
+        with _aligned(self.program):
+            for line in self.program.body:
+                exec(str(line), scope)
+                found.append(scope[line.target].dtype if line.target else torch.float32)
         return found

@@ -103,12 +103,12 @@ def text_in_float32(device: torch.device, small: bool) -> Figures:
     tokens, _ = continued(call, 200, device)
     assert torch.equal(tokens, eager), f"from token {int((tokens != eager).flatten().nonzero()[0])} on"
     assert tokens.unique().numel() > 3
-    return {"different tokens": tokens.unique().numel()} | one_kernel(report)
+    return {"distinct tokens": tokens.unique().numel()} | one_kernel(report)
 
 
 def text_of_a_thousand(device: torch.device, small: bool) -> Figures:
     """1,000 greedy tokens by one kernel, and the errors of its logits at every position; eager's own 200 tokens, the
-    same up to a tie of logits: two that differ by less than the two err there."""
+    same up to a tie of logits: two that differ by less than four times what eager's are off by there."""
     steps, compared = (40, 20) if small else (1000, 200)
     model = real_sizes.llama(torch.bfloat16, device, small).model
     eager = copy.deepcopy(model)
@@ -123,20 +123,22 @@ def text_of_a_thousand(device: torch.device, small: bool) -> Figures:
     worst = [float((e / exact.norm(dim=1)).max()) for e in errors]
     assert worst[0] <= exactness.FACTOR * worst[1], f"error at the worst position {worst}"
     own, _ = continued(eager, compared, device)
+    tie: list[float] = []
     differ = (own != tokens[:compared]).flatten().nonzero().flatten().tolist()
     if differ:
         at = differ[0]
-        off = max(float((found[at].double() - exact[at]).abs().max()) for found in (logits, theirs))
+        off = float(errors[1][at]) / exact.shape[1] ** 0.5
         apart = abs(float(exact[at, tokens[at]] - exact[at, own[at]]))
-        assert apart <= 2 * off, f"token {at} differs, and its logits by {apart}; errors are up to {off}"
+        assert apart <= 4 * off, f"token {at} differs, and its logits by {apart}; eager's are off by {off}"
+        tie = [at, apart, off]
     assert tokens.unique().numel() > 3
     return {
         "error": ark,
         "rival": rival,
         "by": "eager",
         "worst position": worst,
-        "first difference": differ[:1],
-        "different tokens": tokens.unique().numel(),
+        "first difference, logits apart, and off": tie,
+        "distinct tokens": tokens.unique().numel(),
     } | resources
 
 
