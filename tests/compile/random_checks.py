@@ -220,7 +220,7 @@ class Check:
         if len(got) != len(expected):
             raise Wrong(f"{len(got)} results, not {len(expected)}")
         for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-            for what, a, b in (("type", g.dtype, e.dtype), ("shape", g.shape, e.shape)):
+            for what, a, b in (("type", g.dtype, e.dtype), ("shape", g.shape, e.shape), ("device", g.device, e.device)):
                 if a != b:
                     raise Wrong(f"{self._name(i)}: its {what} is {a}, not {b}")
             if _strides(g) != _strides(e) and _strides(g) != _strides(self.inductor("strides")[i]):
