@@ -2,6 +2,8 @@
 
     python benchmarks/compile_models.py [--models llama bert ...] [--ranks 1 2 4] [--output FOLDER]
     python benchmarks/compile_models.py --readme    measures nothing: renews the README's table from the JSON
+    python benchmarks/compile_models.py --device cuda [--only bert-large ...] [--ways ...]    real sizes on one GPU
+                                                    (gpu_models.py): a table and compile_models_h200.json
 
 Models come from small configurations with random weights. Errors are relative to the model in float64 throughout, for
 ark and for Inductor on the same inputs (over the same ark group where there are several ranks). Cold: the first call
@@ -34,6 +36,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "tests" / "compile"))
 
 import exactness  # noqa: E402
+import gpu_models  # noqa: E402
 import models  # noqa: E402
 import parallel_llama  # noqa: E402
 
@@ -148,6 +151,13 @@ def renew_readme(results: Path) -> None:
     path.write_text(readme.replace(path.read_text(encoding="utf-8"), "models", table), encoding="utf-8")
 
 
+ON_A_GPU = [
+    ("bert-large", None),
+    ("bert-large", torch.bfloat16),
+    ("gpt2-xl", None),
+    ("eight experts", None),
+    ("dlrm", None),
+]
 ONE = ("hand-written llama", "llama", "bert", "gpt2", "resnet block")
 
 
@@ -158,7 +168,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     parser.add_argument("--readme", action="store_true", help="measure nothing: the README's table from the JSON")
     parser.add_argument("--row", type=Path, default=None, help=argparse.SUPPRESS)
+    gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        return gpu_models.main("compile_models", ON_A_GPU, arguments)
     if arguments.row is not None:
         one = row(arguments.models[0])
         if os.environ.get("RANK", "0") == "0":

@@ -132,10 +132,15 @@ def one_round(either: Either, inputs: Sequence[torch.Tensor], between: Callable[
 @torch.no_grad()
 def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
     """Of this process, which has compiled nothing yet."""
-    from ark_torch.compile import backend, build
-
     torch.set_num_threads(2)
     model = Llama(LlamaConfig(layers=arguments.layers)).eval().requires_grad_(False)
+    return first_call(model, (torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5])))
+
+
+def first_call(model: torch.nn.Module, inputs: Sequence[Any]) -> dict[str, float]:
+    """The seconds of it, and what part of them is in ark's backend, and in a region's plan, compiler and loading."""
+    from ark_torch.compile import backend, build
+
     inside = 0.0
     compile_inference, make_region = backend.compile_inference, build.make_region
     region = 0.0
@@ -159,7 +164,7 @@ def compile_time(arguments: argparse.Namespace) -> dict[str, Any]:
     backend.compile_inference, build.make_region = timed_inference, timed_region
     step = torch.compile(model, backend="ark", options={"choose": "ark"})
     begin = time.perf_counter()
-    step(torch.zeros(1, 1, dtype=torch.int64), torch.tensor([5]))
+    step(*inputs)
     whole = time.perf_counter() - begin
     return {"first_call_s": whole, "ark_s": inside, "plan_and_compiler_s": region, "rest_s": whole - inside}
 

@@ -2,6 +2,8 @@
 
     python benchmarks/decode.py [--ranks 1 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
     python benchmarks/decode.py --readme    measures nothing: renews the README's table and the picture from the JSON
+    python benchmarks/decode.py --device cuda [--ways ...]    a Llama of 1.2 thousand million weights on one GPU
+                                                              (gpu_models.py): its table and decode_h200.json
 
 One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
 all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
@@ -37,6 +39,7 @@ FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
 
 import decode_report  # noqa: E402
+import gpu_models  # noqa: E402
 from llama.model import Llama, LlamaConfig, shard  # noqa: E402  (lies beside, in examples/)
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -185,7 +188,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     parser.add_argument("--readme", action="store_true", help="measure nothing: table and picture from the JSON")
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
+    gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        return gpu_models.main("decode", [("llama-1b", None)], arguments)
     if arguments.rows is not None:
         run_rank(arguments, arguments.rows)
         return 0

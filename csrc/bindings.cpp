@@ -119,6 +119,7 @@ void bind_jit(py::module_& m) {
       .def_readwrite("log", &Settings::log);
   m.def("_configure_jit", &ark::jit::configure);
   m.def("_has_cuda_driver", &ark::has_driver);
+  m.def("_cuda_driver_problem", &ark::driver_problem);
   m.def(
       "_probe_device",
       [](int device, size_t bytes) {

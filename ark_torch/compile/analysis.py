@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
@@ -77,7 +78,19 @@ def is_view(node: Node) -> bool:
 
 
 def is_constant(node: Node) -> bool:
-    return node.op == "call_function" and node.target in _CONSTANTS
+    return node.op == "call_function" and (node.target in _CONSTANTS or held_number(node) is not None)
+
+
+def held_number(node: Node) -> torch.Tensor | None:
+    """A copy of a number that the graph holds: what becomes of Python's own in x[0] = 1.5. It lies on the CPU even
+    where all else is on a GPU."""
+    if node.target is not aten.lift_fresh_copy.default or _node(node.args[0]).op != "get_attr":
+        return None
+    value: Any = node.graph.owning_module
+    for part in str(_node(node.args[0]).target).split("."):
+        value = getattr(value, part)
+    held = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and value.device.type == "cpu"
+    return value if held and value.dim() == 0 else None
 
 
 def is_source(node: Node) -> bool:

@@ -57,12 +57,15 @@ def _replayer(slot: int, chain: list[Node]) -> Callable[[list[Any]], Any]:
 
 def _maker(node: Node) -> Callable[[list[Any]], Any]:
     target, arguments, keywords = node.target, node.args, node.kwargs
+    held = analysis.held_number(node)
+    if held is not None:
+        return lambda env: held.clone()
     if any(isinstance(argument, Node) for argument in node.args):  # full_like: of what, does not matter
         value = node.meta["val"]
         name = str(target)
         fill: Any = node.args[-1] if "full" in name else 1 if "ones" in name else 0
-        shape, strides, dtype = tuple(value.shape), value.stride(), value.dtype
-        return lambda env: torch.empty_strided(shape, strides, dtype=dtype).fill_(fill)
+        shape, strides, like = tuple(value.shape), value.stride(), {"dtype": value.dtype, "device": value.device}
+        return lambda env: torch.empty_strided(shape, strides, **like).fill_(fill)
     return lambda env: target(*arguments, **keywords)  # type: ignore[operator]
 
 
@@ -89,8 +92,10 @@ def assemble(
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         slots[node] = len(slots)
+    wanted = {node for step in steps for node in step.takes}
+    wanted |= {analysis.root_of(node) for node in outputs if isinstance(node, Node)}
     for node in graph_module.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node in wanted:
             slots[node] = len(slots)
             value: Any = graph_module
             for part in str(node.target).split("."):

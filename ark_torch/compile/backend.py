@@ -178,8 +178,8 @@ def device_of(nodes: Iterable[Node]) -> torch.device:
 def _runs_loop_kernels(device: int) -> bool:
     from ark_torch import _C
 
-    if not _C._has_cuda_driver():
-        _say_once("ark finds no CUDA driver that it can use")
+    if problem := _C._cuda_driver_problem():
+        _say_once(f"its GPU's driver is not one that loop kernels can use ({problem.splitlines()[0].rstrip('.')})")
         return False
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:

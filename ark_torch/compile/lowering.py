@@ -232,8 +232,11 @@ class Lowering:
         assert tensor is not None
         check_tensor(tensor, None)
         name = node.target._schema.name  # type: ignore[union-attr]
-        if name.endswith(("zeros", "zeros_like", "new_zeros")) or "empty" in name:
-            value: Any = 0
+        held = analysis.held_number(node)
+        if held is not None:
+            value: Any = held.item()
+        elif name.endswith(("zeros", "zeros_like", "new_zeros")) or "empty" in name:
+            value = 0
         elif name.endswith(("ones", "ones_like", "new_ones")):
             value = 1
         else:

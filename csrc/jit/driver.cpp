@@ -100,6 +100,15 @@ void use_driver(const Driver& table) {
   g_driver.store(&table, std::memory_order_release);
 }
 
+std::string driver_problem() {
+  try {
+    driver();
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
 bool has_driver() noexcept {
   try {
     driver();

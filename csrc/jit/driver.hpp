@@ -123,6 +123,8 @@ constexpr int kOldestDriver = 12040;
 const Driver& driver();
 // What driver() returns from now on: for tests without a GPU. Outlives its use.
 void use_driver(const Driver& table);
+// What driver() would throw; empty: nothing.
+std::string driver_problem();
 // True when driver() would not throw.
 bool has_driver() noexcept;
 

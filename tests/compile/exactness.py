@@ -33,8 +33,13 @@ class Float64(TorchFunctionMode):
 
 
 def exact(model: nn.Module, run: Run) -> list[Tensor]:
-    with Float64():
-        return list(run(copy.deepcopy(model).double(), torch.float64))
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what numbers make
+    try:
+        with Float64():
+            return list(run(copy.deepcopy(model).double(), torch.float64))
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def error(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:

@@ -62,6 +62,7 @@ class Program:
     body: list[Line] = field(default_factory=list)
     returns: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"  # where the arguments lie; what they hold is drawn on the CPU
 
     def source(self) -> str:
         def block(head: str, lines: Iterable[Any], result: Sequence[str]) -> str:
@@ -69,7 +70,8 @@ class Program:
             return f"\n\ndef {head}:\n{body}    return {', '.join(result)}{',' if len(result) == 1 else ''}\n"
 
         names = ", ".join(self.arguments)
-        bases = ["g = torch.Generator().manual_seed(0)", *self.bases, *self.views]
+        moved = [] if self.device == "cpu" else [f"{b} = {b}.to({self.device!r})" for b in self.base_names]
+        bases = ["g = torch.Generator().manual_seed(0)", *self.bases, *moved, *self.views]
         return (
             HEAD
             + block("arguments()", bases, [f"[{', '.join(self.base_names)}]", f"[{names}]"])

@@ -82,7 +82,7 @@ def layout(pen: Pen) -> object:
         f"torch.zeros_like({x}) + {x}",
         f"torch.ones_like({x})",
         f"{x}.new_full(({pen.choose(pen.sizes)},), 2)",
-        f"torch.arange({pen.choose(pen.sizes)})",
+        f"torch.arange({pen.choose(pen.sizes)}, device={x}.device)",
     )
     return pen.write(pen.choose(forms), [x], False)
 

@@ -1,8 +1,10 @@
-"""`python random_runner.py SEED COUNT [--survey FOLDER]`: COUNT random programs, in a process of their own.
+"""`python random_runner.py SEED COUNT [--device cuda] [--survey FOLDER] [--seconds S]`: COUNT random programs, in a
+process of their own.
 
 A process of its own, so that a crash or a hang of a compiled program is a failure with a program to look at: the
 program at work stands in the file that RANDOM_PROGRAM names. The last line of the output is a JSON object of counts.
-With --survey failures are written to FOLDER and the run goes on, without shrinking them.
+With --survey failures are written to FOLDER and the run goes on, without shrinking them, for S seconds at most. On a
+GPU nothing is shrunk, as a failure may be the end of the process's context.
 """
 
 from __future__ import annotations
@@ -30,11 +32,14 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("seed", type=int)
     parser.add_argument("count", type=int)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--survey", type=Path)
     chosen = parser.parse_args()
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     note = os.environ.get("RANDOM_PROGRAM", "")
+    on_gpu, ends = chosen.device != "cpu", time.monotonic() + chosen.seconds
 
     @seed(chosen.seed)
     @settings(
@@ -43,10 +48,14 @@ def main() -> int:
         database=None,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate] if chosen.survey else [Phase.generate, Phase.shrink],
+        phases=[Phase.generate] if chosen.survey or on_gpu else [Phase.generate, Phase.shrink],
     )
     @given(programs())
     def each(program: Program) -> None:
+        nonlocal ends
+        if time.monotonic() > ends:
+            return
+        program.device = chosen.device
         if note:
             Path(note).write_text(program.script(), encoding="utf-8")
         faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
@@ -61,7 +70,10 @@ def main() -> int:
                 raise
             report(chosen.survey, f"{chosen.seed}-{counts['programs']}", program)
             counts["failed"] += 1
+            if on_gpu and context_is_lost():
+                ends = 0.0
         else:
+            counts["refused"] += outcome.refused
             counts["on ark"] += outcome.regions > 0
             counts["ark's operators"] += outcome.operators
             counts["regions"] += outcome.regions
@@ -78,6 +90,14 @@ def main() -> int:
     each()
     print(json.dumps({**counts, "reasons": reasons.most_common()}))
     return 0
+
+
+def context_is_lost() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def report(folder: Path, name: str, program: Any) -> None:

@@ -225,3 +225,22 @@ def test_fractions_as_booleans() -> None:
     for function in functions:
         compiled = torch.compile(function, backend="ark", options={"choose": "ark", "minimum": 1})
         assert torch.equal(compiled(x), function(x))
+
+
+def test_numbers_that_a_graph_holds_are_no_arguments(double: Any, compiled: Any) -> None:
+    """On a GPU they lie elsewhere than all the rest. One that is returned is a new one in each call."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        x, number = x * 2, torch.tensor(2.5)
+        x[0] = 1.5
+        return x + number, number
+
+    call, report = compiled(program)
+    x = torch.randn(4, 5)
+    for _ in range(2):
+        got, wanted = call(x), program(x)
+        torch.testing.assert_close(got, wanted)
+        got[1].add_(1)
+    assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark"], report
+    (region,) = double.made
+    assert sum(buffer["kind"] == "input" for buffer in region.graph.buffers) == 1

@@ -1,76 +1,16 @@
 """Random programs (random_graphs.py) on ark, eager and in float64: 100 in `make test`, 2,000 with new seeds at night.
 
-They run in processes of their own, two at a time: a crash is a failure that shows the program, and compiling takes both
-cores. Seeds are fixed, so that a run of `make test` is the same every time; RANDOM_GRAPHS_SEED begins the nightly run.
+Seeds are fixed, so that a run of `make test` is the same every time; RANDOM_GRAPHS_SEED begins the nightly run.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import time
-from collections import Counter
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
-AT_ONCE = 2
-BATCH_LIMIT_S = 1200
-
-
-def batch(folder: Path, seed: int, count: int) -> dict[str, Any]:
-    """`count` programs in a process; what it counted, or AssertionError with the program that failed."""
-    program = folder / f"program-{seed}.py"
-    environment = {
-        **os.environ,
-        "ARK_CACHE": str(folder / f"cache-{seed}"),
-        "ARK_OPTIMISE": "1",  # compiling takes most of the time
-        "MALLOC_PERTURB_": "1",  # fresh memory holds nonsense
-        "RANDOM_PROGRAM": str(program),
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }
-    command = [sys.executable, str(HERE / "random_runner.py"), str(seed), str(count)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=BATCH_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"seed {seed} is not done after {BATCH_LIMIT_S} s; it was at\n{_text(program)}") from None
-    if done.returncode < 0:
-        raise AssertionError(f"seed {seed}: signal {-done.returncode} in\n{_text(program)}\n{done.stderr[-4000:]}")
-    assert done.returncode == 0, f"seed {seed} fails\n{done.stdout[-2000:]}\n{done.stderr[-12000:]}"
-    counts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return counts
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else "(no program yet)"
-
-
-def batches(folder: Path, seeds: Iterable[int], count: int) -> Counter[str]:
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        jobs = [pool.submit(batch, folder, seed, count) for seed in seeds]
-        try:
-            results = [job.result() for job in jobs]
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    total: Counter[str] = Counter()
-    for counts in results:
-        total.update({name: n for name, n in counts.items() if isinstance(n, int)})
-    print(dict(total))
-    return total
-
-
-def check_coverage(total: Counter[str], programs: int) -> None:
-    """That the programs were ark's: nearly all have a region, and most of their operators lie in one."""
-    assert total["programs"] >= 0.95 * programs, total
-    assert total["on ark"] >= 0.85 * total["programs"], total
-    assert total["ark's operators"] >= 8 * total["programs"], total
+from random_batches import batches, check_coverage
 
 
 @pytest.mark.limit(900)

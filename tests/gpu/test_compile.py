@@ -155,6 +155,20 @@ def test_recommender_and_experts() -> None:
     assert any(piece.runs_on == "ark" for piece in report.graphs[0].pieces), report
 
 
+def test_numbers_of_the_program() -> None:
+    """Python's numbers become tensors on the CPU on the way; what is returned lies where eager's does."""
+
+    def program(x: Tensor) -> tuple[Tensor, ...]:
+        x, number = x * 2, torch.tensor(2.5)
+        x[0] = 1.5
+        return x + number, number, torch.ones_like(x), x.new_full((3,), 2)
+
+    call, report = compiled(program)
+    x = torch.randn(4, 5, device=DEVICE)
+    torch.testing.assert_close(call(x), program(x))
+    on_one_kernel(report)
+
+
 def mlp() -> tuple[Callable[[Tensor], Tensor], Tensor]:
     a, b = torch.randn(256, 512, device=DEVICE) / 16, torch.randn(512, 256, device=DEVICE) / 16
 

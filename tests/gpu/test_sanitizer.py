@@ -4,6 +4,8 @@ communicator_random is run once a rank, each under a sanitizer of its own; the s
 rings; 1: TMA chunks from small sizes on; 2: copy engines and the kernel that adds). First a planted error, because a
 sanitizer that does not work on this machine (some virtual ones) finds nothing either. ARK_TEST_SANITIZER_OPERATIONS
 says how many operations each run has.
+
+Loop kernels of torch.compile: a small one for every kind of task (compile_tasks.py).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from support import processes, tables
 OPERATIONS = os.environ.get("ARK_TEST_SANITIZER_OPERATIONS", "40")
 RANKS = min(2, torch.cuda.device_count())
 LIMIT_S = 200.0
+TASKS = Path(__file__).resolve().parent / "compile_tasks.py"
 FOUND = 9  # the exit code of a run in which the sanitizer found something
 
 PLANTED = r"""
@@ -96,3 +100,23 @@ def test_kernels(communicator_random: Path, tmp_path: Path, check: str, seed: in
         story = f"rank {rank} of {check}, seed {seed}, exit codes {codes}:\n{text[:6000]}\n...\n{text[-3000:]}"
         assert codes == [0] * RANKS, story
         assert "right:" in text and ("0 errors" in text or "0 hazards" in text), story
+
+
+def of_loop_kernels(check: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [*sanitizer(check), "--kernel-name", "kns=loop_kernel", sys.executable, str(TASKS), *more]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "ARK_COSTS": "assumed"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def test_it_finds_what_is_planted_in_a_loop_kernel() -> None:
+    done = of_loop_kernels("memcheck", "--planted")
+    assert done.returncode == FOUND and "Invalid __global__ read" in done.stdout, done.stdout[-4000:] + done.stderr
+
+
+@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck"])
+def test_loop_kernels(check: str) -> None:
+    begun = time.monotonic()
+    done = of_loop_kernels(check)
+    tables.add("sanitizer", check=check, seed="loop kernels", codes=[done.returncode], s=time.monotonic() - begun)
+    assert done.returncode == 0 and "right: all" in done.stdout, done.stdout[:8000] + done.stderr[-2000:]

@@ -17,6 +17,7 @@ using namespace ark;
 
 namespace {
 std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0};
+std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
 
@@ -32,6 +33,15 @@ void pretend_capability(int major_and_minor) {
 }
 void pretend_version(int value) {
   version = value;
+}
+void pretend_shared(int bytes_a_block) {
+  shared = bytes_a_block;
+}
+void pretend_local(int bytes_a_thread) {
+  local = bytes_a_thread;
+}
+void pretend_resident(int blocks_a_multiprocessor) {
+  resident = blocks_a_multiprocessor;
 }
 void pretend_reach(int value) {
   reach = value;
@@ -60,7 +70,7 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
     case 75: *value = capability / 10; break;
     case 76: *value = capability % 10; break;
     case 16: *value = 132; break;
-    case 97: *value = 232448; break;
+    case 97: *value = shared; break;
     default: *value = 1;
   }
   return CUDA_SUCCESS;
@@ -97,6 +107,10 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   *reinterpret_cast<void**>(function) = strdup(name);
   return CUDA_SUCCESS;
 }
+CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction) {
+  *value = attribute == CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES ? local.load() : 0;
+  return CUDA_SUCCESS;
+}
 CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t* bytes) {
   const struct {
     const char* name;
@@ -116,7 +130,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) {
   return CUDA_SUCCESS;
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
-  *blocks = 2;
+  *blocks = resident;
   return CUDA_SUCCESS;
 }
 CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
