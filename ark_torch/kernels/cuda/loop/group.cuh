@@ -17,7 +17,7 @@ inline constexpr int kWorkspaceBytes = 96 * 1024;
 #if defined(__CUDACC__)
 
 ARK_LOOP char* workspace() {
-  extern __shared__ __align__(128) char dynamic_shared[];
+  extern __shared__ __align__(1024) char dynamic_shared[];
   return dynamic_shared;
 }
 
