@@ -52,7 +52,8 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
       a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
   if (to.cuda()) {
     // Strides choose among kernels.
-    const std::string tile = matmul.tile_columns > 0 ? ", " + number(matmul.tile_columns) : "";
+    std::string tile;
+    if (matmul.tile_columns > 0) tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
     to.line(most + ", s" + tile + ">(" + operands + ");");
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.

@@ -15,9 +15,9 @@ constexpr int64_t kMatvecColumns = 8;   // that a warp takes together there
 constexpr int64_t kAcrossColumns = 32;  // where lanes run along the columns
 constexpr int64_t kRowUnit = 8;         // blocks of rows begin at multiples: rows may be adjacent, 16 bytes each
 
-// What a tile's kernel reaches on one SM where all are at work, on an H200.
-constexpr double kHalfFlopsPerUs = 4e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 5e4;
-constexpr double kTileUs = 2;  // the ring fills, results are stored, a wait
+// What a tile's kernel reaches on one SM, and all of them at the second-level cache, on an H200.
+constexpr double kHalfFlopsPerUs = 4e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 5.4e4, kAllBytesPerUs = 6e6;
+constexpr double kTileUs = 2.5;  // the ring fills, results are stored, a wait
 
 struct TileShape {
   int64_t rows, columns;
@@ -27,13 +27,15 @@ int64_t wholes(int64_t count, int64_t whole) {
   return (count + whole - 1) / whole;
 }
 
+double bytes_of_tile(const TileShape& tile, int64_t depth, bool halves) {
+  return static_cast<double>((tile.rows + tile.columns) * depth * (halves ? 2 : 4));
+}
+
 // Tiles of one worker, one after the other.
 double tiles_us(const TileShape& tile, int64_t depth, bool halves, int64_t tiles) {
-  const auto rows = static_cast<double>(tile.rows), columns = static_cast<double>(tile.columns);
-  const auto deep = static_cast<double>(depth);
-  const double compute = 2 * rows * columns * deep / (halves ? kHalfFlopsPerUs : kFloatFlopsPerUs);
-  const double move = (rows + columns) * deep * (halves ? 2 : 4) / kTileBytesPerUs;
-  return static_cast<double>(tiles) * std::max(compute, move) + kTileUs;
+  const double flops = 2 * static_cast<double>(tile.rows * tile.columns) * static_cast<double>(depth);
+  const double compute = flops / (halves ? kHalfFlopsPerUs : kFloatFlopsPerUs);
+  return static_cast<double>(tiles) * std::max(compute, bytes_of_tile(tile, depth, halves) / kTileBytesPerUs) + kTileUs;
 }
 
 bool of_halves(const Graph& graph, const MatmulStage& product) {
@@ -46,13 +48,17 @@ int64_t blocks_of(int64_t m, int64_t rows) {
 }
 
 TileShape choose_tile(const Graph& graph, const MatmulStage& product, int workers) {
+  const Value& b = graph.values()[product.b];
+  const bool along_depth = b.strides[b.shape.size() - 2] == 1, halves = of_halves(graph, product);
   TileShape best{};
   double best_us = 0;
   for (const int64_t rows : {128, 64}) {
-    for (const int64_t columns : {128, 64, 32}) {
+    for (const int64_t columns : {128, 96, 64, 32}) {
+      if (columns == 96 && (rows != 128 || !along_depth)) continue;  // the kernel has none
       const TileShape tile{rows, columns};
       const int64_t tiles = blocks_of(product.m, rows) * wholes(product.n, columns);
-      const double us = tiles_us(tile, product.k, of_halves(graph, product), wholes(tiles, workers));
+      const double all = static_cast<double>(tiles) * bytes_of_tile(tile, product.k, halves) / kAllBytesPerUs + kTileUs;
+      const double us = std::max(all, tiles_us(tile, product.k, halves, wholes(tiles, workers)));
       if (best.rows == 0 || us < best_us) best = tile, best_us = us;
     }
   }
@@ -85,7 +91,7 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
 }  // namespace
 
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns) {
-  const TileShape tile{product.m <= 64 ? 64 : 128, product.tile_columns};  // as cuda/loop/matmul.cuh
+  const TileShape tile{product.tile_rows, product.tile_columns};
   return tiles_us(tile, product.k, of_halves(graph, product), wholes(columns, tile.columns));
 }
 
@@ -116,6 +122,7 @@ std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int w
       if (body.bias >= 0) body.bias = rows_of(graph, body.bias, begin, end);
       body.out = rows_of(graph, body.out, begin, end);
       body.m = end - begin;
+      body.tile_rows = tile.rows;
       body.tile_columns = tile.columns;
       cut_by_columns(graph, part, body, tile.columns);
       part.flops = stage.flops * static_cast<double>(body.m) / static_cast<double>(product->m);

@@ -58,7 +58,8 @@ struct MatmulStage {
   int64_t batch = 1, m = 1, n = 1, k = 1;
   // What tiles cut: the last dimension of `out`, the last but one, or the outer one that the Access of `out` names.
   enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;
-  int64_t tile_columns = 0;  // that a GPU's kernel takes at once; 0: it chooses for itself. See split_products.hpp
+  // What a GPU's kernel takes at once; 0: it chooses for itself. See split_products.hpp.
+  int64_t tile_rows = 0, tile_columns = 0;
 };
 
 struct AttentionStage {

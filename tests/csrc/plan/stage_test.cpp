@@ -298,7 +298,7 @@ TEST(Stages, AttentionOfFewRowsIsSplitByPositions) {
   }
 }
 
-// For a GPU: few rows by columns, as finely as its kernel works; many in blocks of rows, each by columns.
+// For a GPU: few rows by columns, as finely as its kernel works; many in even blocks of rows, each by columns of tiles.
 TEST(Stages, ProductsAreCutForAGpu) {
   struct Case {
     int64_t m, n;
@@ -308,7 +308,7 @@ TEST(Stages, ProductsAreCutForAGpu) {
   };
   for (const Case& one :
        {Case{1, 200, true, true, {1}, 8}, Case{16, 96, false, false, {16}, 32}, Case{17, 40, true, true, {17}, 32},
-        Case{384, 128, true, true, {128, 128, 128}, 64}, Case{300, 70, false, false, {96, 96, 108}, 32}}) {
+        Case{384, 128, true, true, {128, 128, 128}, 64}, Case{300, 70, false, false, {56, 64, 56, 64, 60}, 32}}) {
     GraphBuilder builder;
     const int a = builder.input({one.m, 12});
     int b = builder.input(one.along_depth ? Shape{one.n, 12} : Shape{12, one.n});

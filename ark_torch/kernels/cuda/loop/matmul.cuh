@@ -58,7 +58,7 @@ ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b,
     tiled_product<PlainTile<kRows, kColumns>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
 }
 
-template <int MostRows, Product s, int kColumns, class At, class T, class Out, class Bias>
+template <int MostRows, Product s, int kRows, int kColumns, class At, class T, class Out, class Bias>
 ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                         int c1) {
   constexpr int kPer = kPerChunk<T>;
@@ -69,8 +69,7 @@ ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bi
   const Side<T, At> a_side{a, at, s.a_depth, a_even && is_aligned(a, 16)};
   const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, b_even && is_aligned(b, 16)};
   if constexpr (kColumns > 0) {
-    product_in_tiles<s, MostRows <= 64 ? 64 : 128, kColumns, kHasGroupMultiply>(a_side, b_side, out, bias, r0, r1, c0,
-                                                                                c1);
+    product_in_tiles<s, kRows, kColumns, kHasGroupMultiply>(a_side, b_side, out, bias, r0, r1, c0, c1);
   } else if (MostRows <= 16 || r1 - r0 <= 16) {
     if (c1 - c0 <= 64)
       product_in_tiles<s, 16, 64>(a_side, b_side, out, bias, r0, r1, c0, c1);
@@ -101,8 +100,9 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
 }
 
 // Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
-// kColumns: of a tile of many rows, where the plan has chosen its shape.
-template <int64_t MostRows, Product s, int kColumns = 0, class At, class A, class B, class Out, class Bias>
+// kRows, kColumns: of a tile of many rows, where the plan has chosen its shape.
+template <int64_t MostRows, Product s, int kRows = 0, int kColumns = 0, class At, class A, class B, class Out,
+          class Bias>
 ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                          int c1) {
   if (r0 >= r1 || c0 >= c1) return;
@@ -112,16 +112,16 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
     if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
       tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
     else
-      many_rows<MostRows, s, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
+      many_rows<MostRows, s, kRows, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
   else
     one_by_one(s, at, a, b, out, bias, r0, r1, c0, c1);
 }
 
-template <int64_t MostRows, Product s, int kColumns = 0, class A, class B, class Out, class Bias>
+template <int64_t MostRows, Product s, int kRows = 0, int kColumns = 0, class A, class B, class Out, class Bias>
 ARK_LOOP void product(const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1, int64_t c0,
                       int64_t c1) {
-  product_of<MostRows, s, kColumns>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0),
-                                    static_cast<int>(r1), static_cast<int>(c0), static_cast<int>(c1));
+  product_of<MostRows, s, kRows, kColumns>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0),
+                                           static_cast<int>(r1), static_cast<int>(c0), static_cast<int>(c1));
 }
 
 }  // namespace ark::loop

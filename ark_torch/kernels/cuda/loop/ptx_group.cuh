@@ -33,10 +33,15 @@ ARK_LOOP void end_group_multiply() {
 ARK_LOOP void show_to_group_multiply() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// All but the last kLeft of this warp's groups of them are done.
+template <int kLeft>
+ARK_LOOP void wait_group_multiply() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
 // All are done. The sums are named so that nobody reads them before.
 template <int kOver>
 ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  wait_group_multiply<0>();
   ARK_UNROLL for (int j = 0; j < kOver; ++j)
       ARK_UNROLL for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(sums[j][e])::"memory");
 }
@@ -55,14 +60,16 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
 // sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), of a group of warps; each warp has 16 rows, as multiply_add.
 template <class T, bool kAAcross, bool kBAcross, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
-  static_assert(kOver == 1 || kOver == 2 || kOver == 4 || kOver == 8);
-  if constexpr (kOver == 1) ARK_GROUP_MULTIPLY_OF("m64n8k16", "%0, %1, %2, %3", "%4, %5, 1, 1, 1, %6, %7", ARK_SUMS(0));
-  if constexpr (kOver == 2)
-    ARK_GROUP_MULTIPLY_OF("m64n16k16", "%0, %1, %2, %3, %4, %5, %6, %7", "%8, %9, 1, 1, 1, %10, %11", ARK_SUMS(0),
-                          ARK_SUMS(1));
+  static_assert(kOver == 4 || kOver == 6 || kOver == 8);
   if constexpr (kOver == 4)
     ARK_GROUP_MULTIPLY_OF("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
                           "%16, %17, 1, 1, 1, %18, %19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
+  if constexpr (kOver == 6)
+    ARK_GROUP_MULTIPLY_OF("m64n48k16",
+                          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                          "%20, %21, %22, %23",
+                          "%24, %25, 1, 1, 1, %26, %27", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
+                          ARK_SUMS(4), ARK_SUMS(5));
   if constexpr (kOver == 8)
     ARK_GROUP_MULTIPLY_OF("m64n64k16",
                           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "

@@ -1,7 +1,7 @@
 // Many rows: tiles of both matrices pass through a ring in shared memory.
 //
 // The ring's stages are filled ahead of the multiplications, without a break where one tile of the result ends and the
-// next begins; one barrier a stage.
+// next begins, unless finishing one needs their memory; one barrier a stage.
 #pragma once
 
 #include "cuda/loop/tile_group.cuh"
@@ -16,6 +16,8 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
                            int r0, int r1, int c0, int c1) {
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
+  // A stage is filled anew that many stages after its own. Where there are many, a multiplication may last until then.
+  constexpr int kBehind = Tile::kAsync && kStages >= 5 ? 2 : 1;
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
   const bool paired =
@@ -27,6 +29,10 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
   };
   auto advance = [&](Place& place) {
     if (++place.step < steps) return;
+    if constexpr (Tile::kAsync) {  // one tile
+      place.r = r1;
+      return;
+    }
     place.step = 0;
     place.c += kColumns;
     if (place.c < c1) return;
@@ -50,27 +56,29 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
   };
 
   sync();
-  for (int i = 0; i < kStages - 1; ++i) fill(i);
+  for (int i = 0; i < kStages - kBehind; ++i) fill(i);
   int stage = 0;
   Tile tile;
   tile.clear();
-  while (now.r < r1) {
-    wait_copies<kStages - 2>();
+  _Pragma("unroll 1") while (now.r < r1) {
+    wait_copies<kStages - kBehind - 1>();
     if constexpr (Tile::kAsync) {
-      tile.wait();
+      tile.template wait<kBehind - 1>();
       show_to_group_multiply();
     }
-    sync();  // all have it, and are done with the stage before
-    if constexpr (Tile::kAsync) tile.add(stage * kBytes, stage * kBytes + kABytes);
-    fill(stage == 0 ? kStages - 1 : stage - 1);
-    if constexpr (!Tile::kAsync) tile.add(stage * kBytes, stage * kBytes + kABytes);
+    sync();  // all have it, and are done with the stage that is filled now
+    fill(stage < kBehind ? stage + kStages - kBehind : stage - kBehind);
+    tile.add(stage * kBytes, stage * kBytes + kABytes);
     stage = stage + 1 == kStages ? 0 : stage + 1;
-    if (now.step + 1 == steps) {
-      if constexpr (Tile::kAsync) tile.wait();
+    if (!Tile::kAsync && now.step + 1 == steps) {
       tile.finish(s, a.at, out, bias, now.r, r1, now.c, c1, paired);
       tile.clear();
     }
     advance(now);
+  }
+  if constexpr (Tile::kAsync) {
+    tile.template wait<0>();
+    tile.finish(s, a.at, out, bias, r0, r1, c0, c1, paired);
   }
 }
 
@@ -78,12 +86,18 @@ template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, cla
           class Bias>
 ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
                             int r0, int r1, int c0, int c1) {
-  if (a.whole && b.whole)
-    ring_product<Tile, ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
-        s, a, b, out, bias, r0, r1, c0, c1);
-  else
-    ring_product<Tile, ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
-        s, a, b, out, bias, r0, r1, c0, c1);
+  const int rows = Tile::kAsync ? kRows : r1 - r0, columns = Tile::kAsync ? kColumns : c1 - c0;
+  for (int r = r0; r < r1; r += rows) {
+    for (int c = c0; c < c1; c += columns) {
+      const int r_end = least(r + rows, r1), c_end = least(c + columns, c1);
+      if (a.whole && b.whole)
+        ring_product<Tile, ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+            s, a, b, out, bias, r, r_end, c, c_end);
+      else
+        ring_product<Tile, ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows,
+                     kColumns>(s, a, b, out, bias, r, r_end, c, c_end);
+    }
+  }
 }
 
 }  // namespace ark::loop
