@@ -1,7 +1,4 @@
-"""Collectives inside loop kernels on GPUs: the bits of eager ones, parallel models, graphs, streams, a lost rank.
-
-With one GPU a group of one rank is all that is tested.
-"""
+"""Collectives inside loop kernels on GPUs: the bits of eager ones, parallel models, graphs, streams, a lost rank."""
 
 from __future__ import annotations
 
@@ -180,7 +177,6 @@ def _other(rank: Rank) -> list[str]:
     return [str(raised.value)]
 
 
-@pytest.mark.skipif(WORLD == 1, reason="needs two GPUs")
 def test_ranks_that_compiled_something_else() -> None:
     for (text,) in run(_other):
         assert "compiled a region with other collectives" in text, text
@@ -203,7 +199,6 @@ def _for_ever(rank: Rank) -> float:
     return go_on_without_the_last(rank, device)
 
 
-@pytest.mark.skipif(WORLD == 1, reason="needs two GPUs")
 def test_a_killed_rank_is_named() -> None:
     """With the task that waited for it, within seconds; the context goes on."""
     victim = WORLD - 1
