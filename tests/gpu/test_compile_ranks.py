@@ -72,7 +72,7 @@ def _forms(rank: Rank, dtype: torch.dtype) -> None:
             x = (x + (torch.randn(x.shape, generator=generator) if dtype.is_floating_point else 0)).to(device)
             got, wanted = call(x, dtype, group), every(x, dtype, group)
             for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
-                same(a, b + 0, f"{dtype} {rows} x {columns}, step {step}, result {i}")
+                same(a, b, f"{dtype} {rows} x {columns}, step {step}, result {i}")
         on_one_kernel(report)
 
 
@@ -187,7 +187,9 @@ def _for_ever(rank: Rank) -> float:
     group = dist.group.WORLD
     call, _ = compiled(_step)
     base = torch.ones(1000, device=device)
-    x = call(base, base, group)
+    x = base + rank.rank
+    for _ in range(3):
+        x = call(x, base, group)
     torch.cuda.synchronize()
     rank.report("running")
     try:
