@@ -2,10 +2,14 @@
 //
 // A call is an operation of the group: it is issued in the same order on all ranks, and the device runs it after what
 // was issued to the group before and ahead of what comes later, on whatever streams. (A loop kernel takes whole
-// multiprocessors: beside an eager collective of the same group, each rank could hold what the other waits for.) The
-// memory is shared at the first call, by all ranks together, and again where the group was made anew. Calls captured in
-// a graph use the same memory: the graph's replays, and eager calls beside them, must be ordered by the user, and alike
-// on all ranks, as must those of eager collectives.
+// multiprocessors: beside an eager collective of the same group, each rank could hold what the other waits for. So it
+// could beside one of another group, or another group's region: those must reach the devices in one order, which is the
+// user's to see to, as with NCCL's communicators.) The memory is shared at the first call, by all ranks together, and
+// again where the group was made anew. Calls captured in a graph use the same memory: the graph's replays, and eager
+// calls beside them, must be ordered by the user, and alike on all ranks, as must those of eager collectives.
+//
+// A wait on a peer ends with the group (its watch tells the device of a lost rank) or after the group's timeout, which
+// then fails the group. The launch is left without a result, the context goes on, and the next call raises.
 #pragma once
 
 #include <c10/util/FunctionRef.h>

@@ -149,7 +149,7 @@ void emit_combine(FunctionWriter& to, const CombineStage& combine) {
 
 namespace {
 
-// Behind the operands stands the place of the packets.
+// Behind the operands stand the place of the packets and the collective's number.
 void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
                    const std::string& output) {
   if (collective.ranks == 0) to.refuse("the size of its group is not known");
@@ -168,10 +168,11 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
   const auto bytes = [&](const char* elements) {
     return std::string(elements) + (size == 1 ? "" : " * " + number(size));
   };
-  to.line("exchange<Exchange::" + node.op + ", ark::device::DType::" + type +
-          ", ark::device::ReduceOp::" + (reduces ? node.text("reduce_op") : "sum") + ", " + number(collective.ranks) +
-          ">(context, " + input + ", " + output + ", p[" + number(static_cast<int64_t>(to.operands().size())) +
-          "], " + number(to.stage().extent * size) + ", " + bytes("begin") + ", " + bytes("end") + ");");
+  const auto operands = static_cast<int64_t>(to.operands().size());
+  to.line("exchange<Exchange::" + node.op + ", ark::device::DType::" + type + ", ark::device::ReduceOp::" +
+          (reduces ? node.text("reduce_op") : "sum") + ", " + number(collective.ranks) + ">(context, " + input + ", " +
+          output + ", p[" + number(operands) + "], p[" + number(operands + 1) + "], " + number(collective.half) + ", " +
+          number(to.stage().extent * size) + ", " + bytes("begin") + ", " + bytes("end") + ");");
 }
 
 }  // namespace

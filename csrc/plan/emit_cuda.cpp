@@ -85,8 +85,9 @@ class CudaEmitter {
       out << "    ";
       for (const int value : functions_.operands(i)) out << operand(value) << ", ";
       if (const auto* collective = std::get_if<CollectiveStage>(&plan_.stages[i].body)) {
-        out << "{Operand::packets, 0, " << collective->slots << "}, ";
-        ++count;
+        out << "{Operand::packets, 0, " << collective->place << "}, {Operand::packets, 0, " << collective->number
+            << "}, ";
+        count += 2;
       }
       out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
     }
@@ -109,9 +110,9 @@ class CudaEmitter {
         const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
         const int function = functions_.of_stage(s);
         out << "    {" << task.begin << ", " << task.end << ", " << function << ", " << index << ", " << task.stage
-            << ", " << first[s] << ", " << first[s + 1] - first[s] << ", " << events.first_wait[t] << ", " << task.waits.size() << ", "
-            << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count << ", " << asked[position]
-            << "},\n";
+            << ", " << first[s] << ", " << first[s + 1] - first[s] << ", " << events.first_wait[t] << ", "
+            << task.waits.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count
+            << ", " << asked[position] << "},\n";
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();

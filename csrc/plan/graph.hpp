@@ -80,6 +80,7 @@ using Attributes = std::map<std::string, Attribute>;
 //   all_reduce, all_gather, reduce_scatter, all_to_all
 //                1 -> 1, dense              group (int: index among the region's groups); reduce_op ("sum", "avg",
 //                ...);
+//                                           ranks (int: of the group; GPUs need it);
 //                                           input_splits, output_splits (ints; all_to_all; empty: even)
 //   stop         one element                -         where steps are chained: no step follows where it is not zero
 struct Node {

@@ -13,9 +13,11 @@ namespace ark::plan {
 
 namespace {
 
-constexpr int kMostExchangeRanks = 8;                     // cuda/loop/launch.cuh
-constexpr int64_t kLeastTileBytes = 1024;                 // of packets in whole rows
-constexpr int64_t kMostExchangeBytes = int64_t{1} << 28;  // of a region's packets that come to a rank
+constexpr int kMostExchangeRanks = 8;      // cuda/loop/launch.cuh
+constexpr int64_t kLeastTileBytes = 1024;  // of packets in whole rows
+// Of memory for packets, of a rank: beyond the first figure collectives take turns in their places.
+constexpr int64_t kEnoughBytes = int64_t{32} << 20, kMostBytes = int64_t{512} << 20;
+constexpr int64_t kMostBetween = 8;  // collectives that may be under way at once, where they take turns
 
 [[noreturn]] void refuse_exchange(const Node& node, const std::string& why) {
   ErrorContext context;
@@ -56,10 +58,18 @@ int in_parts(Graph& graph, int index, int64_t parts, int64_t part) {
   return view_value(graph, value);
 }
 
+// Of `count` collectives so many places of `bytes` are enough, if each waits for all of the one that is half as many
+// before it; all of them where memory allows.
+int64_t places_for(int64_t count, int64_t bytes) {
+  if (2 * count * bytes <= kEnoughBytes) return count;
+  return std::min(count, 2 * std::clamp<int64_t>(kEnoughBytes / (4 * bytes), 1, kMostBetween));
+}
+
 }  // namespace
 
 std::vector<Stage> spread_collectives(Graph& graph, std::vector<Stage> stages) {
-  int64_t slots = 0;
+  std::vector<Stage*> spread;
+  int64_t bytes = 0;  // of a place
   for (Stage& stage : stages) {
     auto* const body = std::get_if<CollectiveStage>(&stage.body);
     if (body == nullptr) continue;
@@ -73,14 +83,28 @@ std::vector<Stage> spread_collectives(Graph& graph, std::vector<Stage> stages) {
     const int64_t size = size_of(graph.values()[body->input].type);
     body->input = in_parts(graph, body->input, from, part);
     body->output = in_parts(graph, body->output, to, part);
-    body->slots = slots;
-    slots += 2 * body->ranks * static_cast<int64_t>(protocol::packet_bytes(static_cast<uint64_t>(part * size)));
     stage.extent = part;
     stage.grain = std::max<int64_t>(1, kLeastTileBytes / size);
     stage.accesses = {{body->input, from > 1 ? 1 : 0, false}, {body->output, to > 1 ? 1 : 0, true}};
-    if (slots > kMostExchangeBytes)
-      refuse_exchange(node, "with the collectives before it, it takes " + std::to_string(slots >> 20) +
-                                " MB for packets; a region can have " + std::to_string(kMostExchangeBytes >> 20));
+    spread.push_back(&stage);
+    const auto packets = static_cast<int64_t>(protocol::packet_bytes(static_cast<uint64_t>(part * size)));
+    bytes = std::max(bytes, body->ranks * packets);
+    if (4 * bytes > kMostBytes)
+      refuse_exchange(node, "it takes " + std::to_string(4 * bytes >> 20) + " MB for packets; a region can have " +
+                                std::to_string(kMostBytes >> 20));
+  }
+  const auto count = static_cast<int64_t>(spread.size());
+  const int64_t places = count > 0 ? places_for(count, bytes) : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    auto& body = std::get<CollectiveStage>(spread[static_cast<size_t>(i)]->body);
+    body.number = static_cast<int>(i) + 1;
+    body.place = i % places * bytes;
+    body.half = places * bytes;
+    // Reads what that one wrote: so it waits for its tiles, or for whoever wrote over them since.
+    if (places < count && i >= places / 2) {
+      const auto& before = std::get<CollectiveStage>(spread[static_cast<size_t>(i - places / 2)]->body);
+      spread[static_cast<size_t>(i)]->accesses.push_back({before.output, -1, false});
+    }
   }
   exchanges_of(graph, stages);  // of one group
   return stages;
@@ -100,14 +124,12 @@ Exchanges exchanges_of(const Graph& graph, const std::vector<Stage>& stages) {
     if (all.ranks != 0 && group != all.group) refuse_exchange(node, "the region has collectives of another group too");
     all.group = group;
     all.ranks = body.ranks;
-    const Value& input = graph.values()[body.input];
+    all.bytes = 2 * body.half;
+    const auto type = static_cast<int64_t>(graph.values()[body.input].type);
     for (const char letter : node.op + "/" + (node.attributes.count("reduce_op") != 0 ? node.text("reduce_op") : ""))
       note(static_cast<uint64_t>(letter));
-    for (const int64_t word : {static_cast<int64_t>(input.type), stage.extent, body.slots, int64_t{body.ranks}})
+    for (const int64_t word : {type, stage.extent, int64_t{body.number}, body.place, body.half, int64_t{body.ranks}})
       note(static_cast<uint64_t>(word));
-    all.bytes = body.slots + 2 * body.ranks *
-                                 static_cast<int64_t>(
-                                     protocol::packet_bytes(static_cast<uint64_t>(stage.extent * size_of(input.type))));
   }
   return all;
 }

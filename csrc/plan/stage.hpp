@@ -132,7 +132,8 @@ struct CheckStage {
 struct CollectiveStage {
   int input = -1, output = -1;  // dense; may be the same value
   int ranks = 0;                // 0: for the host
-  int64_t slots = 0;            // of the memory that ranks share: where the packets of this one begin
+  int number = 0;               // from 1, in the graph's order
+  int64_t place = 0, half = 0;  // in the memory that ranks share: where its packets lie, and those of every other step
 };
 
 // The end of a loop of steps, in chained plans: every worker looks at a number once a step, on its queue wherever that

@@ -119,3 +119,34 @@ def test_lookups_sorts_and_sums(sources: Sources, compiled: Any) -> None:
         torch.randn(40, 100), torch.randint(0, 40, (7,)), torch.randn(100, 30)
     )
     sources.check()
+
+
+@pytest.mark.parametrize("arch, ranks, dtype, size", [("sm_90a", 4, "bfloat16", 2), ("sm_80", 8, "int64", 8)])
+def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
+    """Without a group: what lowering makes of functional collectives."""
+    graph, count = _C.plan.Graph(), 840
+
+    def value(kind: str, argument: int, elements: int) -> int:
+        return graph.value(graph.buffer(kind, argument, elements * size), dtype, [elements], [1])
+
+    attributes = {"group": 0, "ranks": ranks}
+    given = value("input", 0, count)
+    graph.argument(given)
+    for op, more, elements in (
+        ("all_reduce", {"reduce_op": "sum"}, count),
+        ("all_reduce", {"reduce_op": "max"}, count),
+        ("all_gather", {}, count * ranks),
+        ("reduce_scatter", {"reduce_op": "product"}, count),
+        ("all_to_all", {"input_splits": [], "output_splits": []}, count),
+    ):
+        made = value("temporary", -1, elements)
+        graph.node(op, [given], [made], attributes | more, op)
+        given = made
+    result = value("output", 0, count)
+    graph.node("neg", [given], [result], {}, "neg")
+    graph.output(result)
+    _jit.configure()
+    _, ((name, registers, spills, _),) = _C._compile_kernel(
+        _C.plan.cuda_source(graph, arch, MULTIPROCESSORS), arch, fuse=True
+    )
+    assert name == "loop_kernel" and 0 < registers <= 128 and spills == 0

@@ -21,6 +21,7 @@ _NEED_TWO = [
     f"test_{name}.py"
     for name in (
         "channels",
+        "compile_ranks",
         "copy_engines",
         "nccl_entry",
         "send_recv",

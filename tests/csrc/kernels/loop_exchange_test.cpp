@@ -53,13 +53,14 @@ float value_of(int step, size_t collective, int rank, int element) {
 template <int kRanks>
 class World {
  public:
-  explicit World(std::vector<Collective> collectives) : collectives_(std::move(collectives)) {
-    for (const Collective& one : collectives_) {
-      slots_.push_back(bytes_);
-      bytes_ += static_cast<int64_t>(2 * kRanks * protocol::packet_bytes(4 * one.elements));
-    }
+  // `turns`: two places for all, each waits for all of the one before it.
+  explicit World(std::vector<Collective> collectives, bool turns = false)
+      : collectives_(std::move(collectives)), turns_(turns) {
+    for (const Collective& one : collectives_)
+      place_ = std::max<uint64>(place_, kRanks * protocol::packet_bytes(4 * one.elements));
+    half_ = place_ * (turns ? 2 : collectives_.size());
     for (int rank = 0; rank < kRanks; ++rank) {
-      packets_.emplace_back(bytes_ / 16, std::array<uint64, 2>{});
+      packets_.emplace_back(2 * half_ / 16, std::array<uint64, 2>{});
       at_[rank] = reinterpret_cast<char*>(packets_.back().data());
     }
   }
@@ -91,7 +92,10 @@ class World {
             for (size_t i = 0; i < in[k].size(); ++i) in[k][i] = value_of(step, k, rank, static_cast<int>(i));
         }
         launches.arrive_and_wait();
-        for (size_t k = 0; k < in.size(); ++k) run_tile(rank, worker, workers, step, k, in[k], out[k], random);
+        for (size_t k = 0; k < in.size(); ++k) {
+          run_tile(rank, worker, workers, step, k, in[k], out[k], random);
+          if (turns_) launches.arrive_and_wait();
+        }
         launches.arrive_and_wait();
         if (worker == 0)
           for (size_t k = 0; k < in.size(); ++k) check(rank, step, k, out[k]);
@@ -110,7 +114,8 @@ class World {
     if (tile >= tiles) return;
     const auto bound = [&](int of) { return 4 * static_cast<uint64>(std::min(elements, rows * of / tiles * 128)); };
     OneThread block{random};
-    const Exchanged with{at_.data(), slots_[k], rank, static_cast<uint64>(step)};
+    const uint64 place = place_ * (turns_ ? k % 2 : k) + static_cast<uint64>(step % 2) * half_;
+    const Exchanged with{at_.data(), place, rank, static_cast<uint64>(step) << 32 | (k + 1)};
     const auto go = [&](auto what, auto op) {
       exchange<what(), DType::f32, op(), kRanks>(block, with, in.data(), out.data(), 4 * elements, bound(tile),
                                                  bound(tile + 1));
@@ -144,8 +149,8 @@ class World {
   }
 
   const std::vector<Collective> collectives_;
-  std::vector<int64_t> slots_;
-  int64_t bytes_ = 0;
+  const bool turns_;
+  uint64 place_ = 0, half_ = 0;
   std::vector<std::vector<std::array<uint64, 2>>> packets_;
   std::array<char*, kRanks> at_{};
   std::atomic<int> wrong_{0};
@@ -161,6 +166,7 @@ TEST(LoopExchangeTest, EveryCollectiveOfManySteps) {
   EXPECT_EQ(World<2>(all).run(40), 0);
   EXPECT_EQ(World<4>(all).run(20), 0);
   EXPECT_EQ(World<7>(all).run(10), 0);
+  EXPECT_EQ(World<4>(all, true).run(20), 0);
 }
 
 // Nothing else holds a rank back that is a step ahead.

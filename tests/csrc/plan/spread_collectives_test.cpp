@@ -60,14 +60,13 @@ std::string refused(const std::function<void()>& act) {
 
 TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
   const Plan plan = on_gpu(layer(2048, 4));
-  int64_t slots = 0;
+  constexpr int64_t kPlace = 4 * 2 * 2048 * 4;  // packets of four ranks
   int collectives = 0;
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
     if (!is_spread(plan.stages[stage])) continue;
-    ++collectives;
     const auto& body = std::get<CollectiveStage>(plan.stages[stage].body);
-    EXPECT_EQ(body.slots, slots);
-    slots += 2 * 4 * 2 * 2048 * 4;
+    EXPECT_EQ(body.place, collectives * kPlace);
+    EXPECT_EQ(body.half, 2 * kPlace);
     const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
     EXPECT_EQ(tiles.size(), 8u);  // 1 KB each
     std::set<int> workers;
@@ -76,12 +75,13 @@ TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
       EXPECT_EQ(plan.tasks[tile].end - plan.tasks[tile].begin, 256);
     }
     EXPECT_EQ(workers.size(), tiles.size());
+    ++collectives;
   }
   EXPECT_EQ(collectives, 2);
   const Exchanges all = exchanges_of(plan.graph, plan.stages);
   EXPECT_EQ(all.ranks, 4);
   EXPECT_EQ(all.group, 0);
-  EXPECT_EQ(all.bytes, slots);
+  EXPECT_EQ(all.bytes, 4 * kPlace);
 }
 
 // Cut as the collective's size has it, whatever stands before: large ones on all workers.
@@ -106,13 +106,13 @@ TEST(SpreadCollectivesTest, EveryKindIsEmitted) {
   const std::string text = emit_cuda(on_gpu(make.graph)).text;
   for (const char* const call :
        {"exchange<Exchange::all_reduce, ark::device::DType::i64, ark::device::ReduceOp::bxor, 4>(context, p0, p0, "
-        "p.offset(1), 6400, begin * 8, end * 8);",
+        "p[1], p[2], 212992, 6400, begin * 8, end * 8);",
         "exchange<Exchange::all_gather, ark::device::DType::i64, ark::device::ReduceOp::sum, 4>(context, p0, p1, "
-        "p.offset(2), 6400, begin * 8, end * 8);",
+        "p[2], p[3], 212992, 6400, begin * 8, end * 8);",
         "exchange<Exchange::reduce_scatter, ark::device::DType::i64, ark::device::ReduceOp::max, 4>(context, p0, p1, "
-        "p.offset(2), 6400, begin * 8, end * 8);",
+        "p[2], p[3], 212992, 6400, begin * 8, end * 8);",
         "exchange<Exchange::all_to_all, ark::device::DType::i64, ark::device::ReduceOp::sum, 4>(context, p0, p1, "
-        "p.offset(2), 1600, begin * 8, end * 8);"})
+        "p[2], p[3], 212992, 1600, begin * 8, end * 8);"})
     EXPECT_NE(text.find(call), std::string::npos) << call << "\n" << text;
 }
 
@@ -164,6 +164,35 @@ TEST(SpreadCollectivesTest, WhatCannotBeExchangedIsRefused) {
               on_gpu(make.graph);
             }).find("MB for packets"),
             std::string::npos);
+}
+
+// Where all do not fit, they take turns in places, and wait for all of the one that is half as many before them.
+TEST(SpreadCollectivesTest, LargeOnesTakeTurns) {
+  GraphBuilder make;
+  const int x = make.input({512, 2048});
+  for (int i = 0; i < 7; ++i)  // not of one another
+    make.into(make.output({512, 2048}), "all_reduce", {x}, of_ranks(2, "sum"));
+  const Plan plan = on_gpu(make.graph, 8);
+  const int64_t bytes = 2 * 2 * 512 * 2048 * 4;
+  EXPECT_EQ(exchanges_of(plan.graph, plan.stages).bytes, 4 * bytes);
+  const auto ended_before = [&](int task, int stage) {  // every tile of the stage, as its events say
+    std::set<int> seen;
+    for (const int event : plan.tasks[task].waits)
+      for (const int tile : tiles_of(plan, stage)) {
+        const auto& signals = plan.tasks[tile].signals;
+        if (std::find(signals.begin(), signals.end(), event) != signals.end()) seen.insert(tile);
+      }
+    for (const int tile : tiles_of(plan, stage))
+      if (plan.tasks[tile].worker == plan.tasks[task].worker) seen.insert(tile);
+    return seen.size() == tiles_of(plan, stage).size();
+  };
+  for (int stage = 0; stage < 7; ++stage) {
+    const auto& body = std::get<CollectiveStage>(plan.stages[stage].body);
+    EXPECT_EQ(body.number, stage + 1);
+    EXPECT_EQ(body.place, stage % 2 * bytes);
+    EXPECT_EQ(tiles_of(plan, stage).size(), 8u);
+    for (const int task : tiles_of(plan, stage)) EXPECT_TRUE(stage == 0 || ended_before(task, stage - 1)) << task;
+  }
 }
 
 // Another rank's plan may have them the other way round.

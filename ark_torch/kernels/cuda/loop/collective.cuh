@@ -47,14 +47,17 @@ struct BlockExchange {
   }
 };
 
-// `slots`: this rank's places of the collective.
+// `place`: of this rank's packets of the collective; `number`: as far behind the first packet's place as the
+// collective's number (from 1) among those of a step; `half`: bytes of a step's places.
 template <Exchange kWhat, device::DType kType, device::ReduceOp kOp, int kRanks>
-ARK_LOOP void exchange(const Context& context, const void* in, void* out, const char* slots, uint64 part, uint64 begin,
-                       uint64 end) {
+ARK_LOOP void exchange(const Context& context, const void* in, void* out, const char* place, const char* number,
+                       uint64 half, uint64 part, uint64 begin, uint64 end) {
   const Ranks& ranks = context.head->ranks;
+  const char* const first = ranks.packets[ranks.rank];
+  const Exchanged with{ranks.packets, place - first + (context.step & 1) * half, ranks.rank,
+                       uint64{context.step} << 32 | static_cast<uint64>(number - first)};
   BlockExchange block{context};
-  exchange<kWhat, kType, kOp, kRanks>(block, {ranks.packets, slots - ranks.packets[ranks.rank], ranks.rank, context.step},
-                                      in, out, part, begin, end);
+  exchange<kWhat, kType, kOp, kRanks>(block, with, in, out, part, begin, end);
 }
 
 #endif

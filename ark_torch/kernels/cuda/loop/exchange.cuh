@@ -2,15 +2,19 @@
 // {data, epoch} (protocol/packet.hpp), waits for theirs in its own, and adds them in rank order as eager collectives do
 // (cuda/reduce.cuh), so all ranks get the same bits. Any element type, size and alignment; out may be in.
 //
-// Places. Every collective of the plan has its own, at `slots` of each rank's memory: [2][ranks][part], by the parity
-// of the step, by source, then by element. So ranks need not cut alike: what one waits for is elements, whoever pushed
-// them.
+// Places. A collective's packets lie at a place that the plan has given it, the same in each rank's memory:
+// [ranks][part], by source, then by element, and as much again for every other step. So ranks need not cut alike: what
+// one waits for is elements, whoever pushed them. A packet's epoch is made of the step and the collective's number in
+// it. Steps are counted for all launches of the region together (its memory is one set, and its launches follow each
+// other on each rank), so a place never holds an epoch before its data.
 //
-// Memory order. A packet's data and epoch are one access. Epochs are the count of steps, which only grows and is one
-// for all launches of the region (its memory is one set, and its launches follow each other on each rank), so a place
-// never holds an epoch before its data. Why two copies are enough: in step s + 2 rank r writes over what peer p read in
-// step s. r's launch s + 1 had ended, so r had seen all packets of p's step s + 1 (each collective waits for every
-// element from every rank), so p had begun its launch s + 1, and its launch s was over, with all its reads.
+// Memory order. A packet's data and epoch are one access. Rank r may write over what peer p reads, since p has read it:
+//  - two steps later, in the same half: r's launch between them had ended, so r had seen all packets of p's (each
+//    collective waits for every element from every rank), so p had begun that launch, and the one before it was over;
+//  - in the same step, where collective k + 2 l has the place of k: the plan lets no tile of any collective begin
+//  before
+//    all tiles of the one l before it have ended on its rank. So r had seen all that p pushed in k + l, whose tiles
+//    began, on p, when all of k had ended.
 //
 // Nothing hangs. On each rank tasks are listed in an order that is valid to execute, queues keep that order,
 // collectives stand there in the graph's order, which all ranks share (compared when the memory is made), and a worker
@@ -36,7 +40,7 @@ enum class Exchange : uint32 { all_reduce, all_gather, reduce_scatter, all_to_al
 // One rank's view of a collective's packets.
 struct Exchanged {
   char* const* packets;  // of each rank, as mapped here
-  int64_t slots;         // where the collective's begin
+  uint64 place;          // where the collective's begin
   int rank;
   uint64 epoch;
 };
@@ -64,7 +68,7 @@ ARK_LOOP void exchange(Block& block, const Exchanged& with, const void* in, void
   const int rank = with.rank;
   const uint64 epoch = with.epoch;
   const auto slot = [&](int owner, int source) {
-    return with.packets[owner] + with.slots + ((epoch & 1) * kRanks + source) * protocol::packet_bytes(part);
+    return with.packets[owner] + with.place + source * protocol::packet_bytes(part);
   };
   const auto given = [&](int receiver, uint64 unit) {
     const char* const from = static_cast<const char*>(in) + (kFromParts ? receiver * part : 0);
