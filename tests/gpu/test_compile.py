@@ -141,6 +141,26 @@ def test_encoder_and_decoder() -> None:
     assert any(piece.runs_on == "ark" for piece in report.graphs[0].pieces), report
 
 
+@pytest.mark.parametrize("columns", [1000, 1024])
+def test_rows_of_a_large_tensor(columns: int) -> None:
+    """Several rows a tile, and many elements a thread."""
+
+    def norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nn.functional.layer_norm(x + y, x.shape[1:]), (x * y).amax(-1)
+
+    def pointwise(x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x) * torch.sigmoid(y)
+
+    x, y = (torch.randn(700, columns, device=DEVICE) for _ in range(2))
+    for function in (norm, pointwise):
+        torch._dynamo.reset()
+        call, report = compiled(function, fallback=False)
+        got = call(x, y)
+        torch.testing.assert_close(got, function(x, y), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(call(x, y), got, rtol=0, atol=0)
+        on_one_kernel(report)
+
+
 def test_recommender_and_experts() -> None:
     model = recommender.Dlrm().eval().to(DEVICE)
     dense = torch.randn(10, 13, device=DEVICE)
