@@ -235,9 +235,12 @@ class RowEmitter {
     bool any = false;
     Registers need = needed(when, any);
     if (!any) return;
-    if (to_.cuda()) load_early(when, need);
-    std::set<int> keep = worth_keeping(when, need);
-    if (to_.cuda()) load_first(need, keep);
+    Registers early = need;
+    if (to_.cuda()) load_early(when, early);
+    std::set<int> keep = worth_keeping(when, early);
+    if (to_.cuda()) load_first(early, keep);
+    for (int i = 0; i < count(); ++i)
+      if (kept_.count(i) == 0) need[static_cast<size_t>(i)] = early[static_cast<size_t>(i)];
     for (const int i : keep) {
       if (to_.cuda())
         kept_array(i);
