@@ -6,7 +6,7 @@
 //
 // For a GPU: a row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in
 // every pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers.
-// Where nothing is reduced a tile is one row.
+// Where nothing is reduced a tile is one row, of which a thread takes one or a few elements at a time.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -56,19 +56,25 @@ class RowEmitter {
         if (!loop.column) nest_.open(loop);
       return;
     }
-    if (!nest_.has_numbers()) return;
+    if (!nest_.has_numbers()) {
+      if (nest_.rows() * nest_.columns() < kManyElements) return;
+      turns_ = code_.size() <= kShortProgram ? 8 : 4;
+      return to_.open("for_blocks<" + row_number(turns_) + ">(" + nest_.count(true) +
+                      ", [&](int64_t first, int64_t past)");
+    }
     // By shape alone: the order of a sum must not depend on the tile.
     const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
-    const int64_t threads = narrow ? 32 : 512;  // of cuda/loop/group.cuh
+    const bool several = nest_.columns() <= 1024 && nest_.rows() >= 256;  // of a tile, most likely
+    const int64_t threads = narrow ? 32 : several ? 128 : 512;            // of cuda/loop/group.cuh
     const int64_t turns = (nest_.columns() + threads - 1) / threads;
     turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
-    to_.line(std::string("using Group = ") + (narrow ? "Warp" : "Block") + ";");
+    to_.line(std::string("using Group = ") + (narrow ? "Warp" : several ? "Warps4" : "Block") + ";");
     to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
     nest_.take_apart("row", false);
   }
   void close_rows() {
     if (to_.cuda()) {
-      if (nest_.has_numbers()) to_.close("});");
+      if (nest_.has_numbers() || turns_ > 0) to_.close("});");
       return;
     }
     for (const RowLoop& loop : nest_.loops())
@@ -229,9 +235,12 @@ class RowEmitter {
     bool any = false;
     Registers need = needed(when, any);
     if (!any) return;
-    if (to_.cuda()) load_early(when, need);
-    std::set<int> keep = worth_keeping(when, need);
-    if (to_.cuda()) load_first(need, keep);
+    Registers early = need;
+    if (to_.cuda()) load_early(when, early);
+    std::set<int> keep = worth_keeping(when, early);
+    if (to_.cuda()) load_first(early, keep);
+    for (int i = 0; i < count(); ++i)
+      if (kept_.count(i) == 0) need[static_cast<size_t>(i)] = early[static_cast<size_t>(i)];
     for (const int i : keep) {
       if (to_.cuda())
         kept_array(i);
@@ -285,12 +294,12 @@ class RowEmitter {
   }
 
   void pass_of_threads(const Registers& need, const std::set<int>& keep) {
-    const bool turns = turns_ > 0 && nest_.has_numbers();
-    const std::string over = !nest_.has_numbers() ? "for_elements("
-                             : turns              ? "for_columns<Group, " + row_number(turns_) + ">("
-                                                  : "for_columns<Group>(";
-    to_.open(over + nest_.count(true) + ", [&]([[maybe_unused]] int64_t column" +
-             (turns ? ", [[maybe_unused]] int turn)" : ")"));
+    const bool turns = turns_ > 0;
+    const std::string many = "<" + row_number(turns_) + ">(first, past";
+    const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : "for_elements(" + nest_.count(true))
+                             : turns ? "for_columns<Group, " + row_number(turns_) + ">(" + nest_.count(true)
+                                     : "for_columns<Group>(" + nest_.count(true);
+    to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
     nest_.take_apart("column", true);
     for (int i = 0; i < count(); ++i)
       if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
@@ -344,6 +353,8 @@ class RowEmitter {
   RowNest nest_;
   const RowExpressions expressions_;
   static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
+  static constexpr size_t kShortProgram = 12;           // that may stand eight times in a text
+  static constexpr int64_t kManyElements = 1 << 17;     // so many that tiles have more than there are threads
   std::vector<int> level_;
   int last_level_ = 0;
   int turns_ = 0;  // of a GPU: columns a thread, where they are few

@@ -90,10 +90,50 @@ struct Block {
   }
 };
 
+// Columns over four warps; rows over such groups of a block.
+struct Warps4 {
+  static constexpr int kSize = 128, kGroups = kThreads / kSize;
+  static ARK_LOOP int rank() { return thread() % kSize; }
+  static ARK_LOOP int group() { return thread() / kSize; }
+
+  template <class V, class Combine>
+  static ARK_LOOP V all(V x, Combine combine) {
+    __shared__ V parts[kWarps];
+    x = Warp::all(x, combine);
+    sync_four();  // the use before has ended
+    if (lane() == 0) parts[warp()] = x;
+    sync_four();
+    const V* const own = parts + group() * (kSize / 32);
+    V result = own[0];
+    ARK_UNROLL for (int i = 1; i < kSize / 32; ++i) result = combine(result, own[i]);
+    return result;
+  }
+
+ private:
+  static ARK_LOOP void sync_four() {
+    asm volatile("bar.sync %0, %1;" ::"r"(kFirstBarrier + group()), "n"(kSize) : "memory");
+  }
+  static constexpr int kFirstBarrier = 8;  // of four that nobody else uses
+};
+
 // Every element of 0 .. count, each by one thread.
 template <class Body>
 ARK_LOOP void for_elements(int64_t count, Body body) {
   for (int64_t i = thread(); i < count; i += kThreads) body(i);
+}
+
+// The same by blocks of kTurns elements a thread: what is asked for first is under way together.
+template <int kTurns, class Body>
+ARK_LOOP void for_blocks(int64_t count, Body body) {
+#pragma unroll 1
+  for (int64_t first = 0; first < count; first += kTurns * kThreads) body(first, count);
+}
+template <int kTurns, class Body>
+ARK_LOOP void for_turns(int64_t first, int64_t past, Body body) {
+  ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+    const int64_t i = first + thread() + turn * kThreads;
+    if (i < past) body(i, turn);
+  }
 }
 
 // Rows 0 .. count, each by one Group.
