@@ -122,22 +122,12 @@ class CudaEmitter {
         << queues.str() << "};\n\n";
   }
 
-  // What of a queue is fetched ahead: in the order of its tasks, each asked for as soon as at most
-  // fetch_ahead() bytes are asked for and not yet used. By position: how many are asked for then.
+  // By position: how many are asked for when that task's turn comes.
   std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
-    std::map<int, size_t> position;
-    for (const int index : queue.tasks) position.try_emplace(index, position.size());
-    const std::vector<Load> all = merged_loads(queue.loads);
-    std::vector<int> asked(queue.tasks.size(), 0);
-    size_t next = 0, behind = 0;
-    int64_t in_advance = 0;
-    for (size_t now = 0; now < asked.size(); ++now) {
-      for (; behind < next && position.at(all[behind].task) < now; ++behind)
-        in_advance -= all[behind].rows * all[behind].bytes;
-      for (; next < all.size(); ++next, ++asked[now]) {
-        const Load& load = all[next];
-        if (in_advance > 0 && in_advance + load.rows * load.bytes > fetch_ahead()) break;
-        in_advance += load.rows * load.bytes;
+    std::vector<int> asked;
+    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.pages * plan_.target.page_bytes)) {
+      asked.push_back(static_cast<int>(some.size()));
+      for (const Load& load : some) {
         // Its offset is of the value's buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
         out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
@@ -163,9 +153,6 @@ class CudaEmitter {
         << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
         << "> launch) {\n  run_loop<Plan>(launch);\n}\n";
   }
-
-  // Of all workers together a fraction of the second-level cache.
-  int64_t fetch_ahead() const { return plan_.target.pages * plan_.target.page_bytes; }
 
   const Plan& plan_;
   const StageFunctions functions_;

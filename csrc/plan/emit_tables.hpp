@@ -29,4 +29,8 @@ struct EventTables {
 // Pages are of no interest to who only fetches: neighbours become one entry.
 std::vector<Load> merged_loads(const std::vector<Load>& loads);
 
+// What is asked for when each task of a queue has its turn: parameters of later tasks, in the order of the queue, at
+// most `most` bytes before their use. What a task's own turn comes too early for it loads itself.
+std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most);
+
 }  // namespace ark::plan

@@ -1,8 +1,8 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
 // All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
-// for the parameters of tasks to come, in the order of the queue and at most a plan's `fetch_ahead` bytes before their
-// use, to be brought into the second-level cache: memory streams while tasks wait for each other.
+// for the parameters of tasks to come, as the plan's tables say (csrc/plan/emit_tables.hpp), to be brought into the
+// second-level cache: memory streams while tasks wait for each other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
 // release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
@@ -72,14 +72,22 @@ struct Shared {
   bool stop;   // no step follows
 };
 
-// Asks for what tasks to come read of parameters. By all threads.
+// Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute capability
+// 9.0) one warp tells it and goes on; it leaves out what is not 16-byte aligned, which is loaded in its turn.
 ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, int worker, const LoadEntry* loads, int count) {
   for (int n = 0; n < count; ++n) {
-    const LoadEntry load = loads[n];
+    const LoadEntry& load = loads[n];
     const char* const from = address_of(head, pointers, worker, load.operand);
+#if __CUDA_ARCH__ >= 900
+    if (warp() != kWarps - 1 || ((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
+    for (int row = lane(); row < load.rows; row += 32)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
+                   "r"(static_cast<uint32>(load.bytes)));
+#else
     const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
     for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
+#endif
   }
 }
 
