@@ -111,13 +111,19 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _aligned(program: Program) -> Iterator[None]:
-    """On a GPU eager PyTorch 2.11's attention ends the context where an operand does not begin at 16 bytes: it gets a
-    copy. What ark and Inductor get stays as it is."""
+    """On a GPU eager PyTorch 2.11's attention ends the context where rows do not begin at multiples of 16 bytes: it
+    gets copies. What ark and Inductor get stays as it is."""
     attention = F.scaled_dot_product_attention
 
+    def whole(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        steps = [s for n, s in zip(t.shape[:-1], t.stride(), strict=False) if n > 1]
+        even = t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in steps)
+        return t if even else t.clone(memory_format=torch.contiguous_format)
+
     def call(*operands: Tensor, **options: Any) -> Tensor:
-        whole = [t if t.data_ptr() % 16 == 0 else t.clone() for t in operands]
-        return attention(*whole, **options)
+        return attention(*map(whole, operands), **{name: whole(value) for name, value in options.items()})
 
     with patch.object(F, "scaled_dot_product_attention", attention if program.device == "cpu" else call):
         yield
