@@ -20,6 +20,7 @@ struct GroupTile {
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
+  static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are exchanged by bits of their address
   static constexpr bool kAsync = true;  // add() is done behind wait(), and finish() needs the workspace
 
   float sums[kOver][4];
