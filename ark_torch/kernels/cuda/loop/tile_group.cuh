@@ -21,7 +21,7 @@ struct GroupTile {
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
   static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are exchanged by bits of their address
-  static constexpr bool kAsync = true;  // add() is done behind wait(), and finish() needs the workspace
+  static constexpr bool kAsync = true;             // add() is done behind wait(), and finish() needs the workspace
 
   float sums[kOver][4];
   uint32 rows_ = matrix<kAAcross>(first_row()), columns_ = matrix<kBAcross>(first_column());
