@@ -13,11 +13,12 @@ inline constexpr int kThreads = kWarps * 32;
 
 // Bytes of shared memory that a task may use as it likes.
 inline constexpr int kWorkspaceBytes = 96 * 1024;
+inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 
 #if defined(__CUDACC__)
 
 ARK_LOOP char* workspace() {
-  extern __shared__ __align__(1024) char dynamic_shared[];
+  extern __shared__ __align__(kWorkspaceAlignment) char dynamic_shared[];
   return dynamic_shared;
 }
 

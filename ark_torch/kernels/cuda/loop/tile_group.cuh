@@ -20,7 +20,8 @@ struct GroupTile {
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
-  static constexpr bool kAsync = true;  // add() is done behind wait(), and finish() needs the workspace
+  static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are exchanged by bits of their address
+  static constexpr bool kAsync = true;             // add() is done behind wait(), and finish() needs the workspace
 
   float sums[kOver][4];
   uint32 rows_ = matrix<kAAcross>(first_row()), columns_ = matrix<kBAcross>(first_column());
