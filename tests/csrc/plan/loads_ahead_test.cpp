@@ -1,0 +1,66 @@
+// What a GPU's tasks ask for ahead of their turn (emit_tables.hpp).
+#include <gtest/gtest.h>
+
+#include "plan/emit_tables.hpp"
+
+namespace {
+
+using namespace ark::plan;
+
+Load load_of(int task, int64_t offset, int64_t bytes, int64_t rows = 1, int64_t stride = 0) {
+  Load load;
+  load.task = task;
+  load.value = task;
+  load.offset = offset;
+  load.bytes = bytes;
+  load.rows = rows;
+  load.stride = stride;
+  return load;
+}
+
+// By position: bytes of each task that have been asked for so far. Checks what holds for all queues.
+std::vector<std::vector<int64_t>> asked_for(const Queue& queue, int64_t most) {
+  const auto asked = loads_ahead(queue, most);
+  EXPECT_EQ(asked.size(), queue.tasks.size());
+  std::vector<std::vector<int64_t>> table;
+  std::vector<int64_t> so_far(queue.tasks.size(), 0);
+  for (size_t now = 0; now < asked.size(); ++now) {
+    for (const Load& load : asked[now]) {
+      size_t position = 0;
+      while (queue.tasks[position] != load.task) ++position;
+      EXPECT_GT(position, now) << "a task's own turn is too late";
+      so_far[position] += load.rows * load.bytes;
+    }
+    int64_t in_advance = 0;
+    for (size_t later = now + 1; later < so_far.size(); ++later) in_advance += so_far[later];
+    EXPECT_LE(in_advance, most);
+    table.push_back(so_far);
+  }
+  return table;
+}
+
+TEST(LoadsAhead, LargeOnesComeInParts) {
+  Queue queue;
+  queue.tasks = {7, 3, 5, 9};
+  queue.loads = {load_of(7, 0, 50000), load_of(3, 0, 20000), load_of(5, 4096, 100000), load_of(9, 0, 8192)};
+  const auto table = asked_for(queue, 65536);
+  EXPECT_EQ(table[0], (std::vector<int64_t>{0, 20000, 45056, 0}));  // the first loads its own itself
+  EXPECT_EQ(table[1], (std::vector<int64_t>{0, 20000, 65536, 0}));
+  EXPECT_EQ(table[2][3], 8192);  // what of the third was not asked for it loads itself
+  EXPECT_EQ(table[2][2], 65536);
+  // Its parts follow each other.
+  const auto asked = loads_ahead(queue, 65536);
+  ASSERT_EQ(asked[1].size(), 1u);
+  EXPECT_EQ(asked[1][0].offset, 4096 + 45056);
+}
+
+TEST(LoadsAhead, RowsComeWhole) {
+  Queue queue;
+  queue.tasks = {0, 1, 2};
+  queue.loads = {load_of(1, 0, 64, 2000, 4096), load_of(2, 0, 64, 100, 4096)};
+  EXPECT_EQ(asked_for(queue, 65536)[0], (std::vector<int64_t>{0, 0, 0}));  // 128,000 bytes at once are too many
+  EXPECT_EQ(asked_for(queue, 65536)[1], (std::vector<int64_t>{0, 0, 6400}));
+  EXPECT_EQ(asked_for(queue, 200000)[0], (std::vector<int64_t>{0, 128000, 6400}));
+}
+
+}  // namespace
