@@ -68,12 +68,13 @@ ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, in
 // What the threads of a block tell each other.
 struct Shared {
   Lookahead ahead;
-  int leave;   // the launch ends early
-  bool stop;   // no step follows
+  int leave;  // the launch ends early
+  bool stop;  // no step follows
 };
 
-// Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute capability
-// 9.0) one warp tells it and goes on; it leaves out what is not 16-byte aligned, which is loaded in its turn.
+// Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
+// capability 9.0) one warp tells it and goes on; it leaves out what is not 16-byte aligned, which is loaded in its
+// turn.
 ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, int worker, const LoadEntry* loads, int count) {
   for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
@@ -118,17 +119,15 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
               shared);
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
-    const Context context{&head,         head.scratch + worker * head.scratch_stride,
-                          &shared.leave, &shared.stop,
-                          worker,        task.task,
-                          task.stage,    step};
+    const Context context{
+        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
+        step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
     sync();
     if (stamp != nullptr) stamp->end_ns = now_ns();
     if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
-    const int* const signals =
-        in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
+    const int* const signals = in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
     for (int i = thread(); i < task.signal_count; i += kThreads) bump_event(head.events + signals[i] * kEventStride);
   }
   return true;
