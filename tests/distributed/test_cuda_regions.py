@@ -1,0 +1,82 @@
+"""Compiled regions with collectives on a pretended device: whom they meet, and when; no kernel runs here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support import pretended
+from support.groups import ark_only
+from support.launcher import run_ranks
+from support.pretended.groups import begin, on_rank
+from support.rank import Rank
+
+from ark_torch import _C, _jit
+
+pytestmark = [ark_only]
+
+
+class Summing:
+    """A region that sums an input of so many elements over two ranks, in place, and how often it was run otherwise."""
+
+    def __init__(self, rank: Rank, group: Any, elements: int) -> None:
+        self.fell = 0
+        graph = _C.plan.Graph()
+        buffer = graph.buffer("input", 0, elements * 4, mutated=True)
+        before, after = (graph.value(buffer, "float32", [elements], [1]) for _ in range(2))
+        graph.argument(before)
+        graph.node("all_reduce", [before], [after], {"group": 0, "ranks": 2, "reduce_op": "sum"}, "here")
+        options = {"device": rank.rank, "groups": [group.group_name], "otherwise": self._otherwise}
+        self.region = _C.plan.Region(graph, "a region", options)
+        self.given = on_rank(rank, torch.ones(elements))
+
+    def _otherwise(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        self.fell += 1
+        return []
+
+    def __call__(self) -> int:
+        """How many kernels it launched."""
+        before = pretended.driver.pretend_launches()
+        assert self.region([self.given]) == []
+        launches = pretended.driver.pretend_launches() - before
+        assert isinstance(launches, int)
+        return launches
+
+
+def _meet(rank: Rank) -> None:
+    _jit.configure()
+    group, _, _ = begin(rank)
+    first, other = Summing(rank, group, 1000), Summing(rank, group, 500 + rank.rank)
+    assert [first() for _ in range(3)] == [1, 1, 1]
+    with pytest.raises(dist.DistBackendError, match="compiled a region with other collectives"):
+        other()
+    assert first() == 1
+    late = Summing(rank, group, 1000)
+    pretended.driver.pretend_capture(7)
+    with pytest.raises(ValueError, match="first call with this group is under graph capture"):
+        late()
+    assert first() == 1
+    pretended.driver.pretend_capture(0)
+    assert late() == 1 and first.fell == late.fell == 0
+    dist.destroy_process_group(group)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        first()
+
+
+def test_ranks_meet_at_the_first_call(pretended_gpu: Any) -> None:
+    """Once a region, outside of captures, where all have compiled the same."""
+    run_ranks(_meet, 2, env=pretended_gpu)
+
+
+def _carried(rank: Rank) -> None:
+    _jit.configure()
+    group, _, _ = begin(rank)
+    pretended.driver.pretend_reach(0)
+    region = Summing(rank, group, 1000)
+    assert [region(), region()] == [0, 0] and region.fell == 2
+
+
+def test_groups_that_ark_does_not_carry_run_otherwise(pretended_gpu: Any) -> None:
+    run_ranks(_carried, 2, env=pretended_gpu)
