@@ -9,8 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,23 +23,18 @@ LIMIT_S = 170.0
 Done = subprocess.CompletedProcess[str]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Done]]]:
-    folder = tmp_path_factory.mktemp("caches")
-
+@pytest.mark.limit(3 * LIMIT_S)
+def test_right(tmp_path: Path) -> None:
     def run(name: str) -> Done:
-        environment = {**os.environ, "ARK_COSTS": "assumed", "ARK_CACHE": str(folder), "OMP_NUM_THREADS": "2"}
-        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "4", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+        environment = {**os.environ, "ARK_COSTS": "assumed", "ARK_CACHE": str(tmp_path), "OMP_NUM_THREADS": "2"}
+        environment |= {"TORCHINDUCTOR_COMPILE_THREADS": "4", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
         command = [sys.executable, str(SCRIPT), name]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        yield {name: pool.submit(run, name) for name in CASES}
-
-
-@pytest.mark.limit(2 * LIMIT_S)
-@pytest.mark.parametrize("name", CASES)
-def test_right(runs: dict[str, Future[Done]], name: str) -> None:
-    done = runs[name].result()
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    tables.add("real sizes", model=name, **json.loads(done.stdout.splitlines()[-1]))
+        runs = dict(zip(CASES, pool.map(run, CASES), strict=True))
+    wrong = {name: done for name, done in runs.items() if done.returncode != 0}
+    for name, done in runs.items():
+        if name not in wrong:
+            tables.add("real sizes", model=name, **json.loads(done.stdout.splitlines()[-1]))
+    assert not wrong, "\n".join(f"{name}: {done.stdout[-2000:]}{done.stderr[-4000:]}" for name, done in wrong.items())
