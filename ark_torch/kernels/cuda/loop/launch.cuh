@@ -46,20 +46,21 @@ struct Stamp {
   unsigned long long came_ns, begin_ns, end_ns;
 };
 
+// The tables of the generated source are copied 8 or 16 bytes at a time (lookahead.cuh), and aligned for it.
+
 // Where an operand lies.
-struct Operand {
+struct alignas(16) Operand {
   enum Base : uint32 { pointer, arena, own, packets };  // packets: what peers send to this rank
   uint32 base;
   uint32 index;      // of the launch's pointers
   long long offset;  // in bytes
 };
 
-struct WaitFor {
+struct alignas(8) WaitFor {
   int event;
   uint32 threshold;
 };
 
-// 16-byte aligned, all of them: they are copied ahead of their turn (lookahead.cuh).
 struct alignas(16) TaskEntry {
   long long begin, end;
   int function, task, stage;
@@ -75,6 +76,7 @@ struct LoadEntry {
   Operand operand;
   long long rows, bytes, stride, spare;
 };
+static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 
 inline constexpr int kMostRanks = 8;
 

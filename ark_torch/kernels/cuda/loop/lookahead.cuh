@@ -33,7 +33,7 @@ struct Lookahead {
 // `count` of them, by `lanes` lanes of which this is number `me`, kBytes (4, 8, 16) at a time.
 template <int kBytes, class T>
 ARK_LOOP void copy_ahead(T* to, const T* from, int count, int me = lane(), int lanes = 32) {
-  static_assert(sizeof(T) % kBytes == 0);
+  static_assert(sizeof(T) % kBytes == 0 && alignof(T) % kBytes == 0);
   constexpr int kParts = static_cast<int>(sizeof(T)) / kBytes;
   for (int i = me; i < count * kParts; i += lanes) {
     const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(reinterpret_cast<char*>(to) + i * kBytes));
