@@ -30,12 +30,12 @@ struct Lookahead {
   char* many[kMostOperands];  // of a task whose operands do not fit
 };
 
-// `count` of them, by `lanes` lanes of which this is number `me`, kBytes (4, 8, 16) at a time.
+// `count` of them, by the lanes of a warp, kBytes (4, 8, 16) at a time.
 template <int kBytes, class T>
-ARK_LOOP void copy_ahead(T* to, const T* from, int count, int me = lane(), int lanes = 32) {
+ARK_LOOP void copy_ahead(T* to, const T* from, int count) {
   static_assert(sizeof(T) % kBytes == 0 && alignof(T) % kBytes == 0);
   constexpr int kParts = static_cast<int>(sizeof(T)) / kBytes;
-  for (int i = me; i < count * kParts; i += lanes) {
+  for (int i = lane(); i < count * kParts; i += 32) {
     const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(reinterpret_cast<char*>(to) + i * kBytes));
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at),
                  "l"(reinterpret_cast<const char*>(from) + i * kBytes), "n"(kBytes)
