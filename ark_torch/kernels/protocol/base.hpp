@@ -13,6 +13,7 @@
 #define ARK_HOST_DEVICE __host__ __device__
 #define ARK_DEVICE_INLINE __host__ __device__ __forceinline__
 #define ARK_UNROLL _Pragma("unroll")
+#define ARK_ROLLED _Pragma("unroll 1")
 #else
 #define ARK_HOST_DEVICE
 #define ARK_DEVICE_INLINE inline __attribute__((always_inline))

@@ -31,6 +31,10 @@ ARK_LOOP constexpr T least(T x, T y) {
 ARK_LOOP void sync() {
   __syncthreads();
 }
+// The same; what each learns is whether it holds for any.
+ARK_LOOP bool sync_any(bool holds) {
+  return __syncthreads_or(holds) != 0;
+}
 
 ARK_LOOP int thread() {
   __builtin_assume(threadIdx.x < kThreads);  // nobody asks whether there is a column for the last thread

@@ -128,10 +128,26 @@ struct Context {
   uint32 step;
 };
 
-ARK_LOOP char* address_of(const LaunchHead& head, char* const* pointers, int worker, const Operand& one) {
-  if (one.base == Operand::pointer) return pointers[one.index] + one.offset;
-  if (one.base == Operand::packets) return head.ranks.packets[head.ranks.rank] + one.offset;
-  return (one.base == Operand::arena ? head.arena : head.own + worker * head.own_stride) + one.offset;
+// Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
+// constant cache, which weights' pointers pass through once a step.
+template <int kPointers>
+struct Bases {
+  char* at[Operand::packets + kPointers];  // the arena, own, packets; then the launch's pointers
+
+  // By all threads.
+  ARK_LOOP void fill(const Launch<kPointers>& launch, int worker) {
+    const LaunchHead& head = launch.head;
+    if (thread() == 0) {
+      at[Operand::arena - 1] = head.arena;
+      at[Operand::own - 1] = head.own + worker * head.own_stride;
+      at[Operand::packets - 1] = head.ranks.packets[head.ranks.rank];
+    }
+    for (int i = thread(); i < kPointers; i += kThreads) at[Operand::packets + i] = launch.pointers[i];
+  }
+};
+
+ARK_LOOP char* address_of(char* const* bases, const Operand& one) {
+  return bases[one.base == Operand::pointer ? Operand::packets + one.index : one.base - 1] + one.offset;
 }
 
 // Where the operands of a task lie, all in global memory.

@@ -1,10 +1,11 @@
 // What a worker's next tasks are, in shared memory before their turn: each step reads each entry of the plan's tables
 // once, from where weights have driven it out of the second-level cache, and one entry says where the next lies.
 //
-// One warp, the clerk, does it for three tasks at once: of the one three places on it copies the entry, of the one two
-// places on what the entry refers to, and of the next one it finds where the operands lie. It does so before a task
-// (ahead()) and has the copies at the task's end (landed(), before the block's sync(), behind which all threads see
-// them). What does not fit into a slot is read from the tables.
+// The last warps, the clerks, do it for three tasks at once: of the one three places on the entry is copied, of the one
+// two places on what the entry refers to, and of the next one is found where the operands lie. Each has one of these
+// errands, so that the block waits for the longest and not for all. They do it before a task (ahead()) and have the
+// copies at the task's end (landed(), before the block's sync(), behind which all threads see them). What does not fit
+// into a slot is read from the tables.
 #pragma once
 
 #include "cuda/loop/launch.cuh"
@@ -35,7 +36,7 @@ template <int kBytes, class T>
 ARK_LOOP void copy_ahead(T* to, const T* from, int count) {
   static_assert(sizeof(T) % kBytes == 0 && alignof(T) % kBytes == 0);
   constexpr int kParts = static_cast<int>(sizeof(T)) / kBytes;
-  for (int i = lane(); i < count * kParts; i += 32) {
+  ARK_ROLLED for (int i = lane(); i < count * kParts; i += 32) {
     const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(reinterpret_cast<char*>(to) + i * kBytes));
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at),
                  "l"(reinterpret_cast<const char*>(from) + i * kBytes), "n"(kBytes)
@@ -46,60 +47,68 @@ ARK_LOOP void copy_ahead(T* to, const T* from, int count) {
 template <class Plan>
 struct Clerk {
   Lookahead& to;
-  const LaunchHead& head;
-  char* const* pointers;
+  char* const* bases;
   const TaskEntry* tasks;
   int count;
 
-  ARK_LOOP static bool me() { return warp() == kWarps - 1; }
+  // Whose errand it is: the last warps, errand 0 is the last one's.
+  ARK_LOOP static bool mine(int errand) { return warp() == kWarps - 1 - errand; }
 
   ARK_LOOP void entry(int position) const {
     if (position < count) copy_ahead<16>(&to.entries[position % 5], tasks + position, 1);
   }
-  ARK_LOOP void slot(int position) const {
-    if (position >= count) return;
+  ARK_LOOP void operands_of(int position) const {
     const TaskEntry& task = to.entries[position % 5];
-    TaskSlot& one = to.slots[position % 4];
-    copy_ahead<16>(one.operands, Plan::operands() + task.operands, least(task.operand_count, kSlotOperands));
-    copy_ahead<16>(one.loads, Plan::loads() + task.loads, least(task.load_count, kSlotLoads));
-    copy_ahead<8>(one.waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
-    copy_ahead<4>(one.signals, Plan::signals() + task.signals, least(task.signal_count, kSlotSignals));
+    if (position < count)
+      copy_ahead<16>(to.slots[position % 4].operands, Plan::operands() + task.operands,
+                     least(task.operand_count, kSlotOperands));
+  }
+  ARK_LOOP void loads_of(int position) const {
+    const TaskEntry& task = to.entries[position % 5];
+    if (position < count)
+      copy_ahead<16>(to.slots[position % 4].loads, Plan::loads() + task.loads, least(task.load_count, kSlotLoads));
+  }
+  ARK_LOOP void events_of(int position) const {
+    const TaskEntry& task = to.entries[position % 5];
+    if (position >= count) return;
+    copy_ahead<8>(to.slots[position % 4].waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
+    copy_ahead<4>(to.slots[position % 4].signals, Plan::signals() + task.signals,
+                  least(task.signal_count, kSlotSignals));
   }
   ARK_LOOP void resolve(int position) const {
     if (position >= count || lane() >= least(to.entries[position % 5].operand_count, kSlotOperands)) return;
-    to.addresses[position % 2][lane()] =
-        address_of(head, pointers, static_cast<int>(blockIdx.x), to.slots[position % 4].operands[lane()]);
+    to.addresses[position % 2][lane()] = address_of(bases, to.slots[position % 4].operands[lane()]);
   }
-  ARK_LOOP void landed() const {
-    if (me()) asm volatile("cp.async.wait_all;" ::: "memory");
-  }
+  ARK_LOOP void landed() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
   // By all threads, before the first task.
   ARK_LOOP void begin() const {
-    if (me()) {
-      for (int position = 0; position < 3; ++position) entry(position);
-      landed();
-      __syncwarp();
-      slot(0);
-      slot(1);
-      landed();
-      __syncwarp();
-      resolve(0);
+    if (mine(0)) ARK_ROLLED for (int position = 0; position < 3; ++position) entry(position);
+    landed();
+    sync();
+    ARK_ROLLED for (int position = 0; position < 2; ++position) {
+      if (mine(0)) operands_of(position);
+      if (mine(1)) loads_of(position);
+      if (mine(2)) events_of(position);
     }
+    landed();
+    sync();
+    if (mine(0)) resolve(0);
     sync();
   }
   // While the task at `position` waits and runs.
   ARK_LOOP void ahead(int position) const {
-    if (!me()) return;
-    entry(position + 3);
-    slot(position + 2);
-    resolve(position + 1);
+    if (mine(0)) entry(position + 3);
+    if (mine(1)) operands_of(position + 2);
+    if (mine(2)) loads_of(position + 2);
+    if (mine(3)) events_of(position + 2);
+    if (mine(4)) resolve(position + 1);
   }
   // Where the operands of the task at `position` lie. By all threads, behind a sync().
   ARK_LOOP Operands operands(int position) const {
     const TaskEntry& task = to.entries[position % 5];
     if (task.operand_count <= kSlotOperands) return {to.addresses[position % 2]};
     for (int i = thread(); i < task.operand_count; i += kThreads)
-      to.many[i] = address_of(head, pointers, static_cast<int>(blockIdx.x), Plan::operands()[task.operands + i]);
+      to.many[i] = address_of(bases, Plan::operands()[task.operands + i]);
     sync();
     return {to.many};
   }

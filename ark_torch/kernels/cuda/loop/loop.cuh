@@ -60,8 +60,7 @@ static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint
 ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, int worker, const TaskEntry& task) {
   const uint32* word = head.events + wait.event * kEventStride;
   const uint32 target = step * wait.threshold;
-  for (int turn = 0; turn < 64; ++turn)
-    if (static_cast<int>(load_event(word) - target) >= 0) return true;
+  ARK_ROLLED for (int turn = 0; turn < 64; ++turn) if (static_cast<int>(load_event(word) - target) >= 0) return true;
   return wait_long(head, word, target, worker, task.task, task.stage, wait.event);
 }
 
@@ -73,17 +72,20 @@ struct Shared {
 };
 
 // Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
-// capability 9.0) one warp tells it and goes on; it leaves out what is not 16-byte aligned, which is loaded in its
-// turn.
-ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, int worker, const LoadEntry* loads, int count) {
-  for (int n = 0; n < count; ++n) {
-    const LoadEntry& load = loads[n];
-    const char* const from = address_of(head, pointers, worker, load.operand);
+// capability 9.0) one warp tells it, a lane each piece, and goes on; it leaves out what is not 16-byte aligned, which
+// is loaded in its turn.
+ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 #if __CUDA_ARCH__ >= 900
-    if (warp() != kWarps - 1 || ((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
-    for (int row = lane(); row < load.rows; row += 32)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
-                   "r"(static_cast<uint32>(load.bytes)));
+  if (warp() != kWarps / 4) return;
+#endif
+  ARK_ROLLED for (int n = 0; n < count; ++n) {
+    const LoadEntry& load = loads[n];
+    const char* const from = address_of(bases, load.operand);
+#if __CUDA_ARCH__ >= 900
+    if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
+    ARK_ROLLED for (int row = lane(); row < load.rows; row += 32) asm volatile(
+        "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
+        "r"(static_cast<uint32>(load.bytes)));
 #else
     const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
     for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
@@ -92,20 +94,22 @@ ARK_LOOP void fetch(const LaunchHead& head, char* const* pointers, int worker, c
   }
 }
 
-// Returns when all of a task's events are there, or the launch ends early. Each is awaited by a thread of its own, so
-// that they are under way together.
-ARK_LOOP void await_all(const LaunchHead& head, const TaskEntry& task, const WaitFor* waits, uint32 step, int worker,
-                        Shared& shared) {
-  for (int i = thread(); i < task.wait_count; i += kThreads)
-    if (!await(head, waits[i], step, worker, task)) *const_cast<volatile int*>(&shared.leave) = 1;
-  sync();
+// Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
+// own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
+// before.
+ARK_LOOP bool await_all(const LaunchHead& head, const TaskEntry& task, const WaitFor* waits, uint32 step, int worker) {
+  if (task.wait_count == 0) return true;
+  bool late = false;
+  ARK_ROLLED for (int i = thread(); i < task.wait_count; i += kThreads) late |=
+      !await(head, waits[i], step, worker, task);
+  return !sync_any(late);
 }
 
 template <class Plan>
-ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const QueueEntry& queue, uint32 step,
+ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEntry& queue, uint32 step,
                        Shared& shared) {
   const int worker = static_cast<int>(blockIdx.x);
-  const Clerk<Plan> clerk{shared.ahead, head, pointers, Plan::tasks() + queue.tasks, queue.task_count};
+  const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
   clerk.begin();
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = shared.ahead.entries[position % 5];
@@ -113,22 +117,21 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
     Stamp* const stamp = head.stamps == nullptr || thread() != 0 ? nullptr : head.stamps + task.task;
     if (stamp != nullptr) stamp->came_ns = now_ns();
     clerk.ahead(position);
-    fetch(head, pointers, worker, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count),
-          task.load_count);
-    await_all(head, task, in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count), step, worker,
-              shared);
-    if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
+    fetch(bases, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count), task.load_count);
+    const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count);
+    if (!await_all(head, task, waits, step, worker)) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
     const Context context{
         &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
         step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
-    sync();
+    if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
     if (stamp != nullptr) stamp->end_ns = now_ns();
-    if (*const_cast<volatile int*>(&shared.leave) != 0) return false;
     const int* const signals = in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
-    for (int i = thread(); i < task.signal_count; i += kThreads) bump_event(head.events + signals[i] * kEventStride);
+    // By another warp than the one that waits for the next task's events: a release takes its time.
+    ARK_ROLLED for (int i = thread() ^ (kThreads / 2); i < task.signal_count; i += kThreads)
+        bump_event(head.events + signals[i] * kEventStride);
   }
   return true;
 }
@@ -136,6 +139,7 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* pointers, const Queu
 template <class Plan, int kPointers>
 ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   __shared__ Shared shared;
+  __shared__ Bases<kPointers> bases;
   const LaunchHead& head = launch.head;
   const int worker = static_cast<int>(blockIdx.x);
   const QueueEntry queue = Plan::queues()[worker];
@@ -143,10 +147,11 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
     shared.leave = 0;
     shared.stop = false;
   }
+  bases.fill(launch, worker);
   sync();
   uint32* const count = head.steps + worker * kEventStride;
   const uint32 step = *count + 1;
-  const bool done = run_step<Plan>(head, launch.pointers, queue, step, shared);
+  const bool done = run_step<Plan>(head, bases.at, queue, step, shared);
   if (done && thread() == 0) *count = step;
 }
 

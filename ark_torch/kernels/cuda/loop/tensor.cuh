@@ -41,17 +41,6 @@ ARK_LOOP float fast_exp(float x) {
   return y;
 }
 
-// sync() that also tells whether the condition holds for any thread.
-ARK_LOOP bool sync_any(bool condition) {
-  int any;
-  asm volatile(
-      "{\n  .reg .pred p, q;\n  setp.ne.s32 p, %1, 0;\n  bar.red.or.pred q, 1, %2, p;\n  selp.s32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(static_cast<int>(condition)), "n"(kThreads)
-      : "memory");
-  return any != 0;
-}
-
 // thread(), asked anew, so that nothing computed from it is kept in registers until then.
 ARK_LOOP int thread_anew() {
   int number;
