@@ -15,6 +15,8 @@ namespace ark::plan {
 
 namespace {
 
+constexpr int64_t kPagesBeside = 3;  // asked for ahead by a task that loads as much itself
+
 const Plan& checked(const Plan& plan) {
   ErrorContext context;
   context.remedy = "This is a defect of the planner: please report it.";
@@ -125,7 +127,8 @@ class CudaEmitter {
   // By position: how many are asked for when that task's turn comes.
   std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
     std::vector<int> asked;
-    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.pages * plan_.target.page_bytes)) {
+    const int64_t page = plan_.target.page_bytes;
+    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.pages * page, kPagesBeside * page)) {
       asked.push_back(static_cast<int>(some.size()));
       for (const Load& load : some) {
         // Its offset is of the value's buffer.

@@ -1,6 +1,7 @@
 // See emit_tables.hpp.
 #include "plan/emit_tables.hpp"
 
+#include <algorithm>
 #include <map>
 
 namespace ark::plan {
@@ -55,27 +56,30 @@ std::vector<Load> merged_loads(const std::vector<Load>& loads) {
   return all;
 }
 
-std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most) {
+std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most, int64_t beside) {
   constexpr int64_t kLeast = 4096;  // of a part of a load
   std::map<int, size_t> position;
   for (const int task : queue.tasks) position.try_emplace(task, position.size());
   const std::vector<Load> all = merged_loads(queue.loads);
+  std::vector<int64_t> own(queue.tasks.size(), 0);  // bytes that a task loads
+  for (const Load& load : all) own[position.at(load.task)] += load.rows * load.bytes;
   std::vector<std::vector<Load>> asked(queue.tasks.size());
   std::vector<int64_t> of_task(queue.tasks.size(), 0);  // bytes asked for
   int64_t in_advance = 0, done = 0;                     // done: of the next load
   size_t next = 0;
   for (size_t now = 0; now < asked.size(); ++now) {
     in_advance -= of_task[now];
+    const int64_t limit = own[now] - of_task[now] >= beside ? std::min(most, beside) : most;
     for (; next < all.size() && position.at(all[next].task) <= now; ++next) done = 0;
     while (next < all.size()) {
       Load part = all[next];
-      const bool whole = part.rows > 1 || part.bytes - done <= most - in_advance;
+      const bool whole = part.rows > 1 || part.bytes - done <= limit - in_advance;
       if (part.rows == 1) {
         part.offset += done;
-        part.bytes = whole ? part.bytes - done : (most - in_advance) / kLeast * kLeast;
+        part.bytes = whole ? part.bytes - done : (limit - in_advance) / kLeast * kLeast;
       }
       const int64_t bytes = part.rows * part.bytes;
-      if (bytes <= 0 || (part.rows > 1 && bytes > most - in_advance)) break;
+      if (bytes <= 0 || (part.rows > 1 && bytes > limit - in_advance)) break;
       in_advance += bytes;
       of_task[position.at(part.task)] += bytes;
       asked[now].push_back(part);

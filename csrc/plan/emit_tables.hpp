@@ -30,7 +30,8 @@ struct EventTables {
 std::vector<Load> merged_loads(const std::vector<Load>& loads);
 
 // What is asked for when each task of a queue has its turn: parameters of later tasks, in the order of the queue, at
-// most `most` bytes before their use. What a task's own turn comes too early for it loads itself.
-std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most);
+// most `most` bytes before their use, or `beside` while a task is busy loading as much itself: memory has no time then.
+// What a task's own turn comes too early for it loads itself.
+std::vector<std::vector<Load>> loads_ahead(const Queue& queue, int64_t most, int64_t beside);
 
 }  // namespace ark::plan
