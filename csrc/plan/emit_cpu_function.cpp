@@ -24,7 +24,7 @@ void FunctionWriter::line(const std::string& text) {
 }
 
 void FunctionWriter::open(const std::string& text) {
-  line(text + " {");
+  line(text.empty() ? "{" : text + " {");
   ++depth_;
 }
 
@@ -43,20 +43,20 @@ void FunctionWriter::refuse(const std::string& why) const {
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";
   throw Error(ErrorKind::invalid_argument,
-              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_.name + " (" +
-                  stage_.origin + "): " + why,
+              std::string("the ") + (cuda() ? "CUDA" : "CPU") + " target cannot run stage " + stage_->name + " (" +
+                  stage_->origin + "): " + why,
               context);
 }
 
 std::string FunctionWriter::scaled(const std::string& name, int64_t length) const {
-  if (length == stage_.extent) return name;
-  if (length % stage_.extent == 0) return name + " * " + std::to_string(length / stage_.extent);
-  if (stage_.extent % length == 0) return name + " / " + std::to_string(stage_.extent / length);
-  return name + " * " + std::to_string(length) + " / " + std::to_string(stage_.extent);
+  if (length == stage_->extent) return name;
+  if (length % stage_->extent == 0) return name + " * " + std::to_string(length / stage_->extent);
+  if (stage_->extent % length == 0) return name + " / " + std::to_string(stage_->extent / length);
+  return name + " * " + std::to_string(length) + " / " + std::to_string(stage_->extent);
 }
 
 int FunctionWriter::axis_of(int value, bool write) const {
-  for (const Access& access : stage_.accesses)
+  for (const Access& access : stage_->accesses)
     if (access.value == value && access.write == write) return access.axis;
   return -1;
 }

@@ -19,12 +19,14 @@ enum class Code : uint8_t { cpu, cuda };
 
 class FunctionWriter {
  public:
-  FunctionWriter(const Graph& graph, const Stage& stage, Code code) : graph_(graph), stage_(stage), code_(code) {}
+  FunctionWriter(const Graph& graph, const Stage& stage, Code code) : graph_(graph), stage_(&stage), code_(code) {}
 
   bool cuda() const { return code_ == Code::cuda; }
 
   const Graph& graph() const { return graph_; }
-  const Stage& stage() const { return stage_; }
+  const Stage& stage() const { return *stage_; }
+  // The text goes on with what the same task does next.
+  void turn_to(const Stage& stage) { stage_ = &stage; }
   const Value& value(int index) const { return graph_.values()[index]; }
 
   // The name of the pointer to the value's first element.
@@ -53,7 +55,7 @@ class FunctionWriter {
   std::string scaled(const std::string& name, int64_t length) const;
 
   const Graph& graph_;
-  const Stage& stage_;
+  const Stage* stage_;
   const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
@@ -71,6 +73,9 @@ std::string cpp_offset(const std::vector<std::string>& indices, const std::vecto
 
 void emit_rows(FunctionWriter& to, const RowProgram& program);
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
+// "{.depth = 64, ...}": the product's strides, for all targets' kernels.
+std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul);
+void emit_products(FunctionWriter& to, const ProductsStage& stage);
 void emit_attention(FunctionWriter& to, const AttentionStage& attention);
 void emit_combine(FunctionWriter& to, const CombineStage& combine);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);

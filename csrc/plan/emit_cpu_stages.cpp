@@ -8,6 +8,24 @@
 
 namespace ark::plan {
 
+std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
+  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
+  // An operand of one row, column or element of depth may have any stride there.
+  auto stride = [](const Value& value, size_t from_end, int64_t otherwise) {
+    return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
+  };
+  int64_t bias_row = 0, bias_column = 0;
+  if (matmul.bias >= 0) {
+    bias_row = stride_from_end(to.value(matmul.bias), 2);
+    bias_column = stride_from_end(to.value(matmul.bias), 1);
+  }
+  return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
+         ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +
+         ", .b_column = " + number(stride(b, 1, 1)) + ",\n                      .out_row = " +
+         number(stride(out, 2, 0)) + ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " +
+         number(bias_row) + ", .bias_column = " + number(bias_column) + "}";
+}
+
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   for (const int one : {matmul.a, matmul.b, matmul.out})
@@ -28,25 +46,13 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const std::string b_at = at(to.pointer(matmul.b, false), indices, b_batch);
   const std::string out_at = at(to.pointer(matmul.out, true), indices, out_batch);
   std::string bias_at = "static_cast<const NoBias*>(nullptr)";
-  int64_t bias_row = 0, bias_column = 0;
   if (matmul.bias >= 0) {
     const Value& bias = to.value(matmul.bias);
     std::vector<int64_t> bias_batch(batch.size(), 0);
     if (bias.shape.size() > 2) bias_batch = broadcast_strides(bias, 2, batch);
-    bias_row = stride_from_end(bias, 2);
-    bias_column = stride_from_end(bias, 1);
     bias_at = at(to.pointer(matmul.bias, false), indices, bias_batch);
   }
-  // An operand of one row, column or element of depth may have any stride there.
-  auto stride = [](const Value& value, size_t from_end, int64_t otherwise) {
-    return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
-  };
-  const int64_t a_depth = stride(a, 1, 1), b_depth = stride(b, 2, 1), out_column = stride(out, 1, 1);
-  to.line("constexpr Product s{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
-          ", .a_depth = " + number(a_depth) + ", .b_depth = " + number(b_depth) +
-          ", .b_column = " + number(stride(b, 1, 1)) + ",");
-  to.line("                    .out_row = " + number(stride(out, 2, 0)) + ", .out_column = " + number(out_column) +
-          ", .bias_row = " + number(bias_row) + ", .bias_column = " + number(bias_column) + "};");
+  to.line("constexpr Product s" + product_shape(to, matmul) + ";");
   const std::string most = "product<" + number(matmul.m);
   const std::string operands =
       a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;

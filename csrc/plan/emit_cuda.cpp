@@ -56,6 +56,7 @@ class CudaEmitter {
         text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
     };
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
+    include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
     include("gather", [](const Stage& one) {
       return std::holds_alternative<GatherStage>(one.body) || std::holds_alternative<ScatterStage>(one.body) ||

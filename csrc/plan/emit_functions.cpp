@@ -12,8 +12,8 @@ namespace ark::plan {
 namespace {
 
 const char* name_of_kind(const Stage& stage) {
-  static constexpr const char* names[] = {"rows", "matmul", "attention", "combine", "gather",     "scatter", "select",
-                                          "scan", "bag",    "experts",   "check",   "collective", "stop"};
+  static constexpr const char* names[] = {"rows", "matmul", "products", "attention", "combine", "gather", "scatter",
+                                          "select", "scan", "bag",    "experts",   "check",   "collective", "stop"};
   static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
   return names[stage.body.index()];
 }
@@ -30,13 +30,13 @@ StageFunctions::StageFunctions(const Plan& plan, Code code) : plan_(plan), code_
   for (const Stage& stage : plan.stages) add(stage);
 }
 
-void StageFunctions::add(const Stage& stage) {
-  FunctionWriter writer(plan_.graph, stage, code_);
+void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
   std::visit(
       [&](const auto& body) {
         using Body = std::decay_t<decltype(body)>;
         if constexpr (std::is_same_v<Body, RowProgram>) emit_rows(writer, body);
         if constexpr (std::is_same_v<Body, MatmulStage>) emit_matmul(writer, body);
+        if constexpr (std::is_same_v<Body, ProductsStage>) emit_products(writer, body);
         if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
         if constexpr (std::is_same_v<Body, CombineStage>) emit_combine(writer, body);
         if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
@@ -50,6 +50,19 @@ void StageFunctions::add(const Stage& stage) {
         if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
       },
       stage.body);
+  for (const Stage& next : stage.tail) {
+    if (code_ == Code::cpu) writer.refuse("a task that does more than one stage");
+    writer.line("sync();");
+    writer.open("");
+    writer.turn_to(next);
+    write(writer, next);
+    writer.close();
+  }
+}
+
+void StageFunctions::add(const Stage& stage) {
+  FunctionWriter writer(plan_.graph, stage, code_);
+  write(writer, stage);
   scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
   if (writer.operands().size() > kMostOperands) {
     throw Error(ErrorKind::invalid_argument, stage.name + " (" + stage.origin + ") has " +

@@ -25,6 +25,7 @@ class StageFunctions {
 
  private:
   void add(const Stage& stage);
+  void write(FunctionWriter& writer, const Stage& stage);
 
   const Plan& plan_;
   const Code code_;

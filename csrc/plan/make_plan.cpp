@@ -4,7 +4,9 @@
 
 #include "error.hpp"
 #include "plan/events.hpp"
+#include "plan/join_pointwise.hpp"
 #include "plan/loads.hpp"
+#include "plan/merge_products.hpp"
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
 #include "plan/split_attention.hpp"
@@ -43,7 +45,8 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
-    for (const auto split : {split_attention, split_products}) stages = split(graph, std::move(stages), target.workers);
+    for (const auto split : {split_attention, split_products, merge_products, join_pointwise})
+      stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
   }
   return plan_stages(std::move(graph), std::move(stages), target, chained);

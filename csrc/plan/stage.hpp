@@ -62,6 +62,12 @@ struct MatmulStage {
   int64_t tile_rows = 0, tile_columns = 0;
 };
 
+// Several that share `a`, each with columns as tiles' axis; only merge_products() makes them. Tiles take their part of
+// each, so that products of the same width have the same columns in one tile.
+struct ProductsStage {
+  std::vector<MatmulStage> products;
+};
+
 struct AttentionStage {
   int q = -1, k = -1, v = -1, mask = -1, out = -1;
   double scale = 1;
@@ -147,8 +153,8 @@ struct StopStage {
 inline constexpr int kMostOperands = 64;
 
 struct Stage {
-  std::variant<RowProgram, MatmulStage, AttentionStage, CombineStage, GatherStage, ScatterStage, SelectStage, ScanStage,
-               BagStage, ExpertsStage, CheckStage, CollectiveStage, StopStage>
+  std::variant<RowProgram, MatmulStage, ProductsStage, AttentionStage, CombineStage, GatherStage, ScatterStage,
+               SelectStage, ScanStage, BagStage, ExpertsStage, CheckStage, CollectiveStage, StopStage>
       body;
   std::vector<Access> accesses;
   int64_t extent = 1;  // of the tile axis
@@ -157,6 +163,9 @@ struct Stage {
   double bytes = 0;    // read and written, each byte once
   bool replicable =
       false;           // small and without effect outside temporaries: every worker may compute all of it for itself
+  // What the same task does next, over the same tile: stages of this one's extent, in order. What they read of what
+  // stands before them here, their own tile has written; `accesses` above are those of all, without such reads.
+  std::vector<Stage> tail;
   int node = -1;       // collectives and checks: their attributes stand there
   std::string kind;    // for people and timelines: "rows", "matmul", "attention", ...
   std::string name;    // for people: "rms_norm" where recognised, else what it does: "mul+add"

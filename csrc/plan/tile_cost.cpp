@@ -30,7 +30,8 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   const double pace = std::holds_alternative<CombineStage>(stage.body) ? 0.5 : 1;
   const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
-  const bool product = matmul != nullptr || std::holds_alternative<AttentionStage>(stage.body) ||
+  const bool product = matmul != nullptr || std::holds_alternative<ProductsStage>(stage.body) ||
+                       std::holds_alternative<AttentionStage>(stage.body) ||
                        std::holds_alternative<ExpertsStage>(stage.body);
   const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
   return std::max(compute, pace * move) + target.task_us;

@@ -43,7 +43,9 @@ void check_stages(const Plan& plan) {
     if (stage.extent < 0 || stage.grain < 1) {
       structure_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
     }
-    for (const Access& access : stage.accesses) {
+    std::vector<Access> accesses = stage.accesses;
+    for (const Stage& next : stage.tail) accesses.insert(accesses.end(), next.accesses.begin(), next.accesses.end());
+    for (const Access& access : accesses) {
       if (access.value < 0 || access.value >= values || plan.graph.values()[access.value].is_literal()) {
         structure_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
       }
@@ -188,6 +190,7 @@ void check_structure(const Plan& plan) {
 void validate(const Plan& plan) {
   check_structure(plan);
   check_tiles(plan);
+  check_tails(plan);
   check_placements(plan);
   check_loads(plan);
   check_order(plan);

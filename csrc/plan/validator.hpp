@@ -11,6 +11,8 @@ void check_structure(const Plan& plan);
 // validator_tiles.cpp: that tiles cover each stage once, replicas, placements.
 void check_tiles(const Plan& plan);
 void check_placements(const Plan& plan);
+// validator_tails.cpp: that a task's second half reads what the task itself has written, or what its stage declares.
+void check_tails(const Plan& plan);
 // validator_loads.cpp: the loaders' lists.
 void check_loads(const Plan& plan);
 // validator_order.cpp: that what touches the same bytes is ordered, within a step.

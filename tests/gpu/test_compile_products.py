@@ -1,10 +1,17 @@
-"""Products of many rows in half types in loop kernels on a GPU: shapes, odd ones too, and layouts against float64."""
+"""Products in loop kernels on a GPU against float64: many rows in half types, and few that several products share."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
 
 pytestmark = pytest.mark.limit(120)
 
@@ -63,3 +70,70 @@ def test_products_of_many_rows(dtype: torch.dtype, close: float) -> None:
         scale = (wide_a.square() @ wide_b.square() + 1).sqrt() + want.abs()
         assert float(((one.double() - want).abs() / scale).max()) < close, case
         assert torch.equal(one, other), case
+
+
+# Rows, depth, widths; which have a bias.
+SHARED = [
+    (1, 2048, (2048, 512, 512), ()),
+    (1, 1024, (1000, 1000), (0, 1)),
+    (2, 5120, (640, 320, 160), (1,)),
+    (4, 776, (300, 300), (1,)),
+    (3, 77, (201, 201), (0,)),
+    (5, 4608, (264, 528), ()),
+    (8, 520, (999, 999), (0, 1)),
+    (7, 100, (180, 360), (1,)),
+    (12, 256, (160, 160), (0,)),
+    (16, 1024, (320, 160), ()),
+]
+
+
+def with_stages(call: Any, *arguments: Any) -> tuple[Any, list[str]]:
+    """Results, and the names of the plan's stages."""
+    report = Report()
+
+    def run(graph_module: Any, example_inputs: Any) -> Any:
+        return backend.compile_graph(graph_module, example_inputs, options.parse(None, {"choose": "ark"}), report)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        results = torch.compile(call, backend=run, dynamic=False)(*arguments)
+    (region,) = report.regions
+    return results, [stage["name"] for stage in json.loads(region.plan_json)["stages"]]
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 3e-6), (torch.float16, 5.2e-4), (torch.bfloat16, 4.1e-3)])
+def test_products_of_few_rows_share_them(dtype: torch.dtype, close: float) -> None:
+    """The bits of products by themselves, and of what follows them by itself."""
+    torch.manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device="cuda")
+
+    weights = [
+        [(drawn(n, k), drawn(n) if i in biased else None) for i, n in enumerate(widths)]
+        for _, k, widths, biased in SHARED
+    ]
+    rows = [drawn(m, k) for m, k, _, _ in SHARED]
+
+    def products(rows: list[list[Tensor]], weights: Any) -> list[list[Tensor]]:
+        made = []
+        for several, some in zip(rows, weights, strict=True):
+            outs = [F.linear(x, w, bias) for x, (w, bias) in zip(several, some, strict=True)]
+            if len({out.shape for out in outs}) == 1:
+                outs.append(F.silu(outs[0]) * outs[1])
+            made.append(outs)
+        return made
+
+    got, stages = with_stages(products, [[x] * len(some) for x, some in zip(rows, weights, strict=True)], weights)
+    alone, apart = with_stages(
+        products, [[x.clone() for _ in some] for x, some in zip(rows, weights, strict=True)], weights
+    )
+    merged = sum(", " in name for name in stages)
+    assert merged == sum(m <= 8 for m, _, _, _ in SHARED) and not any(", " in name for name in apart), (stages, apart)
+    for case, x, some, outs, others in zip(SHARED, rows, weights, got, alone, strict=True):
+        for out, other in zip(outs, others, strict=True):
+            assert torch.equal(out, other), case
+        for (w, bias), out in zip(some, outs, strict=False):
+            want = F.linear(x.double(), w.double(), None if bias is None else bias.double())
+            scale = (F.linear(x.double().square(), w.double().square()) + 1).sqrt() + want.abs()
+            assert float(((out.double() - want).abs() / scale).max()) < close, case

@@ -99,41 +99,55 @@ class RowRunner {
   bool reduces_ = false;
 };
 
+inline int axis_of(const Stage& stage, int value) {
+  for (const Access& access : stage.accesses) {
+    if (access.value == value) return access.axis;
+  }
+  throw std::logic_error("a value without an access");
+}
+
+// Indices [begin, end) of what tiles cut of the product.
+inline void run_product(Memory& memory, const Graph& graph, const Stage& stage, const MatmulStage& matmul,
+                        int64_t begin, int64_t end) {
+  const auto& values = graph.values();
+  const Value& out = values[matmul.out];
+  const auto rank = static_cast<int>(out.shape.size());
+  const int axis = matmul.axis == MatmulStage::Axis::columns ? rank - 1
+                   : matmul.axis == MatmulStage::Axis::rows  ? rank - 2
+                                                             : axis_of(stage, matmul.out);
+  int64_t batch = 1;
+  for (int d = 0; d < rank - 2; ++d) batch *= out.shape[d];
+  if (out.shape[rank - 2] != matmul.m || out.shape[rank - 1] != matmul.n || batch != matmul.batch ||
+      values[matmul.a].shape.back() != matmul.k || values[matmul.a].shape[rank - 2] != matmul.m) {
+    throw std::logic_error("a product's sizes");
+  }
+  run_matmul(memory, values[matmul.a], values[matmul.b], matmul.bias >= 0 ? &values[matmul.bias] : nullptr, out,
+             {axis, begin, end});
+}
+
 inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end) {
   const auto& values = graph.values();
-  const auto axis_of = [&](int value) {
-    for (const Access& access : stage.accesses) {
-      if (access.value == value) return access.axis;
-    }
-    throw std::logic_error("a value without an access");
-  };
   if (const auto* program = std::get_if<RowProgram>(&stage.body)) {
-    RowRunner(memory, *program, values).run({program->axis, begin, end});
+    const int64_t scale =
+        program->axis < 0 ? 1 : std::max<int64_t>(1, program->shape[static_cast<size_t>(program->axis)] / stage.extent);
+    RowRunner(memory, *program, values).run({program->axis, begin * scale, end * scale});
   } else if (const auto* matmul = std::get_if<MatmulStage>(&stage.body)) {
-    const Value& out = values[matmul->out];
-    const auto rank = static_cast<int>(out.shape.size());
-    const int axis = matmul->axis == MatmulStage::Axis::columns ? rank - 1
-                     : matmul->axis == MatmulStage::Axis::rows  ? rank - 2
-                                                                : axis_of(matmul->out);
-    int64_t batch = 1;
-    for (int d = 0; d < rank - 2; ++d) batch *= out.shape[d];
-    if (out.shape[rank - 2] != matmul->m || out.shape[rank - 1] != matmul->n || batch != matmul->batch ||
-        values[matmul->a].shape.back() != matmul->k || values[matmul->a].shape[rank - 2] != matmul->m) {
-      throw std::logic_error("a product's sizes");
-    }
-    run_matmul(memory, values[matmul->a], values[matmul->b], matmul->bias >= 0 ? &values[matmul->bias] : nullptr, out,
-               {axis, begin, end});
+    run_product(memory, graph, stage, *matmul, begin, end);
+  } else if (const auto* several = std::get_if<ProductsStage>(&stage.body)) {
+    for (const MatmulStage& product : several->products)
+      run_product(memory, graph, stage, product, begin * product.n / stage.extent, end * product.n / stage.extent);
   } else if (const auto* attention = std::get_if<AttentionStage>(&stage.body)) {
-    run_attention(memory, *attention, values, {axis_of(attention->out), begin, end});
+    run_attention(memory, *attention, values, {axis_of(stage, attention->out), begin, end});
   } else if (const auto* combine = std::get_if<CombineStage>(&stage.body)) {
-    run_combine(memory, *combine, values, {axis_of(combine->out), begin, end});
+    run_combine(memory, *combine, values, {axis_of(stage, combine->out), begin, end});
   } else if (const auto* gather = std::get_if<GatherStage>(&stage.body)) {
-    run_gather(memory, *gather, values, {axis_of(gather->out), begin, end});
+    run_gather(memory, *gather, values, {axis_of(stage, gather->out), begin, end});
   } else if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {
-    run_scatter(memory, *scatter, values, {axis_of(scatter->source), begin, end});
+    run_scatter(memory, *scatter, values, {axis_of(stage, scatter->source), begin, end});
   } else {
     throw std::logic_error("the interpreter does not know this stage");
   }
+  for (const Stage& next : stage.tail) run_body(memory, graph, next, begin, end);
 }
 
 using ByteSet = std::set<std::pair<int, int64_t>>;
@@ -167,6 +181,7 @@ inline void run_tile(Memory& memory, const Graph& graph, const Stage& stage, int
                              " of buffer " + std::to_string(buffer));
     }
     if (write) own.insert({buffer, byte});
+    if (!write && !stage.tail.empty() && own.count({buffer, byte}) > 0) return;
     if ((write ? writes : reads).count({buffer, byte}) > 0) return;
     throw std::logic_error("stage " + stage.name + " tile [" + std::to_string(begin) + ", " + std::to_string(end) +
                            ") " + (write ? "writes" : "reads") + " byte " + std::to_string(byte) + " of buffer " +

@@ -67,12 +67,23 @@ struct Parts {
   }
 };
 
-// Columns [c0, c1) of `segments` products of `Rows` rows each (from row r0 on; `rows` of them are meant): `add` makes
-// sums of slices of a run of columns (from `from` on, which may be before c0) in whole batches, and they are put
-// together here.
-template <int Rows, class At, class Out, class Bias, class Add>
-ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bias, int r0, int rows, int segments,
-                        int from, int c0, int c1, int slices, int batch_columns, Add add) {
+// Columns [c0, c1) of one b.
+template <class B>
+struct OneRun {
+  using Element = B;
+  const B* b;
+  int64_t stride;
+  int c1;
+  ARK_LOOP const B* from(int c) const { return b + c * stride; }
+  ARK_LOOP int left(int c) const { return c1 - c; }
+};
+
+// Columns [c0, c1) of `segments` products of `Rows` rows each (`rows` of them are meant): `add` makes sums of slices of
+// a run of columns (from `from` on, which may be before c0) in whole batches, which are put together here, and `finish`
+// gets each with its row's number and its column.
+template <int Rows, class Add, class Finish>
+ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int slices, int batch_columns, Add add,
+                        Finish finish) {
   constexpr int kWords = kWorkspaceBytes / 4;
   const int most = (kWords / Rows - 8) / slices / batch_columns * batch_columns;
   for (int c = from; c < c1; c += most) {
@@ -82,15 +93,14 @@ ARK_LOOP void in_slices(const Product& s, const At& at, Out* out, const Bias* bi
     for (int first = 0; first < segments; first += most_segments) {
       const int count = least(segments - first, most_segments);
       sync();
-      add(first, count, c, columns, batches, parts);
+      add(first, count, c, batches, parts);
       sync();
       for (int i = thread(); i < count * Rows * columns; i += kThreads) {
         const int line = i / columns, column = i % columns;
         if (line % Rows >= rows || c + column < c0) continue;
         float sum = *parts.at(line, 0, column);
         ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *parts.at(line, slice, column);
-        const int row = r0 + first * Rows + line;
-        finish_one(s, out + at.out(row), bias, row, c + column, sum);
+        finish(first * Rows + line, c + column, sum);
       }
     }
   }

@@ -23,11 +23,17 @@ ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B*
   }
 }
 
-// Columns [c, c + columns) of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them are
-// meant) and a b of its own, as sums of slices: parts[segment][row][slice][column].
-template <int Rows, bool kFast, int kTogether, class At, class A, class B>
-ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
-                        int segments, int c, int columns, int batches, Parts parts) {
+// That a warp takes together: as many as there are registers for.
+template <int Rows, bool kFast>
+inline constexpr int kDotColumns = !kFast ? 1 : Rows <= 2 ? 8 : 4;
+
+// Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
+// are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
+// lies, and how many are left from it on of those that lie evenly: OneRun, or Runs of products.cuh.
+template <int Rows, bool kFast, int kTogether, class At, class A, class Columns>
+ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Columns& columns, int r0, int rows,
+                        int first_segment, int segments, int c, int batches, Parts parts) {
+  using B = typename Columns::Element;
   constexpr int kPer = kPerChunk<B>;
   const DepthSplit split = split_depth(s.depth, 32 * kPer);
   const int slice = warp() % split.slices, group = warp() / split.slices;
@@ -44,11 +50,11 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, 
     const B* from = nullptr;
   } next;
   auto place = [&] {
-    const int column = (next.batch * split.groups + group) * kTogether;
+    const int column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * step;
-    next.left = next.segment < segments && next.d < s.depth ? columns - column : 0;
+    next.left = next.segment < segments && next.d < s.depth ? columns.left(column) : 0;
     if (next.left > 0)
-      next.from = b + at.b(first_segment + next.segment) + (c + column) * s.b_column + next.d * s.b_depth;
+      next.from = columns.from(column) + at.b(first_segment + next.segment) + next.d * s.b_depth;
   };
   auto advance = [&] {
     if (++next.batch == batches) {
@@ -97,12 +103,15 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const B* b, 
 template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                           int rows, int segments, int c0, int c1) {
-  constexpr int kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;  // as many as there are registers for
+  constexpr int kTogether = kDotColumns<Rows, kFast>;
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
-  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
-                  [&](int first, int count, int c, int columns, int batches, Parts parts) {
-                    dot_parts<Rows, kFast, kTogether>(s, at, a, b, r0, rows, first, count, c, columns, batches, parts);
-                  });
+  in_slices<Rows>(
+      rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
+      [&](int first, int count, int c, int batches, Parts parts) {
+        dot_parts<Rows, kFast, kTogether>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c, batches,
+                                          parts);
+      },
+      [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }
 
 }  // namespace ark::loop

@@ -93,10 +93,12 @@ template <int Rows, bool kFast, class At, class A, class B, class Out, class Bia
 ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                              int rows, int segments, int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
-  in_slices<Rows>(s, at, out, bias, r0, rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
-                  [&](int first, int count, int c, int, int batches, Parts parts) {
-                    across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
-                  });
+  in_slices<Rows>(
+      rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
+      [&](int first, int count, int c, int batches, Parts parts) {
+        across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
+      },
+      [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }
 
 }  // namespace ark::loop

@@ -31,8 +31,8 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 }
 
 // As dot_parts.
-template <int Rows, class At, class T>
-ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* b, int r0, int rows, int c, int columns,
+template <int Rows, class At, class T, class Columns>
+ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,
                            int batches, Parts parts) {
   constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
@@ -50,10 +50,10 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const T* 
     const T* from;
   } next;
   auto place = [&] {
-    const int column = (next.batch * split.groups + group) * kTogether + my_line;
+    const int column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * step;
-    next.left = next.pass < split.passes ? columns - column : 0;
-    next.from = b + (c + column) * s.b_column + next.d;
+    next.left = next.pass < split.passes ? columns.left(column) - my_line : 0;
+    next.from = columns.from(column) + my_line * s.b_column + next.d;
   };
   auto load = [&](int octet, int part) {
     return read_once(next.from + octet * 8 * s.b_column + part * kTensorPart,
@@ -106,10 +106,12 @@ template <int Rows, class At, class T, class Out, class Bias>
 ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
                              int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
-  in_slices<Rows>(s, at, out, bias, r0, rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
-                  [&](int, int, int c, int columns, int batches, Parts parts) {
-                    tensor_parts<Rows>(s, at, a, b, r0, rows, c, columns, batches, parts);
-                  });
+  in_slices<Rows>(
+      rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
+      [&](int, int, int c, int batches, Parts parts) {
+        tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
+      },
+      [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }
 
 }  // namespace ark::loop
