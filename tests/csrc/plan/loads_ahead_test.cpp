@@ -20,7 +20,7 @@ Load load_of(int task, int64_t offset, int64_t bytes, int64_t rows = 1, int64_t 
 
 // By position: bytes of each task that have been asked for so far. Checks what holds for all queues.
 std::vector<std::vector<int64_t>> asked_for(const Queue& queue, int64_t most) {
-  const auto asked = loads_ahead(queue, most);
+  const auto asked = loads_ahead(queue, most, most);
   EXPECT_EQ(asked.size(), queue.tasks.size());
   std::vector<std::vector<int64_t>> table;
   std::vector<int64_t> so_far(queue.tasks.size(), 0);
@@ -49,7 +49,7 @@ TEST(LoadsAhead, LargeOnesComeInParts) {
   EXPECT_EQ(table[2][3], 8192);  // what of the third was not asked for it loads itself
   EXPECT_EQ(table[2][2], 65536);
   // Its parts follow each other.
-  const auto asked = loads_ahead(queue, 65536);
+  const auto asked = loads_ahead(queue, 65536, 65536);
   ASSERT_EQ(asked[1].size(), 1u);
   EXPECT_EQ(asked[1][0].offset, 4096 + 45056);
 }
