@@ -308,11 +308,25 @@ class RowEmitter {
 
   int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
   // Where 16 columns lie, and behind it how far apart they are, unless adjacent.
-  std::string place(const Instruction& one) {
-    const std::string begin = nest_.base(one, true) + " + " + nest_.vector().name;
+  std::string place(const Instruction& one, const std::string& further = "") {
+    const std::string begin = nest_.base(one, true) + further + " + " + nest_.vector().name;
     return step(one) == 1 ? begin : begin + " * " + row_number(step(one)) + ", " + row_number(step(one));
   }
   const char* form(const Instruction& one) const { return step(one) == 1 ? "(" : "_strided("; }
+
+  // Of a store through an index: what opens it where there is such an element, and how much further that is.
+  std::string fits(const Instruction& one, int i) {
+    const std::string given = "given" + row_number(i), size = row_number(one.through.size);
+    const std::string index = RowExpressions::name(one.args[1]);
+    to_.line("const int64_t " + given + " = " + (to_.cuda() ? index : "one(" + index + ")") + ";");
+    to_.line("const int64_t index" + row_number(i) + " = " +
+             (one.through.wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given + ";");
+    return "if (index_fits(context, index" + row_number(i) + ", " + size + ", " + given + ", " +
+           row_number(one.through.dim) + "))";
+  }
+  static std::string further(const Instruction& one, int i) {
+    return one.args.size() > 1 ? " + " + cpp_offset({"index" + row_number(i)}, {one.through.stride}) : "";
+  }
 
   void column_instruction(int i, const std::set<int>& keep) {
     const Instruction& one = at(i);
@@ -334,10 +348,12 @@ class RowEmitter {
         break;
       }
       case Kind::store:
+        if (one.args.size() > 1) to_.open(fits(one, i));
         if (to_.cuda())
-          to_.line("store_one(" + nest_.base(one, true) + ", " + stored(one) + ");");
+          to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
         else
-          to_.line(std::string("store") + form(one) + place(one) + ", " + stored(one) + ", lanes);");
+          to_.line(std::string("store") + form(one) + place(one, further(one, i)) + ", " + stored(one) + ", lanes);");
+        if (one.args.size() > 1) to_.close();
         break;
       case Kind::literal: break;
     }

@@ -11,6 +11,7 @@
 
 #include "plan/fuse_dependencies.hpp"
 #include "plan/fuse_rows.hpp"
+#include "plan/fuse_scatter.hpp"
 #include "plan/fuse_single.hpp"
 #include "plan/graph_check.hpp"
 #include "plan/stage.hpp"
@@ -169,7 +170,7 @@ std::vector<Stage> make_stages(Graph& graph) {
     if (!draft) fail_node(graph.nodes()[nodes.front()], "cannot be computed row by row");
     stages.push_back(finish_rows(graph, *draft));
   }
-  return stages;
+  return fuse_scatters(graph, std::move(stages));
 }
 
 }  // namespace ark::plan

@@ -36,7 +36,8 @@ struct RowProgram {
       index,    // the position along dimension args[0] of `shape` (i64)
       op,       // pointwise `name` of registers args
       reduce,   // `name` (sum, mean, amax, amin, argmax, any) over the row's columns of register args[0]
-      store,    // register args[0] into value, which has `shape`, or is 1 long (or absent) in the reduced dimensions
+      store,    // register args[0] into value, which has `shape`, or is 1 long (or absent) in the reduced dimensions;
+                // with args[1]: `through` an index, into value of which that is the last dimension
     };
     Kind kind = Kind::op;
     std::string name;
@@ -45,6 +46,13 @@ struct RowProgram {
     ScalarType type = ScalarType::f32;  // of the result, rounded to it
     bool scalar = false;                // one number a row
     Shape strides;                      // load, store: the value's strides over `shape` (0: broadcast or reduced)
+    // As many strides further as register args[1] says, which is checked against the size. `dim`: what the user calls
+    // the dimension. `wrap`: negative indices count from the end.
+    struct Through {
+      int64_t stride = 0, size = 0;
+      int dim = 0;
+      bool wrap = false;
+    } through;
   };
   Shape shape;
   int inner = 0;
@@ -162,14 +170,15 @@ struct Stage {
   double flops = 0;    // of the whole stage
   double bytes = 0;    // read and written, each byte once
   bool replicable =
-      false;           // small and without effect outside temporaries: every worker may compute all of it for itself
+      false;  // small and without effect outside temporaries: every worker may compute all of it for itself
   // What the same task does next, over the same tile: stages of this one's extent, in order. What they read of what
   // stands before them here, their own tile has written; `accesses` above are those of all, without such reads.
   std::vector<Stage> tail;
-  int node = -1;       // collectives and checks: their attributes stand there
-  std::string kind;    // for people and timelines: "rows", "matmul", "attention", ...
-  std::string name;    // for people: "rms_norm" where recognised, else what it does: "mul+add"
-  std::string origin;  // of its nodes
+  int node = -1;        // collectives and checks: their attributes stand there
+  std::string kind;     // for people and timelines: "rows", "matmul", "attention", ...
+  std::string name;     // for people: "rms_norm" where recognised, else what it does: "mul+add"
+  std::string origin;   // of its nodes
+  std::string indexed;  // for people: the operator among several that takes an index, and its origin
 };
 
 // Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what

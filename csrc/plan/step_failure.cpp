@@ -38,7 +38,7 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
       throw Error(ErrorKind::out_of_range,
                   "index " + std::to_string(failure.value) + " is out of bounds for dimension " +
                       std::to_string(failure.dimension) + " with size " + std::to_string(failure.limit) + " in " +
-                      stage.name + " (" + stage.origin + ")",
+                      (stage.indexed.empty() ? stage.name + " (" + stage.origin + ")" : stage.indexed),
                   context);
     }
     case StepFailure::Kind::deadline: {

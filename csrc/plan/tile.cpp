@@ -99,7 +99,9 @@ Choice Cutter::cut_at(int stage, Bounds bounds) {
     for (int worker = 0; worker < workers; ++worker) {
       if (spread && std::count(choice.workers.begin(), choice.workers.end(), worker) != 0) continue;
       const double finish = std::max(available[worker], ready.at(worker, target_.wait_us)) + cost;
-      if (first || finish < best_finish - 1e-9) best = worker, best_finish = finish;
+      // Of those that would wait alike the one that waits longest: times are estimates, and it is surest to be there.
+      const bool idler = finish < best_finish + 1e-9 && available[worker] < available[best] - 1e-9;
+      if (first || finish < best_finish - 1e-9 || idler) best = worker, best_finish = finish;
       first = false;
     }
     available[best] = best_finish;

@@ -103,6 +103,8 @@ LOOKUPS: dict[str, tuple[Callable[..., Any], str]] = {
     "index_select": (lambda t, i, s: t.index_select(0, i) * 2 + 1, "index_select"),
     "index_put_": (lambda t, i, s: t.index_put_((i,), s * 2) + 1, "index_put_"),
     "index_copy_": (lambda t, i, s: t.index_copy_(0, i, s * 2) + 1, "index_copy_"),
+    "index_copy_one": (lambda t, i, s: t.index_copy_(0, i[1:2], s[:1] * 2) + 1, "index_copy_"),
+    "index_put_one": (lambda t, i, s: t.index_put_((i[1:2],), s[:1] * 2) + 1, "index_put_"),
     "index_copy": (lambda t, i, s: t.index_copy(0, i, s * 2) + 1, "index_copy"),
     "index_add_": (lambda t, i, s: t.index_add_(0, i, s * 2) + 1, "index_add_"),
     "index_add_half": (lambda t, i, s: t.bfloat16().index_add(0, i, s.bfloat16(), alpha=2) + 1, "index_add"),

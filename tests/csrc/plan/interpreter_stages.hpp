@@ -46,6 +46,17 @@ class RowRunner {
     return at * size_of(values_[instruction.value].type);
   }
 
+  // Bytes from the first position to the one that a store's index says.
+  template <class Element>
+  int64_t through(const RowProgram::Instruction& store, const Element& element, size_t column) const {
+    if (store.args.size() < 2) return 0;
+    const auto& to = store.through;
+    auto index = static_cast<int64_t>(element(store.args[1], column));
+    if (index < 0 && to.wrap) index += to.size;
+    if (index < 0 || index >= to.size) throw std::logic_error("an index out of range");
+    return index * to.stride * size_of(values_[store.value].type);
+  }
+
   // Registers: an element a column; one alone where scalar.
   void run_row(const std::vector<Shape>& columns) {
     std::vector<std::vector<double>> registers;
@@ -83,7 +94,7 @@ class RowRunner {
             if (instruction.scalar != program_.code.at(instruction.args.at(0)).scalar) {
               throw std::logic_error("a store of the wrong kind");
             }
-            memory_.write(value->buffer, byte(instruction, columns[c]),
+            memory_.write(value->buffer, byte(instruction, columns[c]) + through(instruction, element, c),
                           round_to(element(instruction.args[0], c), value->type));
             break;
           case Kind::reduce: break;

@@ -172,6 +172,53 @@ TEST(Stages, WriteIntoCacheComesBeforeAttention) {
   EXPECT_EQ(stages[2].extent, 2);
 }
 
+// What a decoding step computes for its cache goes straight there, where nobody else wants it.
+TEST(Stages, KeysGoStraightIntoTheCache) {
+  enum class Case { plain, wrapped, by_halves, two_positions, read_again, cache_read, asked_between };
+  for (const Case one : {Case::plain, Case::wrapped, Case::by_halves, Case::two_positions, Case::read_again,
+                         Case::cache_read, Case::asked_between}) {
+    GraphBuilder builder;
+    const int64_t positions = one == Case::two_positions ? 2 : 1;
+    const int cache = builder.input({1, 3, 8, 4}, ScalarType::f32, true);
+    const int index = builder.input({positions}, ScalarType::i64);
+    const int projected = builder.input({1, positions, 12});
+    int x = builder.permute(builder.reshape(projected, {1, positions, 3, 4}), {0, 2, 1, 3});
+    if (one == Case::cache_read) x = builder.pointwise("add", {x, builder.slice(cache, 2, 5, 6)});
+    const int keys = builder.temporary({1, 3, positions, 4});
+    if (one == Case::by_halves) {
+      const int turned = builder.temporary({1, 3, positions, 4});
+      builder.into(builder.slice(turned, 3, 0, 2), "neg", {builder.slice(x, 3, 2, 4)});
+      builder.into(builder.slice(turned, 3, 2, 4), "copy", {builder.slice(x, 3, 0, 2)});
+      builder.into(keys, "add", {x, turned});
+    } else {
+      builder.into(keys, "mul", {x, builder.input({4})});
+    }
+    const int matrix = builder.input({1, 3, 4, 2});
+    const int product = one == Case::asked_between ? builder.matmul(keys, matrix) : -1;
+    builder.into(cache, "scatter", {cache, index, keys}, {{"dim", int64_t{2}}, {"wrap", one == Case::wrapped}});
+    if (one == Case::read_again) builder.copy_out(builder.matmul(keys, matrix));
+    if (product >= 0) builder.copy_out(product);
+    expect_same(
+        builder.graph,
+        [&](Memory& memory) {
+          fill_inputs(memory, builder.graph);
+          for (size_t i = 0; i < memory.cells[1].size(); ++i)
+            memory.cells[1][i] = one == Case::wrapped ? -3 : 5 - static_cast<double>(i / 8);
+        },
+        3);
+    const auto stages = make_stages(builder.graph);
+    const bool fused = one == Case::plain || one == Case::wrapped || one == Case::by_halves;
+    const auto scatters = std::count_if(stages.begin(), stages.end(), [](const Stage& stage) {
+      return std::holds_alternative<ScatterStage>(stage.body);
+    });
+    EXPECT_EQ(scatters, fused ? 0 : 1) << static_cast<int>(one);
+    if (!fused) continue;
+    ASSERT_EQ(stages.size(), 1u);
+    EXPECT_EQ(stages[0].extent, 3);
+    EXPECT_FALSE(stages[0].replicable);
+  }
+}
+
 // For a GPU: 2 heads of keys and 12 workers are blocks of query rows; none is too small.
 TEST(Stages, AttentionOverManyRowsIsSplit) {
   struct Case {

@@ -150,10 +150,11 @@ ARK_LOOP char* address_of(char* const* bases, const Operand& one) {
   return bases[one.base == Operand::pointer ? Operand::packets + one.index : one.base - 1] + one.offset;
 }
 
-// Where the operands of a task lie, all in global memory.
+// Where the operands of a task lie, all in global memory; itself in shared memory.
 struct Operands {
   char* const* at;
   ARK_LOOP char* operator[](int i) const {
+    __builtin_assume(__isShared(at));
     char* const one = at[i];
     __builtin_assume(__isGlobal(one));
     return one;

@@ -1,23 +1,11 @@
-// Instructions that attention is made of beside those of products: conversions, 8 x 8 tiles transposed between
-// registers, barriers that vote.
+// Instructions that attention is made of beside those of products: 8 x 8 tiles transposed between registers, halves of
+// words, barriers that vote.
 #pragma once
 
 #include "cuda/loop/group.cuh"
 #include "cuda/loop/ptx.cuh"
 
 namespace ark::loop {
-
-// Two numbers as two 16-bit elements of type T, the first in the low half.
-ARK_LOOP uint32 pack_two(float low, float high, bf16) {
-  uint32 both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
-ARK_LOOP uint32 pack_two(float low, float high, f16) {
-  uint32 both;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
-}
 
 // An 8 x 8 tile of 16-bit elements (lane 4 i + j has elements 2 j and 2 j + 1 of row i), transposed.
 ARK_LOOP uint32 transpose_tile(uint32 x) {

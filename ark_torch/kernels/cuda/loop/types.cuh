@@ -94,19 +94,26 @@ ARK_LOOP bool widen(bool x) {
   return x;
 }
 
-// To the nearest, ties to even.
+// Two numbers as two 16-bit elements of type T, to the nearest, ties to even; the first in the low half.
+ARK_LOOP uint32 pack_two(float low, float high, bf16) {
+  uint32 both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+ARK_LOOP uint32 pack_two(float low, float high, f16) {
+  uint32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+// The same of one number. By the instruction for two, which is several times as fast as the one for one.
 ARK_LOOP float narrow(float x, float) {
   return x;
 }
-ARK_LOOP bf16 narrow(float x, bf16) {
-  bf16 y;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
+ARK_LOOP bf16 narrow(float x, bf16 type) {
+  return {static_cast<uint16>(pack_two(x, 0.0f, type))};
 }
-ARK_LOOP f16 narrow(float x, f16) {
-  f16 y;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-  return y;
+ARK_LOOP f16 narrow(float x, f16 type) {
+  return {static_cast<uint16>(pack_two(x, 0.0f, type))};
 }
 ARK_LOOP int64_t narrow(int64_t x, int64_t) {
   return x;
