@@ -6,6 +6,7 @@ What they compute is tested in tests/gpu/test_compile.py.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 from typing import Any
 
 import models
@@ -39,12 +40,17 @@ class Sources:
         monkeypatch.setattr(build, "make_region", self._make_region)
 
     def _make_region(self, lowering: Any, name: str, threads: int, otherwise: Any = None, chained: bool = False) -> Any:
-        graph = _C.plan.Graph()
+        self.graph = graph = _C.plan.Graph()
         lowering.graph.emit(graph)
         self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS))
         double = reference.Graph()
         lowering.graph.emit(double)
         return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "chained": chained})
+
+    def stages(self) -> list[str]:
+        """Of the last region's plan."""
+        text, _ = _C.plan.plan_for(self.graph, self.arch, MULTIPROCESSORS)
+        return [stage["name"] for stage in json.loads(text)["stages"]]
 
     def check(self) -> None:
         """Each compiles, in the registers that a thread of its block can have."""
@@ -72,6 +78,11 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     model = models.Llama(config, 1, dtype).eval()
     call, _ = compiled(model, dynamic=False, fallback=False)
     call(torch.randint(0, 1024, (1, 1)), torch.tensor([5]))
+    if sources.arch == "sm_90a":
+        stages = sources.stages()
+        assert stages.count("matmul, matmul, matmul") == config.layers  # queries, keys, values
+        assert stages.count("matmul, matmul, swiglu") == config.layers and "swiglu" not in stages
+        assert stages.count("matmul") == 2 * config.layers + 1
     call(torch.randint(0, 1024, (1, 100)), torch.arange(100))
     sources.check()
 
