@@ -21,9 +21,10 @@ std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
   }
   return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
          ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +
-         ", .b_column = " + number(stride(b, 1, 1)) + ",\n                      .out_row = " +
-         number(stride(out, 2, 0)) + ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " +
-         number(bias_row) + ", .bias_column = " + number(bias_column) + "}";
+         ", .b_column = " + number(stride(b, 1, 1)) +
+         ",\n                      .out_row = " + number(stride(out, 2, 0)) +
+         ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
+         ", .bias_column = " + number(bias_column) + "}";
 }
 
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {

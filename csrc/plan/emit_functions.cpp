@@ -12,8 +12,9 @@ namespace ark::plan {
 namespace {
 
 const char* name_of_kind(const Stage& stage) {
-  static constexpr const char* names[] = {"rows", "matmul", "products", "attention", "combine", "gather", "scatter",
-                                          "select", "scan", "bag",    "experts",   "check",   "collective", "stop"};
+  static constexpr const char* names[] = {"rows",    "matmul",  "products",   "attention", "combine",
+                                          "gather",  "scatter", "select",     "scan",      "bag",
+                                          "experts", "check",   "collective", "stop"};
   static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
   return names[stage.body.index()];
 }

@@ -93,9 +93,8 @@ class Joiner {
 
  private:
   bool written_by(const Stage& head, int value) const {
-    return std::any_of(head.accesses.begin(), head.accesses.end(), [&](const Access& access) {
-      return access.write && touches(graph_, access.value, value);
-    });
+    return std::any_of(head.accesses.begin(), head.accesses.end(),
+                       [&](const Access& access) { return access.write && touches(graph_, access.value, value); });
   }
 
   // `made`: the stage that wrote the rows of the head's products.

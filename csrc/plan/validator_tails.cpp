@@ -35,7 +35,8 @@ class TailChecker {
       for (const Access& access : next.accesses) {
         const std::string place = "value " + to_string(access.value) + " in " + next.name;
         if (access.write) {
-          if (!is_one_of(stage_.accesses, access)) fail(name + " writes " + place + ", which its stage does not declare");
+          if (!is_one_of(stage_.accesses, access))
+            fail(name + " writes " + place + ", which its stage does not declare");
           continue;
         }
         const Region region = region_of(plan_.graph, stage_, access, task.begin, task.end);

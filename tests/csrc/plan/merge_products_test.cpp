@@ -46,10 +46,9 @@ TEST(MergedProducts, ShareRowsAndTheirWidthsHaveACommonPart) {
     std::vector<size_t> products;
     int64_t extent;  // of the first
   };
-  for (const Case& one :
-       {Case{1, {24, 6, 6}, {3}, 6}, Case{3, {24, 12, 12}, {3}, 12}, Case{8, {18, 18}, {2}, 18},
-        Case{9, {24, 6}, {1, 1}, 24}, Case{1, {24, 7, 12}, {2, 1}, 12}, Case{2, {5, 5}, {2}, 5},
-        Case{2, {10, 5}, {1, 1}, 10}, Case{1, {12, 12, 12, 12, 12, 12}, {4, 2}, 12}}) {
+  for (const Case& one : {Case{1, {24, 6, 6}, {3}, 6}, Case{3, {24, 12, 12}, {3}, 12}, Case{8, {18, 18}, {2}, 18},
+                          Case{9, {24, 6}, {1, 1}, 24}, Case{1, {24, 7, 12}, {2, 1}, 12}, Case{2, {5, 5}, {2}, 5},
+                          Case{2, {10, 5}, {1, 1}, 10}, Case{1, {12, 12, 12, 12, 12, 12}, {4, 2}, 12}}) {
     GraphBuilder builder;
     const int a = builder.input({one.rows, 12});
     for (size_t i = 0; i < one.widths.size(); ++i)
@@ -96,8 +95,8 @@ TEST(MergedProducts, DoNotOvertakeWhatTheyDependOn) {
 }
 
 int silu(GraphBuilder& builder, int x) {
-  const int wide = builder.pointwise("add", {builder.pointwise("exp", {builder.pointwise("neg", {x})}),
-                                             builder.literal(1)});
+  const int wide =
+      builder.pointwise("add", {builder.pointwise("exp", {builder.pointwise("neg", {x})}), builder.literal(1)});
   return builder.pointwise("div", {x, wide});
 }
 
@@ -157,8 +156,7 @@ TEST(JoinedPointwise, OtherElementsReductionsAndTheRowsThemselvesAreNotItsTilesO
     const int product = linear(builder, a, 12);
     if (kind == Kind::flipped) builder.copy_out(builder.view(product, {1, 12}, {12, -1}, 11));
     if (kind == Kind::halves)
-      builder.copy_out(
-          builder.pointwise("mul", {builder.slice(product, 1, 0, 6), builder.slice(product, 1, 6, 12)}));
+      builder.copy_out(builder.pointwise("mul", {builder.slice(product, 1, 0, 6), builder.slice(product, 1, 6, 12)}));
     if (kind == Kind::mean) builder.copy_out(builder.pointwise("sub", {product, builder.reduce("mean", product, {1})}));
     if (kind == Kind::in_place) builder.into(a, "add", {a, product});
     if (kind == Kind::many_rows) builder.copy_out(silu(builder, product));

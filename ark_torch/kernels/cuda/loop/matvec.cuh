@@ -25,7 +25,9 @@ ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B*
 
 // That a warp takes together: as many as there are registers for.
 template <int Rows, bool kFast>
-inline constexpr int kDotColumns = !kFast ? 1 : Rows <= 2 ? 8 : 4;
+inline constexpr int kDotColumns = !kFast      ? 1
+                                   : Rows <= 2 ? 8
+                                               : 4;
 
 // Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
 // are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
@@ -53,8 +55,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
     const int column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * step;
     next.left = next.segment < segments && next.d < s.depth ? columns.left(column) : 0;
-    if (next.left > 0)
-      next.from = columns.from(column) + at.b(first_segment + next.segment) + next.d * s.b_depth;
+    if (next.left > 0) next.from = columns.from(column) + at.b(first_segment + next.segment) + next.d * s.b_depth;
   };
   auto advance = [&] {
     if (++next.batch == batches) {
