@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 
 #include "error.hpp"
 #include "plan/join_pointwise.hpp"
@@ -162,6 +163,41 @@ TEST(JoinedPointwise, OtherElementsReductionsAndTheRowsThemselvesAreNotItsTilesO
     if (kind == Kind::many_rows) builder.copy_out(silu(builder, product));
     for (const Stage& stage : checked_stages(builder)) EXPECT_TRUE(stage.tail.empty()) << static_cast<int>(kind);
   }
+}
+
+// Random products of the same and other rows, pointwise operators of what has one shape, some in place.
+TEST(JoinedPointwise, RandomNetworksComputeTheSame) {
+  size_t merged = 0, tails = 0;
+  for (uint32_t seed = 0; seed < 300; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937 random(seed);
+    const auto pick = [&](int least, int most) { return least + static_cast<int>(random() % (most - least + 1)); };
+    GraphBuilder builder;
+    const int64_t rows = pick(1, 3) == 1 ? pick(2, 9) : 1, width = pick(1, 20);
+    std::vector<int> inputs = {builder.input({rows, 12}), builder.input({rows, 12}, ScalarType::f32, true)}, made;
+    for (int step = pick(3, 9); step > 0; --step) {
+      const int kind = pick(0, 9);
+      if (made.empty() || kind < 5) {
+        const int a = inputs[pick(0, 3) == 0 ? 1 : 0];
+        made.push_back(linear(builder, a, width * (pick(0, 3) == 0 ? 2 : 1), pick(0, 1) == 0));
+      } else if (kind == 5) {
+        builder.into(inputs[1], "add", {inputs[1], inputs[0]});
+      } else {
+        const int x = made[random() % made.size()], y = made[random() % made.size()];
+        const bool same = builder.at(x).shape == builder.at(y).shape;
+        made.push_back(kind < 8 && same ? builder.pointwise("mul", {x, y}) : builder.pointwise("tanh", {x}));
+      }
+      if (pick(0, 3) == 0) builder.copy_out(made.back());
+    }
+    builder.copy_out(builder.reduce("amax", made.back(), {1}));
+    for (const Stage& stage : checked_stages(builder)) {
+      merged += std::holds_alternative<ProductsStage>(stage.body) ? 1 : 0;
+      tails += stage.tail.size();
+    }
+    if (HasFatalFailure()) return;
+  }
+  EXPECT_GT(merged, 100u);
+  EXPECT_GT(tails, 100u);
 }
 
 // A gated network's plan, of which one access has changed.
