@@ -101,7 +101,7 @@ def with_stages(call: Any, *arguments: Any) -> tuple[Any, list[str]]:
     return results, [stage["name"] for stage in json.loads(region.plan_json)["stages"]]
 
 
-@pytest.mark.parametrize("dtype, close", [(torch.float32, 3e-6), (torch.float16, 5.2e-4), (torch.bfloat16, 4.1e-3)])
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 3e-6), (torch.bfloat16, 4.1e-3)])
 def test_products_of_few_rows_share_them(dtype: torch.dtype, close: float) -> None:
     """The bits of products by themselves, and of what follows them by itself."""
     torch.manual_seed(0)
