@@ -11,7 +11,7 @@
 namespace ark::plan {
 
 // After merge_products(). What such a stage reads beside the product's results must be older than the product's rows,
-// so that it delays nothing. Adds values to the graph.
+// so that it delays nothing.
 std::vector<Stage> join_pointwise(Graph& graph, std::vector<Stage> stages, int workers);
 
 }  // namespace ark::plan
