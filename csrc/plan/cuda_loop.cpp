@@ -98,7 +98,7 @@ CudaLoop::~CudaLoop() {
 }
 
 int CudaLoop::shared_bytes() const {
-  return loop::kWorkspaceBytes;
+  return source_.shared_bytes;
 }
 
 CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {

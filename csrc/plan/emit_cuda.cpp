@@ -7,9 +7,11 @@
 #include <variant>
 #include <vector>
 
+#include "cuda/loop/group.cuh"
 #include "error.hpp"
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
+#include "plan/held_loads.hpp"
 
 namespace ark::plan {
 
@@ -30,19 +32,27 @@ const Plan& checked(const Plan& plan) {
 
 class CudaEmitter {
  public:
-  explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {}
+  explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {
+    for (const Queue& queue : plan_.queues) {
+      held_.emplace_back();
+      if (plan_.target.name == "sm_90a") held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
+      holds_ = holds_ || !held_.back().empty();
+    }
+  }
 
   CudaSource source() {
     std::ostringstream out;
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
+        << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
     for (const std::string& text : functions_.texts()) out << "\n" << text;
     out << "\n";
     tables(out);
     frame(out);
-    return {out.str(), functions_.scratch_bytes(), pointers()};
+    return {out.str(), functions_.scratch_bytes(), pointers(),
+            holds_ ? loop::kWorkspaceBesideHeld + loop::kHeldBytes : loop::kWorkspaceBytes};
   }
 
  private:
@@ -106,7 +116,8 @@ class CudaEmitter {
     size_t task_count = 0, load_count = 0;
     for (const Queue& queue : plan_.queues) {
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
-      const std::vector<int> asked = write_loads(queue, loads);
+      const std::vector<int> asked =
+          write_loads(queue, held_[static_cast<size_t>(&queue - plan_.queues.data())], loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
@@ -125,18 +136,26 @@ class CudaEmitter {
         << queues.str() << "};\n\n";
   }
 
-  // By position: how many are asked for when that task's turn comes.
-  std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
-    std::vector<int> asked;
+  // By position: how many are asked for when that task's turn comes. What is held comes first.
+  std::vector<int> write_loads(const Queue& queue, const std::vector<HeldLoads>& held, std::ostream& out) const {
+    const auto write = [&](const Load& load, size_t places) {
+      // Its offset is of the value's buffer.
+      const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
+      out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
+          << ", " << load.bytes << ", " << load.stride << ", " << places << "},\n";
+    };
     const int64_t page = plan_.target.page_bytes;
-    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.pages * page, kPagesBeside * page)) {
-      asked.push_back(static_cast<int>(some.size()));
-      for (const Load& load : some) {
-        // Its offset is of the value's buffer.
-        const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
-            << ", " << load.bytes << ", " << load.stride << "},\n";
+    std::vector<int> asked;
+    auto next = held.begin();
+    for (const std::vector<Load>& some :
+         loads_ahead(without_held(queue, held), plan_.target.pages * page, kPagesBeside * page)) {
+      size_t count = some.size();
+      if (next != held.end() && next->from == asked.size()) {
+        for (const Load& piece : next->pieces) write(piece, next->task - next->from);
+        count += (next++)->pieces.size();
       }
+      for (const Load& load : some) write(load, 0);
+      asked.push_back(static_cast<int>(count));
     }
     return asked;
   }
@@ -160,6 +179,8 @@ class CudaEmitter {
 
   const Plan& plan_;
   const StageFunctions functions_;
+  std::vector<std::vector<HeldLoads>> held_;  // by queue
+  bool holds_ = false;
 };
 
 }  // namespace

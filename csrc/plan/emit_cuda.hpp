@@ -14,6 +14,7 @@ struct CudaSource {
   std::string text;
   int64_t scratch_bytes = 0;  // of each worker
   int pointers = 0;           // that a launch hands over: inputs, then outputs
+  int shared_bytes = 0;       // of a block, as the launch asks for them
 };
 
 // Throws Error(invalid_argument) for what the CUDA target cannot run.

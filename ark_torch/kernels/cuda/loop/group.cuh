@@ -11,8 +11,14 @@ namespace ark::loop {
 inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
 
-// Bytes of shared memory that a task may use as it likes.
+// Bytes of shared memory that a task may use as it likes; fewer where weights are held (lookahead.cuh): the generated
+// source says so.
+#if defined(ARK_LOOP_HOLDS)
+inline constexpr int kWorkspaceBytes = 88 * 1024;
+#else
 inline constexpr int kWorkspaceBytes = 96 * 1024;
+#endif
+inline constexpr int kHeldBytes = 128 * 1024, kWorkspaceBesideHeld = 88 * 1024;
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 
 #if defined(__CUDACC__)

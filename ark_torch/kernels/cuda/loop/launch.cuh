@@ -8,6 +8,7 @@
 #include "protocol/base.hpp"
 
 #include "cuda/loop/group.cuh"
+#include "cuda/loop/held.cuh"
 #if defined(__CUDACC__)
 #include "protocol/atomics.hpp"
 #endif
@@ -74,7 +75,8 @@ static_assert(sizeof(TaskEntry) == 64);
 // Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart.
 struct LoadEntry {
   Operand operand;
-  long long rows, bytes, stride, spare;
+  long long rows, bytes, stride;
+  long long held;  // not 0: it goes into shared memory, for the task that many places on in the queue
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 
@@ -126,6 +128,7 @@ struct Context {
   bool* stop;     // no step follows
   int worker, task, stage;
   uint32 step;
+  Held held;  // of the weights it reads
 };
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
