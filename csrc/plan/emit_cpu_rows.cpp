@@ -5,7 +5,8 @@
 // A number of the row is held in all lanes, so that the same functions serve both.
 //
 // For a GPU: a row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in
-// every pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers.
+// every pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers;
+// they are adjacent, if their number allows it, and go in one go (cuda/loop/runs.cuh).
 // Where nothing is reduced a tile is one row, of which a thread takes one or a few elements at a time.
 #include <algorithm>
 #include <map>
@@ -68,10 +69,19 @@ class RowEmitter {
     const int64_t threads = narrow ? 32 : several ? 128 : 512;            // of cuda/loop/group.cuh
     const int64_t turns = (nest_.columns() + threads - 1) / threads;
     turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
+    in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
     to_.line(std::string("using Group = ") + (narrow ? "Warp" : several ? "Warps4" : "Block") + ";");
     to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
     nest_.take_apart("row", false);
   }
+  // One dimension, that tiles do not cut.
+  bool whole_columns() const {
+    return std::none_of(nest_.loops().begin(), nest_.loops().end(),
+                        [&](const RowLoop& loop) { return loop.column && (loop.tiled || &loop != &nest_.vector()); });
+  }
+  // Of a GPU: whether a thread's columns are adjacent in what is loaded or stored, which then goes in one go.
+  bool is_run(const Instruction& one) const { return in_runs_ && one.args.size() < 2 && step(one) == 1; }
+  std::string run_of(const Instruction& one) { return nest_.base(one, false); }
   void close_rows() {
     if (to_.cuda()) {
       if (nest_.has_numbers() || turns_ > 0) to_.close("});");
@@ -203,10 +213,10 @@ class RowEmitter {
   }
 
   // What a pass of a GPU's threads stores no load of it sees (stage.hpp), but the compiler has to think so: where there
-  // are stores, loads stand in a pass of their own before it, so that all of them are under way together.
+  // are stores, loads stand in a pass of their own before it, so that all of them are under way together. So do runs.
   void load_first(const Registers& need, std::set<int>& keep) {
     const auto in_pass = [&](int i, Kind kind) { return need[static_cast<size_t>(i)] && at(i).kind == kind; };
-    bool stores = false;
+    bool stores = in_runs_;
     for (int i = 0; i < count(); ++i) stores = stores || in_pass(i, Kind::store);
     if (!stores || turns_ == 0 || !kept_.empty()) return;
     for (int i = 0; i < count(); ++i)
@@ -217,9 +227,29 @@ class RowEmitter {
       if (at(i).kind == Kind::load) loads.insert(i);
     if (loads.empty()) return;
     for (const int i : loads) kept_array(i);
-    Registers only(code_.size(), false);
-    for (const int i : loads) only[static_cast<size_t>(i)] = true;
-    pass_of_threads(only, loads);
+    Registers only(code_.size(), false), others = only;
+    std::string aligned;
+    for (const int i : loads) {
+      only[static_cast<size_t>(i)] = true;
+      others[static_cast<size_t>(i)] = !is_run(at(i));
+      if (is_run(at(i)))
+        aligned += (aligned.empty() ? "" : " && ") + ("run_fits<" + row_number(turns_)) + ">(" + run_of(at(i)) + ")";
+    }
+    if (aligned.empty()) {
+      pass_of_threads(only, loads);
+    } else {  // of one kind or the other, or each load would be waited for before the next
+      to_.open("if (" + aligned + ")");
+      for (const int i : loads)
+        if (is_run(at(i)))
+          to_.line("load_run<Group, " + row_number(turns_) + ">(k" + row_number(i) + ", " + run_of(at(i)) + ", " +
+                   nest_.count(true) + ");");
+      if (std::find(others.begin(), others.end(), true) != others.end()) pass_of_threads(others, loads);
+      to_.close();
+      to_.open("else");
+      to_.line("seldom();");
+      pass_of_threads(only, loads);
+      to_.close();
+    }
     kept_.insert(loads.begin(), loads.end());
     for (const int i : loads) keep.erase(i);
   }
@@ -296,14 +326,24 @@ class RowEmitter {
   void pass_of_threads(const Registers& need, const std::set<int>& keep) {
     const bool turns = turns_ > 0;
     const std::string many = "<" + row_number(turns_) + ">(first, past";
+    const std::string by_columns = in_runs_ ? "for_runs" : "for_columns";
     const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : "for_elements(" + nest_.count(true))
-                             : turns ? "for_columns<Group, " + row_number(turns_) + ">(" + nest_.count(true)
+                             : turns ? by_columns + "<Group, " + row_number(turns_) + ">(" + nest_.count(true)
                                      : "for_columns<Group>(" + nest_.count(true);
+    std::vector<int> runs;  // stored behind the pass
+    for (int i = 0; i < count(); ++i)
+      if (need[static_cast<size_t>(i)] && at(i).kind == Kind::store && is_run(at(i))) runs.push_back(i);
+    for (const int i : runs)
+      to_.line(std::string(lanes_of(to_.value(at(i).value).type)) + " o" + row_number(i) + "[" + row_number(turns_) +
+               "];");
     to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
     nest_.take_apart("column", true);
     for (int i = 0; i < count(); ++i)
       if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
     to_.close("});");
+    for (const int i : runs)
+      to_.line("store_run<Group, " + row_number(turns_) + ">(" + run_of(at(i)) + ", o" + row_number(i) + ", " +
+               nest_.count(true) + ");");
   }
 
   int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
@@ -348,6 +388,10 @@ class RowEmitter {
         break;
       }
       case Kind::store:
+        if (is_run(one)) {
+          to_.line("o" + row_number(i) + "[turn] = " + stored(one) + ";");
+          break;
+        }
         if (one.args.size() > 1) to_.open(fits(one, i));
         if (to_.cuda())
           to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
@@ -373,7 +417,8 @@ class RowEmitter {
   static constexpr int64_t kManyElements = 1 << 17;     // so many that tiles have more than there are threads
   std::vector<int> level_;
   int last_level_ = 0;
-  int turns_ = 0;  // of a GPU: columns a thread, where they are few
+  int turns_ = 0;         // of a GPU: columns a thread, where they are few
+  bool in_runs_ = false;  // and adjacent
   std::set<int> kept_;
 };
 

@@ -111,6 +111,11 @@ def test_frame_of_a_layer_on_a_gpu() -> None:
     whole = [plan["buffers"][buffer]["bytes"] for buffer in loaded if plan["buffers"][buffer]["bytes"] in matrices]
     assert len(whole) == 7 and all(loaded[b] == plan["buffers"][b]["bytes"] for b in loaded if loaded[b] in matrices)
     assert frame["loader"]["most_bytes_of_a_worker"] < 2 * frame["loader"]["bytes"] / 132
+    # Keys go straight into their cache, and nobody has two of the small tiles between products and attention.
+    names = [stage["name"] for stage in plan["stages"]]
+    small = [i for i, name in enumerate(names) if name in ("rotary", "rotary+index_copy_", "index_copy_")]
+    assert sorted(names[i] for i in small) == ["index_copy_", "rotary", "rotary+index_copy_"]
+    assert max(sum(plan["tasks"][task]["stage"] in small for task in queue["tasks"]) for queue in plan["queues"]) == 1
     # Every wait says for what, and can be met.
     signals = [0] * len(plan["events"])
     for task in plan["tasks"]:

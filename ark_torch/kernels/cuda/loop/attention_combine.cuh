@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
+#include "cuda/loop/runs.cuh"
 
 namespace ark::loop {
 
@@ -44,8 +45,13 @@ ARK_LOOP void combine_parts(const float* sums, const float* states, Out* out, in
         const float weight = parts.of(p);
         ARK_UNROLL for (int i = 0; i < kEach; ++i) sum.values[i] = fused(given[p].values[i], weight, sum.values[i]);
       }
-      if (there && c < kColumns)
-        ARK_UNROLL for (int i = 0; i < kEach; ++i) store_one(to + (c + i) * s.out_column, sum.values[i] * factor);
+      ARK_UNROLL for (int i = 0; i < kEach; ++i) sum.values[i] *= factor;
+      if (there && c < kColumns) {
+        if constexpr (s.out_column == 1)
+          store_pieces(to + c, sum.values);
+        else
+          ARK_UNROLL for (int i = 0; i < kEach; ++i) store_one(to + (c + i) * s.out_column, sum.values[i]);
+      }
       run += kRun;
       if (run >= kColumns) break;
       c += kRun;
