@@ -15,7 +15,7 @@ constexpr int64_t kTogether = 8;    // columns that a warp takes at once (matvec
 constexpr int64_t kLeast = 8192;    // bytes that are worth asking for
 constexpr int64_t kFewBytes = 128;  // of registers that a thread has for its part of the rows (kFewRows of matmul.cuh)
 
-std::vector<MatmulStage> products_of(const Stage& stage) {
+std::vector<MatmulStage> multiplied(const Stage& stage) {
   if (const auto* one = std::get_if<MatmulStage>(&stage.body)) return {*one};
   if (const auto* several = std::get_if<ProductsStage>(&stage.body)) return several->products;
   return {};
@@ -35,7 +35,7 @@ bool fits(const Plan& plan, const Stage& stage, const MatmulStage& product) {
 std::vector<Load> pieces_of(const Plan& plan, int index, int64_t room) {
   const Task& task = plan.tasks[static_cast<size_t>(index)];
   const Stage& stage = plan.stages[static_cast<size_t>(task.stage)];
-  const std::vector<MatmulStage> products = products_of(stage);
+  const std::vector<MatmulStage> products = multiplied(stage);
   std::vector<Load> pieces;
   for (const MatmulStage& product : products) {
     if (!fits(plan, stage, product)) break;
