@@ -151,7 +151,7 @@ class CudaEmitter {
          loads_ahead(without_held(queue, held), plan_.target.pages * page, kPagesBeside * page)) {
       size_t count = some.size();
       if (next != held.end() && next->from == asked.size()) {
-        for (const Load& piece : next->pieces) write(piece, next->task - next->from);
+        for (const Load& piece : next->pieces) write(piece, next->task - next->from + 1);
         count += (next++)->pieces.size();
       }
       for (const Load& load : some) write(load, 0);

@@ -58,7 +58,8 @@ std::vector<HeldLoads> held_loads(const Plan& plan, const Queue& queue, int64_t 
   std::vector<HeldLoads> all;
   for (size_t place = 1; place < queue.tasks.size(); ++place) {
     const size_t from = all.empty() ? 0 : all.back().task + 1;
-    if (from >= place) continue;
+    const Task& task = plan.tasks[static_cast<size_t>(queue.tasks[place])];
+    if (from > place || (from == place && task.waits.empty())) continue;
     std::vector<Load> pieces = pieces_of(plan, queue.tasks[place], room);
     int64_t bytes = 0;
     for (const Load& piece : pieces) bytes += piece.bytes;

@@ -9,8 +9,8 @@
 
 namespace ark::plan {
 
-// For the task at place `task` of a queue, asked for at place `from`, which is before it: the first columns of its
-// products, in their order.
+// For the task at place `task` of a queue, asked for at place `from`, which is before it, or its own if it waits
+// for something: the first columns of its products, in their order.
 struct HeldLoads {
   size_t from = 0, task = 0;
   std::vector<Load> pieces;

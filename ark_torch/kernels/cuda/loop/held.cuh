@@ -7,7 +7,7 @@
 //
 // Order. One thread asks (ask()) when the task before in the queue that used the room has ended, behind the block's
 // barrier: nobody reads the room any more. It says for which place in the queue, in shared memory, which the others
-// read behind a later barrier of the block. The bytes are there when the mbarrier's phase ends; every thread waits for
+// read behind a later barrier of the block: the one at a task's end, or the one behind the wait of the task itself. The bytes are there when the mbarrier's phase ends; every thread waits for
 // that itself (the phase's end makes the engine's writes visible to it). Phases are used in order, one each.
 #pragma once
 

@@ -76,7 +76,7 @@ static_assert(sizeof(TaskEntry) == 64);
 struct LoadEntry {
   Operand operand;
   long long rows, bytes, stride;
-  long long held;  // not 0: it goes into shared memory, for the task that many places on in the queue
+  long long held;  // not 0: it goes into shared memory, for the task one place less than that on in the queue
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 

@@ -105,7 +105,7 @@ ARK_LOOP void ask(HeldRoom& room, char* const* bases, const LoadEntry* loads, in
   ARK_ROLLED for (int n = 0; n < count && loads[n].held != 0; ++n) {
     bits |= bits_as<int64_t>(address_of(bases, loads[n].operand)) | loads[n].bytes;
     bytes += loads[n].bytes;
-    places = loads[n].held;
+    places = loads[n].held - 1;
   }
   if (bytes == 0 || (bits & 15) != 0) return;
   device::barrier_expect(&room.landed, static_cast<uint32>(bytes));
