@@ -4,6 +4,7 @@
     python benchmarks/decode.py --readme    measures nothing: renews the README's table and the picture from the JSON
     python benchmarks/decode.py --device cuda [--ways ...]    a Llama of 1.2 thousand million weights on one GPU
                                                               (gpu_models.py): its table and decode_h200.json
+    python benchmarks/decode.py --device cuda --ranks 2       the same tensor parallel (decode_ranks.py)
 
 One process has two threads; several ranks (tensor parallel, two all_reduces a layer) have one thread each, Inductor's
 all_reduces over Gloo and over ark. All contenders decode the same token at the same positions with the same weights, in
@@ -38,6 +39,7 @@ from ark_torch.tools.bench import report
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "examples"))
 
+import decode_inputs  # noqa: E402
 import decode_report  # noqa: E402
 import gpu_models  # noqa: E402
 from llama.model import Llama, LlamaConfig, shard  # noqa: E402  (lies beside, in examples/)
@@ -69,25 +71,14 @@ def contenders(model: Llama, quick: bool) -> Contenders:
     return made
 
 
-def fill(model: Llama, whole: LlamaConfig, length: int) -> None:
-    """Keys and values at the positions before `length`: random, and the same for all models; a share has its heads."""
-    generator = torch.Generator().manual_seed(length)
-    for cache in model.caches():
-        heads = cache.shape[1]
-        first = dist.get_rank() * heads if heads < whole.kv_heads else 0
-        values = torch.randn(whole.batch, whole.kv_heads, length, whole.head_dim, generator=generator)
-        cache.zero_()
-        cache[:, :, :length] = values[:, first : first + heads]
-
-
 def errors(model: Llama, made: Contenders, position: int, ids: torch.Tensor) -> dict[str, float]:
     """Largest error of the logits against eager float64, relative to the largest logit."""
     where = torch.tensor([position])
     exact = copy.deepcopy(model).double()
     found = {}
     for name, (own, step) in made.items():
-        fill(own, model.config, position)
-        fill(model, model.config, position)
+        decode_inputs.fill(own, model.config, position)
+        decode_inputs.fill(model, model.config, position)
         for there, here in zip(exact.caches(), model.caches(), strict=True):
             there.copy_(here)
         want = exact(ids, where)
@@ -181,7 +172,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", help="default: 1 and 2; on a GPU, the one of decode_h200.json")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--positions", type=int, nargs="+", default=[32, 256, 500])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and Inductor in its default mode only")
@@ -190,6 +181,10 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
     gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
+    if arguments.device != "cpu" and arguments.ranks:
+        import decode_ranks  # not before: it sets variables that ranks on a CPU do without
+
+        return decode_ranks.main(arguments)
     if arguments.device != "cpu":
         return gpu_models.main("decode", [("llama-1b", None)], arguments)
     if arguments.rows is not None:
@@ -202,7 +197,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
         rows = Path(folder) / "rows.jsonl"
         same = ["--dtype", arguments.dtype, "--positions", *map(str, arguments.positions)]
-        for ranks in arguments.ranks:
+        for ranks in arguments.ranks or [1, 2]:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
             command = [sys.executable, *launcher, __file__, "--rows", str(rows), *same]
             done = subprocess.run([*command, *(["--quick"] if arguments.quick else [])])

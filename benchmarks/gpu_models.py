@@ -81,7 +81,7 @@ def captured(step: Step) -> Step:
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads look after their work meanwhile
         step()
     return graph.replay
 

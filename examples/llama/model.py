@@ -3,8 +3,8 @@
 Decoding reads its position from a tensor, so one compiled graph serves every position up to max_len. The cache is made
 for a batch; a step writes the keys and values of its positions and attends to what lies before them.
 
-Tensor parallel: each rank of `group` holds its share of the heads and of the hidden units of the MLP (shard()), and the
-partial results are summed by all_reduce.
+Tensor parallel: each rank of `group` holds its share of the heads, of the hidden units of the MLP and of the product
+with the vocabulary (shard()); partial results are summed by all_reduce, the logits put together by all_gather.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed import _functional_collectives as collectives
+
+# Its name before PyTorch 2.13 was all_gather_tensor.
+gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,15 @@ class RMSNorm(nn.Module):
 
 
 def summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return x if group is None else all_reduce(x, "sum", group)
+    return x if group is None else collectives.all_reduce(x, "sum", group)
+
+
+def together(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Columns of all ranks, side by side."""
+    if group is None:
+        return part
+    parts = gather(part, 0, group).view(group.size(), *part.shape)
+    return parts.transpose(0, 1).reshape(part.shape[0], -1)
 
 
 class Attention(nn.Module):
@@ -116,11 +127,11 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.group = config, group
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         self.layers = nn.ModuleList(Block(config, group) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.eps)
-        self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
+        self.head = nn.Linear(config.hidden, config.vocabulary // (1 if group is None else group.size()), bias=False)
         cos, sin = rotary_tables(config)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
@@ -131,7 +142,7 @@ class Llama(nn.Module):
         mask = (self.places[None, :] <= positions[:, None])[None, None]
         for layer in self.layers:
             x = layer(x, self.cos[positions], self.sin[positions], positions, mask)
-        return self.head(self.norm(x)[:, -1])
+        return together(self.head(self.norm(x)[:, -1]), self.group)
 
     def caches(self) -> list[Tensor]:
         return [buffer for name, buffer in self.named_buffers() if name.endswith("_cache")]

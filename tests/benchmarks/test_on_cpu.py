@@ -72,6 +72,18 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     assert training.table(report(tmp_path)).count("\n| tiny") == len(rows)
 
 
+def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None:
+    options = ["--device", "as-cuda", "--ranks", "2", "--ways", "eager", "ark", "--turns", "2"]
+    done = run("decode.py", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out.json" / "decode_ranks_rehearsal.json").read_text())["rows"]
+    assert [(row["ranks"], row["contender"]) for row in rows] == [(2, "eager"), (2, "ark")]
+    for row in rows:
+        assert row["microseconds"]["p90"] >= row["microseconds"]["p10"] > 0 and 0 < row["error"] < 0.1, row
+    assert rows[1]["regions"] == 1 and not rows[1]["fallbacks"], rows
+    assert done.stdout.count("\n| 2 |") == 2, done.stdout
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("script", ["interference.py", "training.py", "dma.py"])
 def test_without_a_gpu_one_sentence(script: str, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def _llama(rank: Rank) -> None:
     rank.init()
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    config = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=96, vocabulary=50, max_len=12, head_dim=8)
+    config = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=96, vocabulary=52, max_len=12, head_dim=8)
     whole = Llama(config).eval().requires_grad_(False)
     group = dist.group.WORLD
     assert group is not None

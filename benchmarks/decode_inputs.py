@@ -1,0 +1,18 @@
+"""What decode.py's contenders are given: caches of keys and values, filled alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from llama.model import Llama, LlamaConfig
+
+
+def fill(model: Llama, whole: LlamaConfig, length: int) -> None:
+    """Keys and values at the positions before `length`: random, and the same for all models; a share has its heads."""
+    generator = torch.Generator().manual_seed(length)
+    for cache in model.caches():
+        heads = cache.shape[1]
+        first = dist.get_rank() * heads if heads < whole.kv_heads else 0
+        values = torch.randn(whole.batch, whole.kv_heads, length, whole.head_dim, generator=generator)
+        cache.zero_()
+        cache[:, :, :length] = values[:, first : first + heads]

@@ -1,0 +1,143 @@
+"""decode.py --device cuda --ranks 2: a step of a Llama of 1.2 thousand million weights, tensor parallel over GPUs.
+
+Each rank is a process with a GPU and its share of the model (examples/llama), in bfloat16: two all_reduces a layer and
+an all_gather of the logits. Contenders: ark (all of it one loop kernel, the collectives inside) and eager and Inductor
+over NCCL; "graph": the call captured in a CUDA graph by hand. They take turns, the ranks of one beginning together; a
+time is that of the slowest rank, between CUDA events of neighbouring calls. Errors are the logits' at the measured
+position, relative to the whole model in float64. --seconds bounds it: what does not fit in is left out and named.
+
+With --device as-cuda all of it runs on the CPU with a small model, Gloo for NCCL, to see that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import decode_inputs
+import exactness
+import gpu_models
+import gpu_ranks
+import on_gpus
+import torch
+from llama.model import Llama, LlamaConfig, shard
+from torch import Tensor
+
+LLAMA_1B = LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024)
+SMALL = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=128, vocabulary=512, max_len=1024, head_dim=8)
+POSITION = 512
+WAYS = {
+    "eager": 20.0,
+    "ark": 40.0,
+    "inductor": 90.0,
+    "inductor, max-autotune": 240.0,
+}  # with seconds that each may take
+
+Row = dict[str, Any]
+
+
+def whole_model(small: bool, device: torch.device) -> Llama:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    with device:
+        return Llama(SMALL if small else LLAMA_1B).eval().requires_grad_(False).to(torch.bfloat16)
+
+
+def prepared(rank: gpu_ranks.Rank, way: str, model: Llama, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Row]:
+    """The way's own share of the model, its call, and what is known of it after the first one."""
+    own = model
+    if rank.ranks > 1:
+        with rank.device:
+            own = shard(model, (gpu_ranks.ark_group if way == "ark" else gpu_ranks.rival_group)(rank))
+    call: Any = own
+    if way == "ark":
+        call, told = gpu_models.of_ark(own)
+    elif way != "eager":
+        call = torch.compile(own, dynamic=False, mode=gpu_models.MODES.get(way))
+    begin = time.perf_counter()
+    call(*inputs)
+    gpu_models.finish(rank.device)
+    row: Row = {"contender": way, "first_call_seconds": max(rank.share(time.perf_counter() - begin))}
+    return own, call, row | (gpu_models.made_of(told) if way == "ark" else {})
+
+
+def in_turns(rank: gpu_ranks.Rank, steps: dict[str, Any], turns: int) -> dict[str, list[float]]:
+    """Microseconds of every call, of the slowest rank."""
+    timed = gpu_models.on_device if rank.device.type == "cuda" else gpu_models.on_host
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(turns):
+        for name, step in steps.items():
+            rank.barrier()
+            times[name] += timed(step)
+    return {name: [max(some) for some in zip(*rank.share(taken), strict=True)] for name, taken in times.items()}
+
+
+@torch.no_grad()
+def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
+    model = whole_model(rank.device.type == "cpu", rank.device)
+    config, place = model.config, torch.tensor([POSITION], device=rank.device)
+    inputs = (torch.full((1, 1), 7, device=rank.device), place)
+
+    def run(call: Any, own: Any) -> list[Tensor]:
+        decode_inputs.fill(own, config, POSITION)
+        return [call(*inputs)]
+
+    wanted = exactness.exact(model, lambda double, _: run(double, double))
+    steps: dict[str, Any] = {}
+    rows: dict[str, Row] = {}
+    for way in arguments.ways:
+        if not rank.time_for(WAYS[way] + 10):
+            rank.warn(f"left out: {way} on {rank.ranks} ranks: the time is over (--seconds)")
+            continue
+        own, call, row = prepared(rank, way, model, inputs)
+        row["error"] = max(rank.share(exactness.error(run(call, own), wanted)))
+
+        def step(call: Any = call) -> Any:
+            return call(*inputs)
+
+        if way in ("eager", "ark") or rank.device.type == "cpu":
+            steps[way], rows[way] = step, row
+        if rank.device.type == "cuda":
+            captured = f"{way}, graph"
+            steps[captured], rows[captured] = gpu_models.captured(step), row | {"contender": captured}
+    for name, times in in_turns(rank, steps, arguments.turns).items():
+        deciles = statistics.quantiles(times, n=10)
+        median = {"median": deciles[4], "p10": deciles[0], "p90": deciles[8]}
+        rank.write({"ranks": rank.ranks, **rows[name], "microseconds": median})
+
+
+def table(about: dict[str, Any]) -> str:
+    """Ratios are to the quickest of ark's ways on as many ranks."""
+    lines = [
+        on_gpus.origin(about),
+        "",
+        "| GPUs | contender | median, us | p10 to p90 | times ark's | error | first call, s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    best: dict[int, float] = {}
+    for row in about["rows"]:
+        if row["contender"].startswith("ark"):
+            taken = row["microseconds"]["median"]
+            best[row["ranks"]] = min(taken, best.get(row["ranks"], taken))
+    for row in about["rows"]:
+        times, ark = row["microseconds"], best.get(row["ranks"])
+        ratio = f"{times['median'] / ark:.2f}" if ark else ""
+        lines.append(
+            f"| {row['ranks']} | {row['contender']} | {times['median']:.0f} | {times['p10']:.0f} to {times['p90']:.0f} "
+            f"| {ratio} | {row['error']:.1e} | {row['first_call_seconds']:.1f} |"
+        )
+        if row.get("fallbacks"):
+            lines.append(f"| | falls back: {'; '.join(row['fallbacks'])} | | | | | |")
+    return "\n".join(lines)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    arguments.output = arguments.output / f"decode_ranks_{gpu_models.slug(arguments.device)}.json"
+    arguments.device = gpu_models.device_of(arguments).type
+    arguments.ways = [way for way in arguments.ways if way in WAYS]
+    about, rows, problem = on_gpus.measure(body, arguments)
+    print(table({**about, "rows": rows}))
+    print(f"# written to {arguments.output}")
+    return int(bool(problem) or not rows)
