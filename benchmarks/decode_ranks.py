@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import decode_inputs
@@ -24,6 +25,8 @@ import on_gpus
 import torch
 from llama.model import Llama, LlamaConfig, shard
 from torch import Tensor
+
+from ark_torch.compile.report import Report
 
 LLAMA_1B = LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024)
 SMALL = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=128, vocabulary=512, max_len=1024, head_dim=8)
@@ -45,19 +48,32 @@ def whole_model(small: bool, device: torch.device) -> Llama:
         return Llama(SMALL if small else LLAMA_1B).eval().requires_grad_(False).to(torch.bfloat16)
 
 
-def prepared(rank: gpu_ranks.Rank, way: str, model: Llama, inputs: tuple[Tensor, ...]) -> tuple[Any, Any, Row]:
+def inputs_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.full((1, 1), 7, device=device), torch.tensor([POSITION], device=device)
+
+
+def share(rank: gpu_ranks.Rank, model: Llama, group: Callable[[gpu_ranks.Rank], Any]) -> Llama:
+    """The rank's part of it; where there is one rank, itself."""
+    if rank.ranks == 1:
+        return model
+    with rank.device:
+        return shard(model, group(rank))
+
+
+def of_ark(rank: gpu_ranks.Rank, model: Llama) -> tuple[Llama, Any, Report]:
+    own = share(rank, model, gpu_ranks.ark_group)
+    return own, *gpu_models.of_ark(own)
+
+
+def prepared(rank: gpu_ranks.Rank, way: str, model: Llama) -> tuple[Llama, Any, Row]:
     """The way's own share of the model, its call, and what is known of it after the first one."""
-    own = model
-    if rank.ranks > 1:
-        with rank.device:
-            own = shard(model, (gpu_ranks.ark_group if way == "ark" else gpu_ranks.rival_group)(rank))
-    call: Any = own
     if way == "ark":
-        call, told = gpu_models.of_ark(own)
-    elif way != "eager":
-        call = torch.compile(own, dynamic=False, mode=gpu_models.MODES.get(way))
+        own, call, told = of_ark(rank, model)
+    else:
+        own = share(rank, model, gpu_ranks.rival_group)
+        call = own if way == "eager" else torch.compile(own, dynamic=False, mode=gpu_models.MODES.get(way))
     begin = time.perf_counter()
-    call(*inputs)
+    call(*inputs_on(rank.device))
     gpu_models.finish(rank.device)
     row: Row = {"contender": way, "first_call_seconds": max(rank.share(time.perf_counter() - begin))}
     return own, call, row | (gpu_models.made_of(told) if way == "ark" else {})
@@ -77,8 +93,7 @@ def in_turns(rank: gpu_ranks.Rank, steps: dict[str, Any], turns: int) -> dict[st
 @torch.no_grad()
 def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
     model = whole_model(rank.device.type == "cpu", rank.device)
-    config, place = model.config, torch.tensor([POSITION], device=rank.device)
-    inputs = (torch.full((1, 1), 7, device=rank.device), place)
+    config, inputs = model.config, inputs_on(rank.device)
 
     def run(call: Any, own: Any) -> list[Tensor]:
         decode_inputs.fill(own, config, POSITION)
@@ -91,7 +106,7 @@ def body(rank: gpu_ranks.Rank, arguments: argparse.Namespace) -> None:
         if not rank.time_for(WAYS[way] + 10):
             rank.warn(f"left out: {way} on {rank.ranks} ranks: the time is over (--seconds)")
             continue
-        own, call, row = prepared(rank, way, model, inputs)
+        own, call, row = prepared(rank, way, model)
         row["error"] = max(rank.share(exactness.error(run(call, own), wanted)))
 
         def step(call: Any = call) -> Any:

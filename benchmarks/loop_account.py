@@ -1,11 +1,13 @@
 """Where the time of a step goes in a loop kernel: waits and work by phase, from the stamps of its tasks (ARK_TRACE).
 
-    python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER]
+    python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER] [--picture FILE]
+    python benchmarks/loop_account.py --ranks 2 ...    of the tensor-parallel Llama (decode_ranks.py), as rank 0 sees it
 
 A phase is all stages of the same operators in the same module, whichever layer that is of. Of each: its tasks, how long
 a worker (on a GPU a multiprocessor) works on them and waits before them in a step, how long one takes, and how long its
 stages last, from the first task's begin to the last one's end, one stage after the other. What no task accounts for is
 the way from one to the next. The step is that of median length; stamps make it somewhat longer than it is without.
+--picture draws the begin of that step, of all ranks on one clock.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -26,25 +29,61 @@ import torch
 
 from ark_torch import _C
 from ark_torch.tools._trace_files import Step, merge, read, steps_of
+from ark_torch.tools._trace_picture import draw
 from ark_torch.tools.bench import report
+from ark_torch.tools.trace import beside
 
 Row = dict[str, Any]
+WARM = 2  # steps that do not count
+
+
+def trace_to(folder: str) -> Path:
+    path = Path(folder) / "trace.json"
+    os.environ |= {"ARK_TRACE": str(path), "ARK_TRACE_MB": "1024"}
+    return path
 
 
 @torch.no_grad()
+def run_traced(call: Any, told: Any, inputs: tuple[Any, ...], arguments: argparse.Namespace) -> str:
+    """A model's one region for some steps; its plan."""
+    for _ in range(arguments.steps + WARM):
+        call(*inputs)
+    gpu_models.finish(gpu_models.device_of(arguments))
+    _C.plan.flush_trace()
+    (region,) = told.regions
+    return str(region.plan_json)
+
+
+def on_one(arguments: argparse.Namespace) -> tuple[list[Path], str]:
+    path = trace_to(arguments.folder)
+    case = gpu_models.case_of(arguments.model, None, arguments)
+    return [path], run_traced(*gpu_models.of_ark(case.model), case.inputs, arguments)
+
+
+def on_rank(rank: Any, arguments: argparse.Namespace) -> None:
+    import decode_ranks
+
+    trace_to(arguments.folder)
+    model = decode_ranks.whole_model(rank.device.type == "cpu", rank.device)
+    inputs = decode_ranks.inputs_on(rank.device)
+    rank.write({"plan": run_traced(*decode_ranks.of_ark(rank, model)[1:], inputs, arguments)})
+
+
+def on_several(arguments: argparse.Namespace) -> tuple[list[Path], str]:
+    import on_gpus  # not before: it sets variables that one rank does without
+
+    (row,), problem = on_gpus.run(on_rank, arguments.ranks, arguments, time.time() + 300)
+    if problem:
+        sys.exit(problem)
+    return sorted(Path(arguments.folder).glob("trace.rank*.json")), row["plan"]
+
+
 def traced(arguments: argparse.Namespace) -> tuple[list[Step], dict[str, Any]]:
-    """The steps of a model's one region, without the first ones, and its plan."""
-    with tempfile.TemporaryDirectory(prefix="ark-account-") as folder:
-        path = Path(folder) / "trace.json"
-        os.environ |= {"ARK_TRACE": str(path), "ARK_TRACE_MB": "1024"}
-        case = gpu_models.case_of(arguments.model, None, arguments)
-        call, told = gpu_models.of_ark(case.model)
-        for _ in range(arguments.steps + 2):
-            call(*case.inputs)
-        gpu_models.finish(gpu_models.device_of(arguments))
-        _C.plan.flush_trace()
-        (region,) = told.regions
-        return steps_of(merge([read(path)]))[2:], json.loads(region.plan_json)
+    """The steps of the region on all ranks, without the first ones, and its plan."""
+    with tempfile.TemporaryDirectory(prefix="ark-account-") as arguments.folder:
+        paths, plan = on_one(arguments) if arguments.ranks == 1 else on_several(arguments)
+        steps = steps_of(merge([read(path) for path in paths]))
+        return steps[WARM * arguments.ranks :], json.loads(plan)
 
 
 def phase_of(stage: dict[str, Any]) -> str:
@@ -105,15 +144,23 @@ def main() -> int:
     parser.add_argument("--model", choices=real_sizes.MODELS, default="llama-1b")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", choices=("cuda", "as-cuda"), default="cuda", help="as-cuda: small, on the CPU")
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--output", type=Path, default=gpu_models.FOLDER / "results")
+    parser.add_argument("--picture", type=Path, help="draws the step to this file (SVG)")
+    parser.add_argument("--microseconds", type=float, default=200.0, help="of the picture, from the step's begin")
     arguments = parser.parse_args()
     about = gpu_models.surroundings(arguments)
     steps, plan = traced(arguments)
-    steps.sort(key=lambda step: step.length)
-    whole, rows = account(steps[len(steps) // 2], plan)
-    path = arguments.output / f"loop_account_{gpu_models.slug(arguments.device)}.json"
-    report.write_json(path, {**about, "model": arguments.model, "step": whole}, rows)
+    mine = sorted((step for step in steps if step.rank == 0), key=lambda step: step.length)
+    chosen = mine[len(mine) // 2]
+    whole, rows = account(chosen, plan)
+    ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"
+    path = arguments.output / f"loop_account{ranks}_{gpu_models.slug(arguments.device)}.json"
+    report.write_json(path, {**about, "model": arguments.model, "ranks": arguments.ranks, "step": whole}, rows)
     print(table(whole, rows))
+    if arguments.picture is not None:
+        arguments.picture.write_text(draw(beside(chosen, steps), arguments.microseconds), encoding="utf-8")
+        print(f"# drawn to {arguments.picture}")
     print(f"# written to {path}")
     return 0
 

@@ -1,13 +1,18 @@
-"""One step of a timeline as a drawing (SVG): a lane a worker, tasks coloured by kind, waits in grey."""
+"""One step of a timeline as a drawing (SVG): a lane a worker, tasks coloured by kind, waits in grey.
+
+Of a CPU's few workers each has a label, and tasks their names; a GPU's hundreds are thin lines.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
 from ark_torch.tools._trace_files import Slice, Step
 
 WIDTH, MARGIN, TOP, LANE = 1400, 110, 58, 34
+THIN, MANY = 5, 40  # the height of a lane where there are more than so many
 COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 WAIT = "#d3d3d3"
 
@@ -17,15 +22,15 @@ def _colours(slices: Sequence[Slice]) -> dict[str, str]:
     return {kind: COLOURS[min(i, len(COLOURS) - 1)] for i, kind in enumerate(kinds)} | {"wait": WAIT}
 
 
-def _slice(one: Slice, x: float, y: float, width: float, colour: str) -> str:
+def _slice(one: Slice, x: float, y: float, width: float, lane: int, colour: str) -> str:
     told = f"{one.name}: {one.length:.2f} us"
     if origin := one.arguments.get("origin"):
         told += f", {origin}, {one.arguments['tile']}"
     text = (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.3):.2f}" height="{LANE - 6}" fill="{colour}" '
-        f'stroke="white" stroke-width="0.3"><title>{escape(told)}</title></rect>\n'
+        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.3):.2f}" height="{lane - 1 - lane // 6}" fill="{colour}" '
+        f'stroke="white" stroke-width="{0.3 if lane == LANE else 0.1}"><title>{escape(told)}</title></rect>\n'
     )
-    room = int(width / 5.6)
+    room = int(width / 5.6) if lane == LANE else 0
     if room >= 5:
         name = one.name if len(one.name) <= room else one.name[: room - 1] + "…"
         text += (
@@ -35,19 +40,23 @@ def _slice(one: Slice, x: float, y: float, width: float, colour: str) -> str:
     return text
 
 
-def draw(steps: Sequence[Step]) -> str:
-    """Steps of several ranks share one axis, which begins with the first and ends with the last."""
-    begin, end = min(step.begin for step in steps), max(step.end for step in steps)
+def draw(steps: Sequence[Step], most_us: float = float("inf")) -> str:
+    """Steps of several ranks share one axis, from the first task to the last step's end, or for `most_us`."""
+    begin = min((one.begin for step in steps for one in step.slices), default=steps[0].begin)
+    last = max(step.end for step in steps)
+    end = min(last, begin + most_us)
     scale = (WIDTH - MARGIN - 12) / max(end - begin, 1e-3)
     colours = _colours([one for step in steps for one in step.slices])
     lanes = sum(step.workers for step in steps)
-    height = TOP + lanes * LANE + 28
+    lane = LANE if lanes <= MANY else THIN
+    height = TOP + lanes * lane + 28
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="11">\n<rect width="100%" height="100%" fill="white"/>\n'
     ]
     tasks = sum(one.kind != "wait" for step in steps for one in step.slices)
-    title = f"{steps[0].region}: one step, {end - begin:.0f} us, {tasks} tasks"
+    title = f"{steps[0].region}: one step, {last - begin:.0f} us, {tasks} tasks"
+    title += f"; its first {end - begin:.0f} us" if end < last else ""
     out.append(f'<text x="8" y="18" font-size="14">{escape(title)}</text>\n')
     x = float(MARGIN)
     for kind, colour in colours.items():
@@ -57,14 +66,18 @@ def draw(steps: Sequence[Step]) -> str:
     y = TOP
     several = len({step.rank for step in steps}) > 1
     for step in steps:
+        by_worker: dict[int, list[Slice]] = defaultdict(list)
+        for one in step.slices:
+            by_worker[one.worker].append(one)
         for worker in range(step.workers):
-            label = f"rank {step.rank}, worker {worker}" if several else f"worker {worker}"
-            out.append(f'<text x="6" y="{y + 18}">{label}</text>\n')
-            for one in step.slices:
-                if one.worker == worker:
-                    place = MARGIN + (one.begin - begin) * scale
-                    out.append(_slice(one, place, y, one.length * scale, colours[one.kind]))
-            y += LANE
+            if lane == LANE or worker % 20 == 0:
+                label = f"rank {step.rank}, worker {worker}" if several else f"worker {worker}"
+                out.append(f'<text x="6" y="{y + lane // 2 + 1}">{label}</text>\n')
+            for one in by_worker[worker]:
+                width = (min(one.end, end) - one.begin) * scale
+                if width > 0:
+                    out.append(_slice(one, MARGIN + (one.begin - begin) * scale, y, width, lane, colours[one.kind]))
+            y += lane
     for tick in range(11):
         x = MARGIN + (WIDTH - MARGIN - 12) * tick / 10
         out.append(f'<text x="{x:.0f}" y="{y + 16}" text-anchor="middle">{(end - begin) * tick / 10:.0f} us</text>\n')

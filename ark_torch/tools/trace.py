@@ -51,6 +51,15 @@ def summary(region: str, steps: Sequence[Step]) -> Iterator[str]:
         yield f"  {name}: {total / len(steps):.1f} us"
 
 
+def beside(one: Step, steps: Sequence[Step]) -> list[Step]:
+    """A step with those of the other ranks at the same time, in the order of ranks."""
+    found = {one.rank: one}
+    for step in steps:
+        if step.region == one.region and step.begin < one.end and one.begin < step.end:
+            found.setdefault(step.rank, step)
+    return [found[rank] for rank in sorted(found)]
+
+
 def choose(steps: Sequence[Step], number: int | None) -> list[Step]:
     """The steps to draw: the one asked for, or the middling one of the region that took most; of all ranks."""
     by_region: dict[str, list[Step]] = defaultdict(list)
@@ -63,11 +72,7 @@ def choose(steps: Sequence[Step], number: int | None) -> list[Step]:
         one = sorted(later, key=lambda step: step.length)[len(later) // 2]
     else:
         one = mine[number]
-    others: dict[int, Step] = {}
-    for step in most:
-        if step.rank != one.rank and step.begin < one.end and one.begin < step.end:
-            others.setdefault(step.rank, step)
-    return sorted([one, *others.values()], key=lambda step: step.rank)
+    return beside(one, most)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what ARK_TRACE named, of every rank")
     parser.add_argument("--output", type=Path, help="one file of all, on one clock")
     parser.add_argument("--picture", type=Path, help="a drawing (SVG) of one step")
+    parser.add_argument("--microseconds", type=float, default=float("inf"), help="how much of it, from its begin")
     parser.add_argument("--step", type=int, help="which step to draw, from 0 (default: a typical one)")
     chosen = parser.parse_args(argv)
     try:
@@ -93,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.output is not None:
         chosen.output.write_text(json.dumps(merged), encoding="utf-8")
     if chosen.picture is not None:
-        chosen.picture.write_text(draw(drawn), encoding="utf-8")
+        chosen.picture.write_text(draw(drawn, chosen.microseconds), encoding="utf-8")
     return 0
 
 

@@ -149,21 +149,26 @@ void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_b
     throw Error(ErrorKind::invalid_argument, "kernel " + kernel.entry + " takes a struct of " +
                                                  std::to_string(kernel.param_bytes) + " bytes, and was given " +
                                                  std::to_string(bytes));
-  CUlaunchAttribute attribute{};
-  if (mode == LaunchMode::overlapped) {
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-  } else {
-    attribute.id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    attribute.value.cooperative = 1;
+  CUlaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (mode == LaunchMode::cooperative) {
+    attributes[0].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+    attributes[0].value.cooperative = 1;
+    attributes[1].id = CU_LAUNCH_ATTRIBUTE_PRIORITY;
+    attributes[1].value.priority = 0;
+    count = 2;
+  } else if (mode == LaunchMode::overlapped && kernel.can_overlap) {
+    attributes[0].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[0].value.programmaticStreamSerializationAllowed = 1;
+    count = 1;
   }
   CUlaunchConfig config{};
   config.gridDimX = grid.x, config.gridDimY = grid.y, config.gridDimZ = grid.z;
   config.blockDimX = block.x, config.blockDimY = block.y, config.blockDimZ = block.z;
   config.sharedMemBytes = static_cast<unsigned>(dynamic_shared_bytes);
   config.hStream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = mode == LaunchMode::plain || (mode == LaunchMode::overlapped && !kernel.can_overlap) ? 0 : 1;
+  config.attrs = attributes;
+  config.numAttrs = count;
   void* arguments[] = {const_cast<void*>(params)};
   const CUresult result = driver().launch_kernel_ex(&config, kernel.function, arguments, nullptr);
   if (result == CUDA_SUCCESS) return;

@@ -18,7 +18,8 @@ import ark_torch
 from ark_torch import _C
 from ark_torch.compile import trace
 from ark_torch.tools import trace as tool
-from ark_torch.tools._trace_files import merge, read, steps_of
+from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of
+from ark_torch.tools._trace_picture import draw
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -147,10 +148,26 @@ def test_tool(file: Path, compiled: Any, tmp_path: Path, capsys: pytest.CaptureF
         "ark::models.forward[0/0] 0: 5 steps on 1 rank(s), 2 workers" in said and "waiting" in said and "matmul" in said
     )
     tree = xml.etree.ElementTree.parse(picture)
-    assert len(tree.findall("{http://www.w3.org/2000/svg}rect")) > 50
+    whole = len(tree.findall("{http://www.w3.org/2000/svg}rect"))
+    assert whole > 50
+    assert tool.main([str(file), "--picture", str(picture), "--microseconds", "5"]) == 0
+    assert 0 < len(xml.etree.ElementTree.parse(picture).findall("{http://www.w3.org/2000/svg}rect")) < whole
     assert tool.main([str(tmp_path / "no.json")]) == 2
     file.write_text("{}")
     assert tool.main([str(file)]) == 2
+
+
+def test_picture_of_many_workers() -> None:
+    """As of a GPU: thin lanes, every twentieth with a label."""
+    steps = [
+        Step("r", rank, 0.0, 100.0, 0, [Slice("a", "matmul", 1.0 + w, 0.5, w, {}) for w in range(60)])
+        for rank in (0, 1)
+    ]
+    tree = xml.etree.ElementTree.fromstring(draw(steps, 30.0))
+    texts = [one.text or "" for one in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if "rank 1" in text] == [f"rank 1, worker {w}" for w in (0, 20, 40)]
+    assert len(tree.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2 + 2 * 30
+    assert float(tree.attrib["height"]) < 120 * 10
 
 
 def test_ranks_of_several_machines_share_a_clock(file: Path, compiled: Any) -> None:

@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -243,6 +244,38 @@ def test_streams_at_once() -> None:
         for result in found:
             assert torch.equal(result, found[0])
         torch.testing.assert_close(found[0], eager(one), rtol=1e-4, atol=1e-6)
+
+
+def test_streams_of_two_priorities() -> None:
+    """Neither of two loop kernels gets between the blocks of the other, which would last a minute: calls and replays,
+    while other work leaves some multiprocessors free and some not."""
+    eager, x = mlp()
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    calls, graphs, results = [], [], []
+    for stream in streams:
+        torch._dynamo.reset()
+        calls.append(compiled(eager)[0])
+        with torch.cuda.stream(stream):
+            calls[-1](x)
+        graphs.append(torch.cuda.CUDAGraph())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            results.append(calls[-1](x))
+    beside, side = torch.randn(1280, 1280, device=DEVICE), torch.cuda.Stream()
+    began = time.monotonic()
+    for step in range(3000):
+        for number, stream in enumerate(streams if step % 2 else streams[::-1]):
+            with torch.cuda.stream(stream):
+                calls[number](x) if step % 3 else graphs[number].replay()
+        if step % 4 == 0:
+            with torch.cuda.stream(side):
+                torch.mm(beside[: 64 + step % 1200], beside)
+        if step % 500 == 499:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert time.monotonic() - began < 30
+    for result in results:
+        torch.testing.assert_close(result, eager(x), rtol=1e-4, atol=1e-6)
 
 
 def test_weights_at_odd_addresses() -> None:

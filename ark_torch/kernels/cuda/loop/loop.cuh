@@ -16,9 +16,11 @@
 // Nothing hangs. All blocks are resident at once (a cooperative launch of one block an SM), so work of others on the
 // GPU delays a launch, or the end of it, but nobody waits for a block that cannot start. The plan's validator has found
 // that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report. Two loop
-// kernels at once, on streams of one priority: the device starts all blocks of the one before those of the other, as
-// tests/gpu/test_compile.py saw it do. On streams of different priorities each could hold a part of the SMs, and both
-// would end by that limit.
+// kernels at once, of one priority: the device starts all blocks of the one before those of the other, as
+// tests/gpu/test_compile.py saw it do. Were one of higher priority, its blocks could come before the last ones of a
+// kernel that holds a part of the SMs already, and wait for those SMs in turn. So launches are of one priority,
+// whatever their stream's (LaunchMode::cooperative), which a node of a graph keeps: an event between the streams would
+// order launches, but not the replays of graphs.
 #pragma once
 
 #include "cuda/loop/lookahead.cuh"
