@@ -13,10 +13,10 @@ namespace ark::plan {
 
 namespace {
 
-constexpr int kMostExchangeRanks = 8;      // cuda/loop/launch.cuh
-constexpr int64_t kLeastTileBytes = 1024;  // of packets in whole rows
+constexpr int kMostExchangeRanks = 8;  // cuda/loop/launch.cuh
+constexpr int64_t kUnitBytes = 16;     // what a thread moves (cuda/loop/exchange.cuh); no element is larger
 // Of memory for packets, of a rank: beyond the first figure collectives take turns in their places.
-constexpr int64_t kEnoughBytes = int64_t{32} << 20, kMostBytes = int64_t{512} << 20;
+constexpr int64_t kEnoughBytes = int64_t{64} << 20, kMostBytes = int64_t{512} << 20;
 constexpr int64_t kMostBetween = 8;  // collectives that may be under way at once, where they take turns
 
 [[noreturn]] void refuse_exchange(const Node& node, const std::string& why) {
@@ -84,7 +84,7 @@ std::vector<Stage> spread_collectives(Graph& graph, std::vector<Stage> stages) {
     body->input = in_parts(graph, body->input, from, part);
     body->output = in_parts(graph, body->output, to, part);
     stage.extent = part;
-    stage.grain = std::max<int64_t>(1, kLeastTileBytes / size);
+    stage.grain = kUnitBytes / size;
     stage.accesses = {{body->input, from > 1 ? 1 : 0, false}, {body->output, to > 1 ? 1 : 0, true}};
     spread.push_back(&stage);
     const auto packets = static_cast<int64_t>(protocol::packet_bytes(static_cast<uint64_t>(part * size)));

@@ -1,7 +1,9 @@
 // Collectives as tasks of a GPU's loop kernel, spread over its workers (kernels/cuda/loop/collective.cuh).
 //
 // A tile is a range of the elements that each rank has: each rank pushes it to the others as packets, waits for theirs
-// and combines them. Where the packets of a collective lie, and how its tiles are cut, depends on the graph alone.
+// and combines them. Where the packets of a collective lie depends on the graph alone; ranks need not cut alike. A
+// small one is cut as what makes its input (tile_cuts.cpp), so that who made a tile pushes it, and waits for peers
+// alone.
 #pragma once
 
 #include <cstdint>

@@ -9,28 +9,37 @@
 
 namespace ark::plan {
 
+namespace {
+
+// Of a spread collective, whose grain is what a thread moves: in a tile at least, where nothing else bounds it, and of
+// one that a block of threads does in one go.
+constexpr int64_t kSpreadStep = 64, kSpreadBlock = 512;
+
+}  // namespace
+
 std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const Target& target, RegionHistory& history,
                                    const std::vector<Bounds>& cuts) {
   const int64_t grain = std::max<int64_t>(1, what.grain);
-  const int64_t units = (what.extent + grain - 1) / grain;
+  const bool spread = is_spread(what);
+  const int64_t step = spread ? kSpreadStep * grain : grain;
+  const int64_t units = (what.extent + step - 1) / step;
   const auto even = [&](int64_t tiles) {
     // As few tiles as have the same longest one.
     const int64_t longest = (units + tiles - 1) / tiles;
     tiles = (units + longest - 1) / longest;
     Bounds bounds;
-    for (int64_t tile = 0; tile <= tiles; ++tile) bounds.push_back(std::min(what.extent, units * tile / tiles * grain));
+    for (int64_t tile = 0; tile <= tiles; ++tile) bounds.push_back(std::min(what.extent, units * tile / tiles * step));
     return bounds;
   };
   std::vector<Bounds> found;
-  if (std::holds_alternative<CollectiveStage>(what.body))
-    return {is_spread(what) ? even(std::min<int64_t>(target.workers, units)) : Bounds{0, what.extent}};
+  if (std::holds_alternative<CollectiveStage>(what.body) && !spread) return {{0, what.extent}};
   const double whole = tile_cost_us(graph, what, target, 0, what.extent);
   const auto worth = static_cast<int64_t>(whole / std::max(target.wait_us, 1e-3));
   const int64_t most = std::min<int64_t>(target.workers, units);
-  found.push_back(even(std::clamp<int64_t>(worth, 1, most)));
+  found.push_back(even(spread ? most : std::clamp<int64_t>(worth, 1, most)));
   // On a GPU a tile's time is mostly latency, which finer ones share.
-  if (target.name != "cpu" && most > worth) found.push_back(even(most));
-  if (most > 1) {
+  if (target.name != "cpu" && most > worth && !spread) found.push_back(even(most));
+  if (most > 1 || spread) {
     int copied = -1;
     int copies = 0;
     for (const Access& access : what.accesses) {
@@ -42,7 +51,8 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
                           copied = record.stage;
                           ++copies;
                           const Bounds& made = cuts[copied];
-                          if (made.size() < 3) return;
+                          if (made.size() < 3 || (spread && made.size() > static_cast<size_t>(target.workers) + 1))
+                            return;
                           Bounds bounds;
                           for (const int64_t bound : made) {
                             const int64_t scaled = bound * what.extent;
@@ -53,7 +63,7 @@ std::vector<Bounds> candidate_cuts(const Graph& graph, const Stage& what, const 
                           found.push_back(bounds);
                         });
     }
-    if (found.front().size() > 2) found.push_back({0, what.extent});
+    if (found.front().size() > 2 && (!spread || what.extent <= kSpreadBlock * grain)) found.push_back({0, what.extent});
   }
   return found;
 }

@@ -8,6 +8,7 @@
 #include <functional>
 #include <set>
 #include <string>
+#include <tuple>
 
 #include "error.hpp"
 #include "plan/emit_cuda.hpp"
@@ -58,7 +59,8 @@ std::string refused(const std::function<void()>& act) {
   return "";
 }
 
-TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
+// Who made a tile pushes it: there is nothing to wait for but the peers.
+TEST(SpreadCollectivesTest, TilesFollowTheProducts) {
   const Plan plan = on_gpu(layer(2048, 4));
   constexpr int64_t kPlace = 4 * 2 * 2048 * 4;  // packets of four ranks
   int collectives = 0;
@@ -68,11 +70,16 @@ TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
     EXPECT_EQ(body.place, collectives * kPlace);
     EXPECT_EQ(body.half, 2 * kPlace);
     const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
-    EXPECT_EQ(tiles.size(), 8u);  // 1 KB each
+    const std::vector<int> products = tiles_of(plan, static_cast<int>(stage) - 1);
+    ASSERT_EQ(plan.stages[stage - 1].kind, "matmul");
+    EXPECT_GT(tiles.size(), 100u);
+    ASSERT_EQ(tiles.size(), products.size());
     std::set<int> workers;
-    for (const int tile : tiles) {
-      workers.insert(plan.tasks[tile].worker);
-      EXPECT_EQ(plan.tasks[tile].end - plan.tasks[tile].begin, 256);
+    for (size_t i = 0; i < tiles.size(); ++i) {
+      const Task &tile = plan.tasks[tiles[i]], &product = plan.tasks[products[i]];
+      EXPECT_EQ(std::tie(tile.begin, tile.end, tile.worker), std::tie(product.begin, product.end, product.worker));
+      EXPECT_TRUE(tile.waits.empty());
+      workers.insert(tile.worker);
     }
     EXPECT_EQ(workers.size(), tiles.size());
     ++collectives;
@@ -84,13 +91,31 @@ TEST(SpreadCollectivesTest, TilesLieOnWorkersOfTheirOwn) {
   EXPECT_EQ(all.bytes, 4 * kPlace);
 }
 
-// Cut as the collective's size has it, whatever stands before: large ones on all workers.
-TEST(SpreadCollectivesTest, LargeOnesTakeAllWorkers) {
+// Where nothing made the input on some workers: by size, from 1 KB a tile to all workers.
+TEST(SpreadCollectivesTest, InputsAreCutBySize) {
+  const auto tiles = [](Shape shape, int workers) {
+    GraphBuilder make;
+    const int x = make.input(shape, ScalarType::bf16);
+    make.into(make.output(shape, ScalarType::bf16), "all_reduce", {x}, of_ranks(2, "avg"));
+    return tiles_of(on_gpu(make.graph, workers), 0).size();
+  };
+  EXPECT_EQ(tiles({1000, 4096}, 16), 16u);
+  EXPECT_EQ(tiles({2, 2048}, 132), 8u);
+  EXPECT_EQ(tiles({3}, 132), 1u);
+}
+
+// Whoever makes a small tensor exchanges what he has of it, rather than hand it around.
+TEST(SpreadCollectivesTest, SmallResultsAreNotHandedAround) {
   GraphBuilder make;
-  const int x = make.input({1000, 4096}, ScalarType::bf16);
-  make.into(make.output({1000, 4096}, ScalarType::bf16), "all_reduce", {x}, of_ranks(2, "avg"));
-  const Plan plan = on_gpu(make.graph, 16);
-  EXPECT_EQ(tiles_of(plan, 0).size(), 16u);
+  const int x = make.input({1, 2048});
+  int y = make.pointwise("div", {x, make.reduce("sum", x, {1})});
+  y = make.into(make.temporary({1, 2048}), "all_reduce", {y}, of_ranks(2, "sum"));
+  make.copy_out(make.pointwise("mul", {y, y}));
+  const Plan plan = on_gpu(make.graph);
+  const auto stage = std::find_if(plan.stages.begin(), plan.stages.end(), is_spread) - plan.stages.begin();
+  const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));
+  EXPECT_FALSE(tiles.empty());
+  for (const int tile : tiles) EXPECT_TRUE(plan.tasks[tile].waits.empty());
 }
 
 TEST(SpreadCollectivesTest, EveryKindIsEmitted) {
