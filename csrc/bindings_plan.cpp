@@ -217,14 +217,15 @@ void bind_plan(py::module_& m) {
       "A plan for a target that may not be here, as JSON and as a drawing.");
   plan.def(
       "cuda_source",
-      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors) {
+      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool chained) {
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
           ark::plan::Graph graph = builder.graph;
-          return emit_cuda(make_plan(std::move(graph), gpu_target(arch, multiprocessors))).text;
+          return emit_cuda(make_plan(std::move(graph), gpu_target(arch, multiprocessors), chained)).text;
         });
       },
-      py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), "The loop kernel for a GPU that may not be here.");
+      py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
+      "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();

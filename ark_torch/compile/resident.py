@@ -119,7 +119,9 @@ class Resident:
             loop = _loop_body(self._step, self._stop, self._keep)
             self._loop = torch.compile(loop, backend=self._compile, fullgraph=True, dynamic=False)
         self._now.most, self._now.done = steps, 0
-        counter, flag = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+        device = next((tensor.device for tensor in (*own, *rows)), None)
+        counter = torch.zeros(1, dtype=torch.int64, device=device)
+        flag = torch.zeros(1, dtype=torch.bool, device=device)
         try:
             self._loop(own, rows, kept, counter, flag)
         except torch._dynamo.exc.Unsupported as error:

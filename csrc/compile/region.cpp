@@ -10,6 +10,7 @@
 
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <utility>
 
 #include "error.hpp"
@@ -292,13 +293,17 @@ void Region::fail_overlap() const {
               ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
 }
 
+// As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
+// kernel failed.
+void Region::bump_versions(const std::vector<at::Tensor>& inputs) const {
+  for (const size_t i : mutated_)
+    if (!inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+}
+
 // What a collective threw goes on from here, rather than the kernel's report of it.
 template <class Launch>
 void Region::launch(const std::vector<at::Tensor>& inputs, Launch&& call) {
-  // As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
-  // kernel failed.
-  for (const size_t i : mutated_)
-    if (!inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+  bump_versions(inputs);
   try {
     traced(call);
   } catch (const Error&) {
@@ -337,8 +342,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   if (cuda_) {
     if (run_cuda(inputs, pointers.data(), results.data())) return outputs;
     if (options_.otherwise) return options_.otherwise(inputs);
-    throw Error(ErrorKind::invalid_argument, options_.name + ": ark does not carry CUDA tensors of its process group",
-                ErrorContext{-1, -1, "", 0, "Give it options={\"fallback\": True}."});
+    fail_carried();
   }
   const uint64_t begin = cpu::now_ns();
   launch(inputs, [&](plan::StepStamps* stamps) { kernel_->run(pointers.data(), results.data(), stamps); });
@@ -346,11 +350,43 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
   return outputs;
 }
 
+void Region::fail_carried() const {
+  throw Error(ErrorKind::invalid_argument, options_.name + ": ark does not carry CUDA tensors of its process group",
+              ErrorContext{-1, -1, "", 0, "Give it options={\"fallback\": True}."});
+}
+
+// Not in the timeline: stamps are of one step.
+uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
+                                const std::function<bool()>& interrupted) {
+  const std::vector<void*> pointers = pointers_of(inputs);
+  if (!mutated_.empty() && overlap(pointers)) fail_overlap();
+  if (most > std::numeric_limits<uint32_t>::max())
+    throw Error(ErrorKind::invalid_argument, options_.name + ": " + std::to_string(most) + " steps in one launch");
+  const CurrentContext context(options_.device);
+  const auto stream = static_cast<CUstream>(native_stream(current_stream(device())));
+  loop::Report* launched = nullptr;
+  const auto start = [&](CUstream on, const loop::Ranks* ranks) {
+    launched = &cuda_->launch_steps(pointers.data(), on, static_cast<uint32_t>(most), ranks);
+  };
+  bump_versions(inputs);
+  if (!ranks_)
+    start(stream, nullptr);
+  else if (!ranks_->launch([&](CUstream on, const loop::Ranks& ranks) { start(on, &ranks); }))
+    fail_carried();
+  try {
+    return cuda_->wait_steps(*launched, stream, interrupted);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::aborted)
+      for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
+    throw;
+  }
+}
+
 uint64_t Region::run_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
                            const std::function<bool()>& interrupted) {
   RECORD_FUNCTION(options_.name, {});
   if (!outputs_.empty()) throw Error(ErrorKind::invalid_argument, options_.name + " has results of each step");
-  if (cuda_) throw Error(ErrorKind::invalid_argument, options_.name + ": many steps a launch are the CPU's alone yet");
+  if (cuda_) return run_cuda_steps(inputs, most, interrupted);
   const std::vector<void*> pointers = pointers_of(inputs);
   if (!mutated_.empty() && overlap(pointers)) fail_overlap();
   struct Asker {

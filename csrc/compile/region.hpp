@@ -56,7 +56,8 @@ class Region {
 
   // A chained region without results: `most` steps in one launch, each on what the one before left in the inputs, or
   // until its graph says stop; how many were done. `interrupted` is asked now and then on this thread: true ends the
-  // launch in the middle of a step, with Error(aborted), and aborts the groups, whose ranks would wait for this one.
+  // launch in the middle of a step (on a GPU after one), with Error(aborted), and aborts the groups, whose ranks would
+  // wait for this one.
   uint64_t run_steps(const std::vector<at::Tensor>& inputs, uint64_t most, const std::function<bool()>& interrupted);
 
   const plan::Plan& plan() const { return plan_; }
@@ -85,9 +86,13 @@ class Region {
   std::vector<void*> pointers_of(const std::vector<at::Tensor>& inputs) const;
   template <class Launch>
   void launch(const std::vector<at::Tensor>& inputs, Launch&& call);
+  uint64_t run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t most,
+                          const std::function<bool()>& interrupted);
+  void bump_versions(const std::vector<at::Tensor>& inputs) const;
   bool run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointers, void* const* results);
   bool overlap(const std::vector<void*>& pointers) const;
   [[noreturn]] void fail_overlap() const;
+  [[noreturn]] void fail_carried() const;
   c10::intrusive_ptr<c10d::Backend> group(int64_t number) const;
   template <class Run>
   void traced(Run&& run);

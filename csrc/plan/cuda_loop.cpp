@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 #include <vector>
 
 #include "cuda/loop/lookahead.cuh"
@@ -22,6 +23,10 @@ static_assert(kMostOperands <= loop::kMostOperands);
 
 // A worker that waits for another may wait for that one's peer.
 constexpr std::chrono::nanoseconds kLaterThanPeers = std::chrono::minutes(1);
+
+// While a launch of many steps runs: how often the host looks whether it is over, and whether it should be.
+constexpr auto kPoll = std::chrono::microseconds(50);
+constexpr auto kAsk = std::chrono::milliseconds(50);
 
 size_t aligned(int64_t bytes) {
   return static_cast<size_t>((bytes + 255) / 256 * 256);
@@ -174,10 +179,8 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
   stamps.wait_ends.push_back(0);
 }
 
-void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps,
-                   const loop::Ranks* ranks) {
-  raise_if_failed();
-  Memory& memory = memory_of(stream);
+void CudaLoop::launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
+                      const loop::Ranks* ranks, uint32_t most_steps) {
   const auto given = static_cast<size_t>(source_.pointers);
   const auto most = static_cast<size_t>(plan_.graph.inputs());
   std::vector<char> launch(sizeof(loop::LaunchHead) + given * sizeof(char*));
@@ -192,13 +195,8 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   head.steps = reinterpret_cast<uint32_t*>(base + memory.steps);
   head.control = reinterpret_cast<loop::Control*>(base);
   head.report = static_cast<loop::Report*>(memory.report.device());
-  if (stamps != nullptr && capture_of(stream) != 0) stamps = nullptr;
-  if (stamps != nullptr) {
-    const size_t bytes = (plan_.tasks.size() + 1) * sizeof(loop::Stamp);
-    if (memory.stamps == nullptr) memory.stamps = std::make_unique<PinnedMemory>(device_, bytes);
-    std::memset(memory.stamps->host(), 0, bytes);
-    head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
-  }
+  if (stamped) head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
+  head.most = most_steps;
   head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
   if (ranks != nullptr) {
     head.ranks = *ranks;
@@ -208,11 +206,58 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   std::memcpy(launch.data(), &head, sizeof(head));
   char* at = launch.data() + sizeof(head);
   std::memcpy(at, inputs, most * sizeof(char*));
-  std::memcpy(at + most * sizeof(char*), outputs, static_cast<size_t>(plan_.graph.outputs()) * sizeof(char*));
-  const uint64_t begin_ns = cpu::now_ns();
+  if (const auto results = static_cast<size_t>(plan_.graph.outputs()); results > 0)
+    std::memcpy(at + most * sizeof(char*), outputs, results * sizeof(char*));
   jit::launch(*kernel_, {static_cast<unsigned>(plan_.queues.size())}, {loop::kThreads},
               static_cast<size_t>(shared_bytes()), stream, launch.data(), launch.size(), jit::LaunchMode::cooperative);
+}
+
+void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps,
+                   const loop::Ranks* ranks) {
+  raise_if_failed();
+  Memory& memory = memory_of(stream);
+  if (stamps != nullptr && capture_of(stream) != 0) stamps = nullptr;
+  if (stamps != nullptr) {
+    const size_t bytes = (plan_.tasks.size() + 1) * sizeof(loop::Stamp);
+    if (memory.stamps == nullptr) memory.stamps = std::make_unique<PinnedMemory>(device_, bytes);
+    std::memset(memory.stamps->host(), 0, bytes);
+  }
+  const uint64_t begin_ns = cpu::now_ns();
+  launch(memory, inputs, outputs, stream, stamps != nullptr, ranks, 1);
   if (stamps != nullptr) take_stamps(memory, stream, begin_ns, *stamps);
+}
+
+loop::Report& CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
+                                     const loop::Ranks* ranks) {
+  if (most < 1 || !plan_.chained || capture_of(stream) != 0)
+    throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(most) + " steps of a plan that is " +
+                                                 (plan_.chained ? "" : "not ") + "chained" +
+                                                 (capture_of(stream) != 0 ? ", under graph capture" : ""));
+  raise_if_failed();
+  Memory& memory = memory_of(stream);
+  loop::Report& report = memory.host_report();
+  report.stop = report.steps = 0;
+  launch(memory, inputs, nullptr, stream, false, ranks, most);
+  return report;
+}
+
+uint64_t CudaLoop::wait_steps(loop::Report& launched, CUstream stream, const std::function<bool()>& interrupted) {
+  const RelaxedCapture relaxed;
+  CUresult state = driver().stream_query(stream);
+  for (auto asked = std::chrono::steady_clock::now(); state == CUDA_ERROR_NOT_READY;
+       state = driver().stream_query(stream)) {
+    std::this_thread::sleep_for(kPoll);
+    const auto now = std::chrono::steady_clock::now();
+    if (!interrupted || now - asked < kAsk || protocol::load_acquire(launched.stop) != 0) continue;
+    asked = now;
+    if (interrupted()) protocol::store_release(launched.stop, 1u);
+  }
+  raise_if_failed();
+  check(state, "waiting for a launch of many steps");
+  if (protocol::load_acquire(launched.stop) != 0)
+    throw Error(ErrorKind::aborted, "a compiled region was stopped after " + std::to_string(launched.steps) + " steps",
+                ErrorContext{-1, -1, "compiled region", 0, ""});
+  return launched.steps;
 }
 
 }  // namespace ark::plan

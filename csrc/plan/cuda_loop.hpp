@@ -8,12 +8,15 @@
 // A plan with collectives has one set: its launches follow each other, in the order that all ranks issue, since they
 // are operations of the group; the count of steps is the packets' epoch.
 //
+// A chained plan runs many steps a launch, for a host that waits for it (ark_torch.resident).
+//
 // Nothing is zeroed between steps: events and the count of steps only grow, on the device. A launch that failed leaves
 // its set as it was; before the next one it begins anew.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -28,7 +31,8 @@
 
 namespace ark::loop {
 struct Ranks;
-}
+struct Report;
+}  // namespace ark::loop
 
 namespace ark::plan {
 
@@ -45,6 +49,13 @@ class CudaLoop {
   // capture. `ranks`: whom a plan with collectives exchanges packets with.
   void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr,
            const loop::Ranks* ranks = nullptr);
+
+  // A chained plan's steps, at most so many (or until a task says stop), in one launch; not under capture. To be waited
+  // for with what it returns, on a stream that comes after, before the next launch.
+  loop::Report& launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
+                             const loop::Ranks* ranks = nullptr);
+  // How many were done. `interrupted` is asked now and then: true ends the launch after a step, with Error(aborted).
+  uint64_t wait_steps(loop::Report& launched, CUstream stream, const std::function<bool()>& interrupted);
 
   const Exchanges& exchanges() const { return exchanges_; }
   // A plan with collectives begins at step 1 again, in memory of a new group. Waits for the device.
@@ -63,6 +74,8 @@ class CudaLoop {
  private:
   struct Memory;
   Memory& memory_of(CUstream stream);
+  void launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
+              const loop::Ranks* ranks, uint32_t most);
   void raise_if_failed();
   [[noreturn]] void raise(Memory& memory, CUstream stream) const;
   void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;

@@ -30,6 +30,23 @@ const Plan& checked(const Plan& plan) {
   return plan;
 }
 
+// Of a chained plan: the event that all workers' last tasks bump, how many they are, and one of them.
+struct Closing {
+  int event = -1, workers = 0, leader = 0;
+};
+
+Closing closing_of(const Plan& plan) {
+  Closing closing;
+  for (size_t worker = plan.queues.size(); plan.chained && worker-- > 0;) {
+    if (plan.queues[worker].tasks.empty()) continue;
+    const Task& first = plan.tasks.at(static_cast<size_t>(plan.queues[worker].tasks.front()));
+    closing.event = first.carried.at(0);
+    closing.leader = static_cast<int>(worker);
+    ++closing.workers;
+  }
+  return closing;
+}
+
 class CudaEmitter {
  public:
   explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {
@@ -161,7 +178,9 @@ class CudaEmitter {
   }
 
   void frame(std::ostream& out) {
-    out << "struct Plan {\n"
+    const Closing closing = closing_of(plan_);
+    out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
+        << ", kLeader = " << closing.leader << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"

@@ -2,6 +2,9 @@
 //
 // Two steps are enough to look at: what a task conflicts with two steps back, it conflicts with in the step between too
 // (it is the same plan), and its own queue orders that one before.
+//
+// On a GPU a step is long beside one meeting of all workers, and their pairs are many: there they all meet between
+// steps.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -15,6 +18,19 @@
 namespace ark::plan {
 
 namespace {
+
+// A barrier between steps: always enough.
+void close_steps(Plan& plan) {
+  const int closing = static_cast<int>(plan.events.size());
+  plan.events.push_back({0, false});
+  for (Task& task : plan.tasks) task.carried.clear();
+  for (const Queue& queue : plan.queues) {
+    if (queue.tasks.empty()) continue;
+    plan.tasks[queue.tasks.back()].signals.push_back(closing);
+    plan.tasks[queue.tasks.front()].carried.push_back(closing);
+    ++plan.events[closing].threshold;
+  }
+}
 
 // How much of each worker's queue has ended, of the step before.
 using Progress = std::vector<int64_t>;
@@ -40,13 +56,12 @@ class StepJoiner {
     for (int round = 0; round < 8; ++round) {
       if (!join_steps()) return;
     }
-    close_steps();
+    close_steps(plan_);
   }
 
  private:
   void find_conflicts();
   bool join_steps();
-  void close_steps();
   Progress end_of_step(size_t worker) const;
   Progress known_before(const std::vector<int>& signallers) const;
   std::vector<std::vector<int>> signallers() const {
@@ -172,23 +187,11 @@ bool StepJoiner::join_steps() {
   return made;
 }
 
-// A barrier between steps: always enough.
-void StepJoiner::close_steps() {
-  const int closing = static_cast<int>(plan_.events.size());
-  plan_.events.push_back({0, false});
-  for (Task& task : plan_.tasks) task.carried.clear();
-  for (const Queue& queue : plan_.queues) {
-    if (queue.tasks.empty()) continue;
-    plan_.tasks[queue.tasks.back()].signals.push_back(closing);
-    plan_.tasks[queue.tasks.front()].carried.push_back(closing);
-    ++plan_.events[closing].threshold;
-  }
-}
-
 }  // namespace
 
 void add_carried(Plan& plan) {
-  StepJoiner(plan).run();
+  if (plan.target.name == "cpu") return StepJoiner(plan).run();
+  close_steps(plan);
 }
 
 }  // namespace ark::plan

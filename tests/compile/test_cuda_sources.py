@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import ark_torch
 from ark_torch import _C, _jit
 from ark_torch.compile import build
 
@@ -32,17 +33,20 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 class Sources:
-    """Regions that keep the loop kernel's source, and compute as the reference does."""
+    """Regions that keep the loop kernel's source, and compute as the reference does (of many steps: as on the CPU)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.found: list[str] = []
         self.arch = "sm_90a"
+        self._plain = build.make_region
         monkeypatch.setattr(build, "make_region", self._make_region)
 
     def _make_region(self, lowering: Any, name: str, threads: int, otherwise: Any = None, chained: bool = False) -> Any:
         self.graph = graph = _C.plan.Graph()
         lowering.graph.emit(graph)
-        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS))
+        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, chained))
+        if chained:  # which the reference does not know
+            return self._plain(lowering, name, threads, otherwise, chained)
         double = reference.Graph()
         lowering.graph.emit(double)
         return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "chained": chained})
@@ -84,6 +88,19 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
         assert stages.count("matmul, matmul, swiglu") == config.layers and "swiglu" not in stages
         assert stages.count("matmul") == 2 * config.layers + 1
     call(torch.randint(0, 1024, (1, 100)), torch.arange(100))
+    sources.check()
+
+
+def test_many_steps_a_launch(sources: Sources) -> None:
+    """Greedy decoding with a stop, in resident mode."""
+    model = models.Llama(models.Config(256, 2, 8, 4, 512, 100, 64)).eval()
+
+    def step(token: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        return model(token, where).argmax(-1, keepdim=True), where + 1
+
+    loop = ark_torch.resident(step, stop=lambda token, where: token == 7, options={"fallback": False})
+    loop(torch.ones(1, 1, dtype=torch.int64), torch.tensor([0]), steps=2)
+    assert "kLeader = 0" in sources.found[-1] and "kClosing = -1" not in sources.found[-1]
     sources.check()
 
 

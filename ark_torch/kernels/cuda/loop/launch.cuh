@@ -33,13 +33,16 @@ enum class Failure : uint32 {
 struct alignas(64) Report {
   uint32 claimed;
   uint32 failure;
-  int worker, task, stage, event, dimension, spare;
+  int worker, task, stage, event, dimension;
+  uint32 stop;  // the host's: no step follows; of a launch of many steps
   long long value, limit;
+  uint32 steps;  // that such a launch has done
 };
 
 // Of a launch, in device memory. Zero at first.
 struct alignas(128) Control {
   uint32 abort;  // everybody leaves as soon as it is not 0
+  uint32 last;   // of a launch of many steps: the one that the host stopped it at
 };
 
 // When a worker came to a task, began it (after its waits) and ended it; of %globaltimer.
@@ -103,6 +106,7 @@ struct LaunchHead {
   Report* report;
   Stamp* stamps;                  // by task; nullptr: not asked for
   unsigned long long timeout_ns;  // for each wait; 0: none
+  uint32 most;                    // steps of this launch
   Ranks ranks;
 };
 

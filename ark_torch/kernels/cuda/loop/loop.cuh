@@ -13,6 +13,11 @@
 // captured in a graph goes on where the one before ended. Launches on one stream are ordered by the stream; launches
 // that may overlap have memory of their own (csrc/plan/cuda_loop.hpp).
 //
+// Many steps a launch (resident mode, chained plans): all workers meet between two steps, at an event that the last
+// task of each bumps, so a step sees all of the one before, as the next launch would. Each worker has looked by itself
+// whether the graph says stop. Whether the host does, one worker asks when it begins a step, and leaves the answer
+// where the others look when they have met: all end after the same step.
+//
 // Nothing hangs. All blocks are resident at once (a cooperative launch of one block an SM), so work of others on the
 // GPU delays a launch, or the end of it, but nobody waits for a block that cannot start. The plan's validator has found
 // that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report. Two loop
@@ -231,9 +236,23 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   bases.fill(launch, worker);
   sync();
   uint32* const count = head.steps + worker * kEventStride;
-  const uint32 step = *count + 1;
-  const bool done = run_step<Plan>(head, bases.at, queue, step, shared);
-  if (done && thread() == 0) *count = step;
+  const uint32 before = *count;
+  uint32 step = before + 1;
+  while (true) {
+    const bool leads = Plan::kClosing >= 0 && worker == Plan::kLeader && thread() == 0;
+    if (leads && *const_cast<volatile uint32*>(&head.report->stop) != 0)
+      *const_cast<volatile uint32*>(&head.control->last) = step;
+    if (!run_step<Plan>(head, bases.at, queue, step, shared)) return;
+    if (Plan::kClosing < 0 || step - before == head.most || *const_cast<volatile bool*>(&shared.stop)) break;
+    const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
+    if (sync_any(thread() == 0 && !await(head, all, step, worker, Plan::tasks()[queue.tasks]))) return;
+    if (*const_cast<volatile uint32*>(&head.control->last) == step) break;
+    ++step;
+  }
+  if (thread() != 0) return;
+  *count = step;
+  if (Plan::kClosing >= 0 && worker == Plan::kLeader)
+    *const_cast<volatile uint32*>(&head.report->steps) = step - before;
 }
 
 #endif
