@@ -1,7 +1,8 @@
 """Where the time of a step goes in a loop kernel: waits and work by phase, from the stamps of its tasks (ARK_TRACE).
 
     python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER] [--picture FILE]
-    python benchmarks/loop_account.py --ranks 2 ...    of the tensor-parallel Llama (decode_ranks.py), as rank 0 sees it
+    python benchmarks/loop_account.py --ranks 2 ...    of the tensor-parallel Llama (decode_ranks.py), on the rank that
+                                                       begins the step last, which waits for no rank to begin it
 
 A phase is all stages of the same operators in the same module, whichever layer that is of. Of each: its tasks, how long
 a worker (on a GPU a multiprocessor) works on them and waits before them in a step, how long one takes, and how long its
@@ -86,6 +87,10 @@ def traced(arguments: argparse.Namespace) -> tuple[list[Step], dict[str, Any]]:
         return steps[WARM * arguments.ranks :], json.loads(plan)
 
 
+def begin_of(step: Step) -> float:
+    return min(one.begin for one in step.slices)
+
+
 def phase_of(stage: dict[str, Any]) -> str:
     """Its operators, and the first module that they are of, without the layer's number."""
     module = stage["origin"].partition(";")[0].partition(" (")[0]
@@ -151,8 +156,8 @@ def main() -> int:
     arguments = parser.parse_args()
     about = gpu_models.surroundings(arguments)
     steps, plan = traced(arguments)
-    mine = sorted((step for step in steps if step.rank == 0), key=lambda step: step.length)
-    chosen = mine[len(mine) // 2]
+    last = [max(beside(step, steps), key=begin_of) for step in steps if step.rank == 0]
+    chosen = sorted(last, key=lambda step: step.length)[len(last) // 2]
     whole, rows = account(chosen, plan)
     ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"
     path = arguments.output / f"loop_account{ranks}_{gpu_models.slug(arguments.device)}.json"
