@@ -10,7 +10,7 @@
 //
 // Chained plans order a step after the one before in the same way (Task::carried): every pair of tasks that touch the
 // same bytes, now by place in memory, and the signallers of an event, as a counter tells its steps apart only when all
-// signals of one step come before any of the next.
+// signals of one step come before any of the next. On a GPU all workers meet between two steps, by one event.
 #pragma once
 
 #include <vector>
