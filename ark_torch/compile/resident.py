@@ -63,8 +63,8 @@ class Resident:
         tokens = loop(token, position, steps=50, inputs=(noise,)).kept[0]
 
     Ctrl-C ends a launch between two tasks with KeyboardInterrupt: what the step in flight writes in place is then
-    written in part; on a GPU that step is finished. The call returns when the launch is over, on a GPU too. Groups with collectives in the step are aborted by it: other ranks raise an error that names this
-    one, instead of waiting for it.
+    written in part; on a GPU that step is finished. Groups with collectives in the step are aborted by it: other ranks
+    raise an error that names this one, instead of waiting for it. On a GPU too a call returns when its steps are done.
     """
 
     def __init__(

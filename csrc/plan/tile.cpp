@@ -81,23 +81,30 @@ Choice Cutter::cut_at(int stage, Bounds bounds) {
   for (const Access& access : what.accesses) {
     if (access.axis < 0) collect(access, 0, what.extent, common);
   }
+  const bool spread = is_spread(what);
+  std::vector<Ready> inputs(static_cast<size_t>(tiles), common);
+  std::vector<int> kept(static_cast<size_t>(target_.workers), -1);  // for that tile, whose inputs the worker made
+  for (int tile = 0; tile < tiles; ++tile) {
+    Ready& ready = inputs[tile];
+    for (const Access& access : what.accesses) {
+      if (access.axis >= 0) collect(access, choice.bounds[tile], choice.bounds[tile + 1], ready);
+    }
+    if (spread && ready.worker >= 0 && !ready.second_set && kept[ready.worker] < 0) kept[ready.worker] = tile;
+  }
   std::vector<double> available = free_;
   for (int tile = 0; tile < tiles; ++tile) {
     const int64_t begin = choice.bounds[tile];
     const int64_t end = choice.bounds[tile + 1];
-    Ready ready = common;
-    for (const Access& access : what.accesses) {
-      if (access.axis >= 0) collect(access, begin, end, ready);
-    }
+    const Ready& ready = inputs[tile];
     const double cost = tile_cost_us(graph_, what, target_, begin, end);
     int best = 0;
     double best_finish = 0;
     // A collective belongs to the thread that called, or its tiles to as many workers.
-    const bool spread = is_spread(what);
     const int workers = std::holds_alternative<CollectiveStage>(what.body) && !spread ? 1 : target_.workers;
     bool first = true;
     for (int worker = 0; worker < workers; ++worker) {
       if (spread && std::count(choice.workers.begin(), choice.workers.end(), worker) != 0) continue;
+      if (kept[worker] >= 0 && kept[worker] != tile) continue;
       const double finish = std::max(available[worker], ready.at(worker, target_.wait_us)) + cost;
       // Of those that would wait alike the one that waits longest: times are estimates, and it is surest to be there.
       const bool idler = finish < best_finish + 1e-9 && available[worker] < available[best] - 1e-9;
