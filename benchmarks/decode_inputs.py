@@ -13,6 +13,7 @@ def fill(model: Llama, whole: LlamaConfig, length: int) -> None:
     for cache in model.caches():
         heads = cache.shape[1]
         first = dist.get_rank() * heads if heads < whole.kv_heads else 0
-        values = torch.randn(whole.batch, whole.kv_heads, length, whole.head_dim, generator=generator)
+        shape = (whole.batch, whole.kv_heads, length, whole.head_dim)
+        values = torch.randn(shape, generator=generator, dtype=torch.bfloat16)  # which a model of any type has exactly
         cache.zero_()
         cache[:, :, :length] = values[:, first : first + heads]

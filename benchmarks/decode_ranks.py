@@ -22,6 +22,7 @@ import exactness
 import gpu_models
 import gpu_ranks
 import on_gpus
+import real_sizes
 import torch
 from llama.model import Llama, LlamaConfig, shard
 from torch import Tensor
@@ -45,7 +46,8 @@ def whole_model(small: bool, device: torch.device) -> Llama:
     """The same weights on every rank."""
     torch.manual_seed(0)
     with device:
-        return Llama(SMALL if small else LLAMA_1B).eval().requires_grad_(False).to(torch.bfloat16)
+        model: Llama = real_sizes.ready(Llama(SMALL if small else LLAMA_1B), torch.bfloat16, 0.02)
+    return model
 
 
 def inputs_on(device: torch.device) -> tuple[Tensor, Tensor]:
