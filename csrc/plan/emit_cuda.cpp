@@ -35,7 +35,8 @@ class CudaEmitter {
   explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {
     for (const Queue& queue : plan_.queues) {
       held_.emplace_back();
-      if (plan_.target.name == "sm_90a") held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
+      // Groups of warps have the memory for their tiles.
+      if (plan_.target.name == "sm_90a" && !functions_.by_groups()) held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
       holds_ = holds_ || !held_.back().empty();
     }
   }
@@ -44,6 +45,7 @@ class CudaEmitter {
     std::ostringstream out;
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
+        << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "")
         << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
@@ -52,7 +54,9 @@ class CudaEmitter {
     tables(out);
     frame(out);
     return {out.str(), functions_.scratch_bytes(), pointers(),
-            holds_ ? loop::kWorkspaceBesideHeld + loop::kHeldBytes : loop::kWorkspaceBytes};
+            functions_.by_groups() ? loop::kGroupWorkspaceBytes
+            : holds_               ? loop::kWorkspaceBesideHeld + loop::kHeldBytes
+                                   : loop::kWorkspaceBytes};
   }
 
  private:

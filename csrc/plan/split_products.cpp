@@ -90,6 +90,10 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
 
 }  // namespace
 
+bool multiplied_in_tiles(const MatmulStage& product) {
+  return product.batch == 1 && product.axis != MatmulStage::Axis::batch && product.m > kMatvecRows;
+}
+
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns) {
   const TileShape tile{product.tile_rows, product.tile_columns};
   return tiles_us(tile, product.k, of_halves(graph, product), wholes(columns, tile.columns));
