@@ -12,6 +12,7 @@
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
 #include "plan/held_loads.hpp"
+#include "plan/share_loads.hpp"
 
 namespace ark::plan {
 
@@ -117,8 +118,9 @@ class CudaEmitter {
         << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
            "loads.\n__device__ const TaskEntry kTasks[] = {\n";
     std::ostringstream queues, loads;
+    const std::vector<Queue> asking = share_loads(plan_);
     size_t task_count = 0, load_count = 0;
-    for (const Queue& queue : plan_.queues) {
+    for (const Queue& queue : asking) {
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
       const std::vector<int> asked =
           write_loads(queue, held_[static_cast<size_t>(&queue - plan_.queues.data())], loads);
