@@ -123,7 +123,7 @@ class CudaEmitter {
     for (const Queue& queue : asking) {
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
       const std::vector<int> asked =
-          write_loads(queue, held_[static_cast<size_t>(&queue - plan_.queues.data())], loads);
+          write_loads(queue, held_[static_cast<size_t>(&queue - asking.data())], loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));

@@ -93,8 +93,11 @@ void StageFunctions::add(const Stage& stage) {
   const bool cuda = code_ == Code::cuda, groups = cuda && multiplies_by_groups(plan_, stage);
   by_groups_ = by_groups_ || groups;
   // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
-  text += std::string(groups ? "ARK_LOOP " : cuda ? "__device__ __noinline__ " : "") + "void " + names_[known->second] +
-          "([[maybe_unused]] const Context& context, " + (cuda ? "Operands p, " : "char* const* p, ") +
+  text += std::string(groups ? "ARK_LOOP "
+                      : cuda ? "__device__ __noinline__ "
+                             : "") +
+          "void " + names_[known->second] + "([[maybe_unused]] const Context& context, " +
+          (cuda ? "Operands p, " : "char* const* p, ") +
           "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
   texts_[known->second] = text;
 }

@@ -88,7 +88,8 @@ TEST(LoadsAhead, TasksShareWhatTheyAllRead) {
       std::vector<int>& bytes = asked[load.value];
       bytes.resize(static_cast<size_t>(plan.graph.buffer_of(load.value).bytes), 0);
       for (int64_t row = 0; row < load.rows; ++row)
-        for (int64_t byte = 0; byte < load.bytes; ++byte) ++bytes[static_cast<size_t>(load.offset + row * load.stride + byte)];
+        for (int64_t byte = 0; byte < load.bytes; ++byte)
+          ++bytes[static_cast<size_t>(load.offset + row * load.stride + byte)];
       here.insert(load.value);
     }
     for (const int value : here) ++workers[value];

@@ -98,8 +98,8 @@ struct RunningRows {
 
 // Whether a mask is the same for all rows, and short enough to be kept.
 template <Attention s, class M>
-inline constexpr bool kOneMask = !kSame<M, NoMask> && s.mask_head == 0 && s.mask_row == 0 && !s.causal &&
-                                 s.keys <= kThreads;
+inline constexpr bool kOneMask =
+    !kSame<M, NoMask> && s.mask_head == 0 && s.mask_row == 0 && !s.causal && s.keys <= kThreads;
 
 // Keeps it: what is added to each position's scores, and a bit for each that is looked at.
 template <Attention s, class M>
