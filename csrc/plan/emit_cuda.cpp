@@ -37,7 +37,8 @@ class CudaEmitter {
     for (const Queue& queue : plan_.queues) {
       held_.emplace_back();
       // Groups of warps have the memory for their tiles.
-      if (plan_.target.name == "sm_90a" && !functions_.by_groups()) held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
+      if (plan_.target.name == "sm_90a" && !functions_.by_groups())
+        held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
       holds_ = holds_ || !held_.back().empty();
     }
   }
@@ -46,8 +47,7 @@ class CudaEmitter {
     std::ostringstream out;
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
-        << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "")
-        << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
+        << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "") << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
     for (const std::string& text : functions_.texts()) out << "\n" << text;
@@ -122,8 +122,7 @@ class CudaEmitter {
     size_t task_count = 0, load_count = 0;
     for (const Queue& queue : asking) {
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
-      const std::vector<int> asked =
-          write_loads(queue, held_[static_cast<size_t>(&queue - asking.data())], loads);
+      const std::vector<int> asked = write_loads(queue, held_[static_cast<size_t>(&queue - asking.data())], loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
