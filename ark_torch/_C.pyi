@@ -3,7 +3,7 @@
 import enum
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -103,10 +103,19 @@ def _store_prebuilt(folder: str, compiler: str, stub: str, arch: str, cubin: byt
 # (version, path)
 def _nvrtc() -> tuple[str, str]: ...
 
-# the cubin; of each kernel: name, registers, bytes spilled, bytes of stack
+# what a kernel takes; of functions that were not inlined, by their mangled names, those that spill; whether groups of
+# warps wait for each of their multiplications
+class KernelResources(TypedDict):
+    name: str
+    registers: int
+    spilled: int
+    stack: int
+    spilled_by_function: dict[str, int]
+    multiplies_in_order: bool
+
 def _compile_kernel(
     stub: str, arch: str, cached: bool = False, fuse: bool = False
-) -> tuple[bytes, list[tuple[str, int, int, int]]]: ...
+) -> tuple[bytes, list[KernelResources]]: ...
 
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""

@@ -12,15 +12,17 @@ With --device as-cuda all of it runs on the CPU with small models, to see that i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +44,20 @@ Row = dict[str, Any]
 WAYS = ("eager", "ark", "inductor", "inductor, max-autotune", 'inductor, mode="max-autotune"')
 MODES = {WAYS[3]: "max-autotune-no-cudagraphs", WAYS[4]: "max-autotune"}
 OWN_GRAPHS = WAYS[4]
+TYPES = ("float32", "float16", "bfloat16")
 CALLS = 12  # of each contender in a turn; the first two do not count
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda", "as-cuda"), default="cpu", help="cuda: real sizes, one GPU")
     parser.add_argument("--only", nargs="+", choices=real_sizes.MODELS, default=[], help="on a GPU: of the models")
+    parser.add_argument("--types", nargs="+", choices=TYPES, default=[], help="on a GPU: of the models' types")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="on a GPU: what is compared")
     parser.add_argument("--turns", type=int, default=20, help="on a GPU: of each contender")
-    parser.add_argument("--seconds", type=float, default=1200, help="on a GPU: nothing is begun after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=1200, help="on a GPU: after so many nothing is begun, nor compiled further"
+    )
+    parser.add_argument("--no-compile-times", action="store_true", help="on a GPU: no compiling in fresh processes")
     parser.add_argument("--compile-once", default="", help=argparse.SUPPRESS)
 
 
@@ -115,6 +122,22 @@ def on_host(step: Step) -> list[float]:
     return times[2:]
 
 
+@contextlib.contextmanager
+def until(ends: float) -> Iterator[None]:
+    """Interrupts what is still at work then."""
+
+    def interrupt(*_: Any) -> None:
+        raise TimeoutError("the time that --seconds allows is over")
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(ends - time.time(), 0.1))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @torch.no_grad()
 def measured(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace, ends: float) -> Row:
     device = device_of(arguments)
@@ -138,8 +161,15 @@ def measured(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace
             return call(*case.inputs)
 
         begin = time.perf_counter()
-        step()
-        finish(device)
+        try:
+            with until(ends):
+                step()
+                finish(device)
+        except Exception:  # of its own making, where the compiler was interrupted
+            if time.time() < ends:
+                raise
+            row["left_out"].append(way)
+            continue
         row["first_call_seconds"][way] = time.perf_counter() - begin
         if way == "ark":
             row |= made_of(told)
@@ -202,10 +232,11 @@ def main(name: str, chosen: list[tuple[str, torch.dtype | None]], arguments: arg
     ends = time.time() + arguments.seconds
     rows = []
     for model, dtype in chosen:
-        if arguments.only and model not in arguments.only:
+        kind = str(dtype or real_sizes.MODELS[model][1]).removeprefix("torch.")
+        if (arguments.only and model not in arguments.only) or (arguments.types and kind not in arguments.types):
             continue
         row = measured(model, dtype, arguments, ends)
-        if time.time() < ends and dtype is None:
+        if time.time() < ends and dtype is None and not arguments.no_compile_times:
             row |= compile_seconds(model, arguments)
         rows.append(row)
         bench.write_json(path, about, rows)

@@ -182,9 +182,17 @@ void bind_jit(py::module_& m) {
             }
           });
         }
-        std::vector<std::tuple<std::string, int, int, int>> used;
-        for (const ark::jit::Resources& one : resources)
-          used.emplace_back(one.kernel, one.registers, one.spill_store_bytes + one.spill_load_bytes, one.stack_bytes);
+        py::list used;
+        for (const ark::jit::Resources& one : resources) {
+          py::dict as;
+          as["name"] = one.kernel;
+          as["registers"] = one.registers;
+          as["spilled"] = one.spill_store_bytes + one.spill_load_bytes;
+          as["stack"] = one.stack_bytes;
+          as["spilled_by_function"] = one.spilled;
+          as["multiplies_in_order"] = one.multiplies_in_order;
+          used.append(as);
+        }
         return std::pair(py::bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size()), used);
       },
       py::arg("stub"), py::arg("arch"), py::arg("cached") = false, py::arg("fuse") = false);

@@ -17,6 +17,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ark_torch._C import KernelResources
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 # One of each family; the "a" adds the instructions that only that architecture has (wgmma).
@@ -43,12 +47,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of it: the cubin and its kernels (name, registers, bytes spilled, bytes of stack), or an error."""
+    """What became of it: the cubin and what its kernels take, or an error."""
 
     job: Job
     seconds: float
     cubin: bytes = b""
-    kernels: tuple[tuple[str, int, int, int], ...] = ()
+    kernels: tuple[KernelResources, ...] = ()
     error: str = ""
 
 
@@ -92,8 +96,9 @@ def describe(result: Result) -> str:
     if result.error:
         return f"{start} FAILED: {result.error}"
     used = ", ".join(
-        f"{kernel} {registers} registers" + (f", {spilled} bytes SPILLED" if spilled else "")
-        for kernel, registers, spilled, _ in result.kernels
+        f"{kernel['name']} {kernel['registers']} registers"
+        + (f", {kernel['spilled']} bytes SPILLED" if kernel["spilled"] else "")
+        for kernel in result.kernels
     )
     return f"{start} {result.seconds:6.2f} s {len(result.cubin):>8} bytes  {used}"
 

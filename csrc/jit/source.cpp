@@ -69,18 +69,28 @@ std::vector<Resources> parse_resources(const std::string& log) {
   // ptxas info    : Function properties for fill
   //     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
   // ptxas info    : Used 16 registers, used 0 barriers, 48 bytes smem, 400 bytes cmem[0]
-  constexpr char kEntry[] = "Compiling entry function '";
+  constexpr char kEntry[] = "Compiling entry function '", kProperties[] = "Function properties for ";
   std::vector<Resources> all;
   std::istringstream lines(log);
+  std::string function;
+  bool in_order = false;  // said before the kernel is named
   for (std::string line; std::getline(lines, line);) {
     if (const size_t at = line.find(kEntry); at != std::string::npos) {
       const size_t begin = at + std::strlen(kEntry);
       all.push_back({line.substr(begin, line.find('\'', begin) - begin)});
+      all.back().multiplies_in_order = in_order;
+      in_order = false;
+    } else if (line.find("(C7510)") != std::string::npos) {
+      in_order = true;
+    } else if (const size_t name = line.find(kProperties); name != std::string::npos) {
+      function = line.substr(name + std::strlen(kProperties));
     } else if (!all.empty() && line.find("bytes stack frame") != std::string::npos) {
       // Properties of a function that was not inlined count for its kernel too.
       all.back().stack_bytes = std::max(all.back().stack_bytes, number_before(line, "bytes stack frame"));
       all.back().spill_store_bytes += number_before(line, "bytes spill stores");
       all.back().spill_load_bytes += number_before(line, "bytes spill loads");
+      const int spilled = number_before(line, "bytes spill stores") + number_before(line, "bytes spill loads");
+      if (spilled > 0 && function != all.back().kernel) all.back().spilled[function] = spilled;
     } else if (!all.empty() && line.find("Used ") != std::string::npos) {
       all.back().registers = number_before(line, "registers");
       all.back().shared_bytes = number_before(line, "bytes smem");

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -44,6 +45,8 @@ struct Resources {
   int spill_store_bytes = 0;
   int spill_load_bytes = 0;
   int shared_bytes = 0;
+  std::map<std::string, int> spilled = {};  // bytes stored and loaded by each function that was not inlined, if any
+  bool multiplies_in_order = false;         // groups of warps wait for each of their multiplications (C7510)
 };
 
 struct Compiled {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/emit_cpu_loops.hpp"
+#include "plan/emit_cpu_ops.hpp"
 
 namespace ark::plan {
 
@@ -26,6 +27,29 @@ std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
          ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
          ", .bias_column = " + number(bias_column) + "}";
 }
+
+namespace {
+
+// A function of a sum with its bias, which gives what is stored.
+void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
+  using Kind = RowProgram::Instruction::Kind;
+  RowProgram program;
+  program.code = matmul.finish;
+  const RowExpressions expressions(to, program);
+  to.open("const auto finish = [](float sum)");
+  for (size_t i = 0; i < program.code.size(); ++i) {
+    const RowProgram::Instruction& one = program.code[i];
+    expressions.check(one);
+    const std::string defined =
+        std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = ";
+    if (one.kind == Kind::load) to.line(defined + RowExpressions::rounded(one, "sum") + ";");
+    if (one.kind == Kind::op) to.line(defined + expressions.call(one) + ";");
+    if (one.kind == Kind::store) to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
+  }
+  to.close("};");
+}
+
+}  // namespace
 
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
@@ -54,6 +78,12 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     bias_at = at(to.pointer(matmul.bias, false), indices, bias_batch);
   }
   to.line("constexpr Product s" + product_shape(to, matmul) + ";");
+  if (!matmul.finish.empty()) {
+    if (!to.cuda()) to.refuse("a product that is finished as it is made");
+    define_finish(to, matmul);
+    to.line("const auto finished = finished_by(" + bias_at + ", finish);");
+    bias_at = "&finished";
+  }
   const std::string most = "product<" + number(matmul.m);
   const std::string operands =
       a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;

@@ -12,6 +12,7 @@
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
 #include "plan/held_loads.hpp"
+#include "plan/share_loads.hpp"
 
 namespace ark::plan {
 
@@ -52,7 +53,9 @@ class CudaEmitter {
   explicit CudaEmitter(const Plan& plan) : plan_(checked(plan)), functions_(plan, Code::cuda) {
     for (const Queue& queue : plan_.queues) {
       held_.emplace_back();
-      if (plan_.target.name == "sm_90a") held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
+      // Groups of warps have the memory for their tiles.
+      if (plan_.target.name == "sm_90a" && !functions_.by_groups())
+        held_.back() = held_loads(plan_, queue, loop::kHeldBytes);
       holds_ = holds_ || !held_.back().empty();
     }
   }
@@ -61,7 +64,7 @@ class CudaEmitter {
     std::ostringstream out;
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
-        << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
+        << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "") << (holds_ ? "#define ARK_LOOP_HOLDS\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
     for (const std::string& text : functions_.texts()) out << "\n" << text;
@@ -69,7 +72,9 @@ class CudaEmitter {
     tables(out);
     frame(out);
     return {out.str(), functions_.scratch_bytes(), pointers(),
-            holds_ ? loop::kWorkspaceBesideHeld + loop::kHeldBytes : loop::kWorkspaceBytes};
+            functions_.by_groups() ? loop::kGroupWorkspaceBytes
+            : holds_               ? loop::kWorkspaceBesideHeld + loop::kHeldBytes
+                                   : loop::kWorkspaceBytes};
   }
 
  private:
@@ -130,11 +135,11 @@ class CudaEmitter {
         << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
            "loads.\n__device__ const TaskEntry kTasks[] = {\n";
     std::ostringstream queues, loads;
+    const std::vector<Queue> asking = share_loads(plan_);
     size_t task_count = 0, load_count = 0;
-    for (const Queue& queue : plan_.queues) {
+    for (const Queue& queue : asking) {
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
-      const std::vector<int> asked =
-          write_loads(queue, held_[static_cast<size_t>(&queue - plan_.queues.data())], loads);
+      const std::vector<int> asked = write_loads(queue, held_[static_cast<size_t>(&queue - asking.data())], loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));

@@ -19,6 +19,13 @@ const char* name_of_kind(const Stage& stage) {
   return names[stage.body.index()];
 }
 
+// Whether the stage's function is one of tile_group.cuh.
+bool multiplies_by_groups(const Plan& plan, const Stage& stage) {
+  const auto* product = std::get_if<MatmulStage>(&stage.body);
+  return product != nullptr && product->tile_columns > 0 && plan.target.name == "sm_90a" &&
+         size_of(plan.graph.values()[static_cast<size_t>(product->a)].type) == 2;
+}
+
 }  // namespace
 
 std::string in_comment(const std::string& text) {
@@ -83,9 +90,14 @@ void StageFunctions::add(const Stage& stage) {
   std::string text;
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
-  const bool cuda = code_ == Code::cuda;
-  text += std::string(cuda ? "__device__ __noinline__ " : "") + "void " + names_[known->second] +
-          "([[maybe_unused]] const Context& context, " + (cuda ? "Operands p, " : "char* const* p, ") +
+  const bool cuda = code_ == Code::cuda, groups = cuda && multiplies_by_groups(plan_, stage);
+  by_groups_ = by_groups_ || groups;
+  // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
+  text += std::string(groups ? "ARK_LOOP "
+                      : cuda ? "__device__ __noinline__ "
+                             : "") +
+          "void " + names_[known->second] + "([[maybe_unused]] const Context& context, " +
+          (cuda ? "Operands p, " : "char* const* p, ") +
           "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
   texts_[known->second] = text;
 }

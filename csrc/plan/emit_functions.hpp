@@ -22,6 +22,8 @@ class StageFunctions {
   size_t of_stage(size_t stage) const { return function_of_[stage]; }
   const std::vector<int>& operands(size_t stage) const { return operands_[stage]; }  // values
   int64_t scratch_bytes() const { return scratch_bytes_; }
+  // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
+  bool by_groups() const { return by_groups_; }
 
  private:
   void add(const Stage& stage);
@@ -35,6 +37,7 @@ class StageFunctions {
   std::vector<size_t> function_of_;                     // by stage
   std::vector<std::vector<int>> operands_;              // by stage
   int64_t scratch_bytes_ = 0;
+  bool by_groups_ = false;
 };
 
 // One line of a comment: what others wrote (names, origins) must not end it.

@@ -4,6 +4,7 @@
 
 #include "error.hpp"
 #include "plan/events.hpp"
+#include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
 #include "plan/loads.hpp"
 #include "plan/merge_products.hpp"
@@ -45,6 +46,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
+    stages = finish_products(graph, std::move(stages));
     for (const auto split : {split_attention, split_products, merge_products, join_pointwise})
       stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));

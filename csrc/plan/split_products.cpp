@@ -16,7 +16,7 @@ constexpr int64_t kAcrossColumns = 32;  // where lanes run along the columns
 constexpr int64_t kRowUnit = 8;         // blocks of rows begin at multiples: rows may be adjacent, 16 bytes each
 
 // What a tile's kernel reaches on one SM, and all of them at the second-level cache, on an H200.
-constexpr double kHalfFlopsPerUs = 4e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 5.4e4, kAllBytesPerUs = 6e6;
+constexpr double kHalfFlopsPerUs = 4e6, kFloatFlopsPerUs = 3e5, kTileBytesPerUs = 5.4e4, kAllBytesPerUs = 7e6;
 constexpr double kTileUs = 2.5;  // the ring fills, results are stored, a wait
 
 struct TileShape {
@@ -89,6 +89,10 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
 }
 
 }  // namespace
+
+bool multiplied_in_tiles(const MatmulStage& product) {
+  return product.batch == 1 && product.axis != MatmulStage::Axis::batch && product.m > kMatvecRows;
+}
 
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns) {
   const TileShape tile{product.tile_rows, product.tile_columns};

@@ -18,6 +18,9 @@ namespace ark::plan {
 // Adds values to the graph. Other stages stay as they are, and so do products that are cut by batch.
 std::vector<Stage> split_products(Graph& graph, std::vector<Stage> stages, int workers);
 
+// Whether it becomes blocks of rows in tiles.
+bool multiplied_in_tiles(const MatmulStage& product);
+
 // What so many columns of a product take whose tiles are chosen.
 double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns);
 

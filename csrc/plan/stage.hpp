@@ -68,6 +68,9 @@ struct MatmulStage {
   enum class Axis : uint8_t { columns, rows, batch } axis = Axis::columns;
   // What a GPU's kernel takes at once; 0: it chooses for itself. See split_products.hpp.
   int64_t tile_rows = 0, tile_columns = 0;
+  // What is done to each element before it is stored: its load stands for the element, rounded to its type, its store
+  // for `out`. Empty: nothing. See finish_products.hpp.
+  std::vector<RowProgram::Instruction> finish = {};
 };
 
 // Several that share `a`, each with columns as tiles' axis; only merge_products() makes them. Tiles take their part of

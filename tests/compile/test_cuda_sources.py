@@ -30,6 +30,7 @@ pytestmark = [
 ]
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+MOST_SPILLED = 256  # bytes stored and loaded by a task's function
 
 
 class Sources:
@@ -63,9 +64,11 @@ class Sources:
         for source in self.found:
             cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
             assert cubin[:4] == b"\x7fELF"
-            ((name, registers, spills, _),) = kernels
-            # Of all functions together, what calls between them save included.
-            assert name == "loop_kernel" and 0 < registers <= 128 and spills < 1500, kernels
+            [kernel] = kernels
+            # Of all functions together, what calls between them save included; and of each.
+            assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] < 1500
+            assert all(spilled <= MOST_SPILLED for spilled in kernel["spilled_by_function"].values()), kernel
+            assert not kernel["multiplies_in_order"], "groups of warps wait for each of their multiplications"
 
 
 @pytest.fixture(params=["sm_90a", "sm_80"])
@@ -174,7 +177,5 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     graph.node("neg", [given], [result], {}, "neg")
     graph.output(result)
     _jit.configure()
-    _, ((name, registers, spills, _),) = _C._compile_kernel(
-        _C.plan.cuda_source(graph, arch, MULTIPROCESSORS), arch, fuse=True
-    )
-    assert name == "loop_kernel" and 0 < registers <= 128 and spills == 0
+    _, [kernel] = _C._compile_kernel(_C.plan.cuda_source(graph, arch, MULTIPROCESSORS), arch, fuse=True)
+    assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0

@@ -48,7 +48,7 @@ def check(results: Iterable[Result]) -> None:
         what = f"{result.job.name} for {result.job.arch}"
         assert not result.error, f"{what}: {result.error}"
         assert result.cubin[:4] == b"\x7fELF", f"{what} is no cubin"
-        assert result.kernels and all(0 < registers <= 255 for _, registers, _, _ in result.kernels), what
+        assert result.kernels and all(0 < kernel["registers"] <= 255 for kernel in result.kernels), what
         compiled += 1
     assert compiled > 0
 
@@ -96,10 +96,11 @@ def test_resources_are_those_of_the_kernel() -> None:
       __syncthreads();
       for (int i = 0; i < 200; i++) p.values[i] = kept[199 - i];
     }"""
-    _, [(name, registers, spilled, stack)] = _C._compile_kernel(spilling, "sm_80")
-    assert name == "many" and registers <= 64 and spilled + stack > 0, "200 floats do not fit 64 registers"
-    _, [(name, _, spilled, stack)] = _C._compile_kernel(SMALL, "sm_80")
-    assert (name, spilled, stack) == ("twice", 0, 0)
+    _, [many] = _C._compile_kernel(spilling, "sm_80")
+    assert many["name"] == "many" and many["registers"] <= 64, many
+    assert many["spilled"] + many["stack"] > 0, "200 floats do not fit 64 registers"
+    _, [small] = _C._compile_kernel(SMALL, "sm_80")
+    assert (small["name"], small["spilled"], small["stack"]) == ("twice", 0, 0)
 
 
 @pytest.mark.quick

@@ -239,12 +239,17 @@ TEST(Headers, AllByNameAndNoOthers) {
 
 TEST(Resources, ReadFromPtxas) {
   const auto all = parse_resources(
+      "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"
       "ptxas info    : 0 bytes gmem\n"
       "ptxas info    : Compiling entry function 'sum' for 'sm_90a'\n"
       "ptxas info    : Function properties for sum\n"
       "ptxas         .     32 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads\n"
       "ptxas info    : Used 255 registers, used 1 barriers, 32 bytes cumulative stack size, 1040 bytes smem\n"
       "ptxas info    : Compile time = 10.560 ms\n"
+      "ptxas info    : Function properties for _Z3addi\n"
+      "ptxas         .     32 bytes stack frame, 4 bytes spill stores, 0 bytes spill loads\n"
+      "ptxas info    : Function properties for _Z3subi\n"
+      "ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
       "ptxas info    : Compiling entry function 'fill' for 'sm_90a'\n"
       "ptxas info    : Function properties for fill\n"
       "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -253,9 +258,12 @@ TEST(Resources, ReadFromPtxas) {
   EXPECT_EQ(all[0].kernel, "sum");
   EXPECT_EQ(all[0].registers, 255);
   EXPECT_EQ(all[0].stack_bytes, 32);
-  EXPECT_EQ(all[0].spill_store_bytes, 12);
+  EXPECT_EQ(all[0].spill_store_bytes, 16);
   EXPECT_EQ(all[0].spill_load_bytes, 16);
   EXPECT_EQ(all[0].shared_bytes, 1040);
+  EXPECT_EQ(all[0].spilled, (std::map<std::string, int>{{"_Z3addi", 4}}));
+  EXPECT_TRUE(all[0].multiplies_in_order);
+  EXPECT_FALSE(all[1].multiplies_in_order);
   EXPECT_EQ(all[1].kernel, "fill");
   EXPECT_EQ(all[1].registers, 8);
   EXPECT_EQ(all[1].spill_store_bytes, 0);

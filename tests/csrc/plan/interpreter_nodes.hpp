@@ -14,7 +14,8 @@ struct Part {
   bool has(const Shape& index) const { return axis < 0 || (index[axis] >= begin && index[axis] < end); }
 };
 
-inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Value* bias, const Value& out, Part part) {
+inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Value* bias, const Value& out, Part part,
+                       const std::function<double(double)>& finish = nullptr) {
   const size_t r = out.shape.size();
   each_index(out.shape, [&](const Shape& index) {
     if (!part.has(index)) return;
@@ -25,7 +26,7 @@ inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Val
       ib[r - 2] = k;
       sum += read_value(memory, a, ia) * read_value(memory, b, ib);
     }
-    write_value(memory, out, index, sum);
+    write_value(memory, out, index, finish ? finish(sum) : sum);
   });
 }
 

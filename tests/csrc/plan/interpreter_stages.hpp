@@ -110,6 +110,25 @@ class RowRunner {
   bool reduces_ = false;
 };
 
+// What a product's program makes of one of its sums.
+inline double finished(const std::vector<RowProgram::Instruction>& code, const std::vector<Value>& values, double sum) {
+  using Kind = RowProgram::Instruction::Kind;
+  std::vector<double> registers;
+  for (const auto& one : code) {
+    std::vector<double> x;
+    std::vector<ScalarType> types;
+    for (int arg : one.args) {
+      x.push_back(registers.at(arg));
+      types.push_back(code[arg].type);
+    }
+    if (one.kind == Kind::store) return x.at(0);
+    registers.push_back(one.kind == Kind::load      ? round_to(sum, one.type)
+                        : one.kind == Kind::literal ? round_to(values[one.value].literal, one.type)
+                                                    : apply_typed(one.name, x, types, one.type));
+  }
+  throw std::logic_error("a product's program without a store");
+}
+
 inline int axis_of(const Stage& stage, int value) {
   for (const Access& access : stage.accesses) {
     if (access.value == value) return access.axis;
@@ -132,8 +151,10 @@ inline void run_product(Memory& memory, const Graph& graph, const Stage& stage, 
       values[matmul.a].shape.back() != matmul.k || values[matmul.a].shape[rank - 2] != matmul.m) {
     throw std::logic_error("a product's sizes");
   }
+  std::function<double(double)> finish;
+  if (!matmul.finish.empty()) finish = [&](double sum) { return finished(matmul.finish, values, sum); };
   run_matmul(memory, values[matmul.a], values[matmul.b], matmul.bias >= 0 ? &values[matmul.bias] : nullptr, out,
-             {axis, begin, end});
+             {axis, begin, end}, finish);
 }
 
 inline void run_body(Memory& memory, const Graph& graph, const Stage& stage, int64_t begin, int64_t end) {

@@ -1,7 +1,14 @@
 // What a GPU's tasks ask for ahead of their turn (emit_tables.hpp).
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "graph_builder.hpp"
 #include "plan/emit_tables.hpp"
+#include "plan/share_loads.hpp"
+#include "plan/targets.hpp"
 
 namespace {
 
@@ -61,6 +68,40 @@ TEST(LoadsAhead, RowsComeWhole) {
   EXPECT_EQ(asked_for(queue, 65536)[0], (std::vector<int64_t>{0, 0, 0}));  // 128,000 bytes at once are too many
   EXPECT_EQ(asked_for(queue, 65536)[1], (std::vector<int64_t>{0, 0, 6400}));
   EXPECT_EQ(asked_for(queue, 200000)[0], (std::vector<int64_t>{0, 128000, 6400}));
+}
+
+// Weights of blocks of rows, and what every row is scaled with: once, by workers that take turns.
+TEST(LoadsAhead, TasksShareWhatTheyAllRead) {
+  GraphBuilder builder;
+  const int x = builder.input({384, 512}), weights = builder.parameter({512, 512}), scale = builder.parameter({512});
+  const int made = builder.matmul(builder.pointwise("mul", {x, scale}), weights);
+  builder.copy_out(builder.reduce("amax", made, {1}));
+  const Plan plan = make_plan(builder.graph, gpu_target("sm_90a", 60));
+  std::map<int, std::vector<int>> asked;  // by value and byte
+  std::map<int, size_t> workers;
+  int64_t before = 0;
+  for (const Queue& queue : plan.queues)
+    for (const Load& load : queue.loads) before += load.bytes * load.rows;
+  for (const Queue& queue : share_loads(plan)) {
+    std::set<int> here;
+    for (const Load& load : queue.loads) {
+      std::vector<int>& bytes = asked[load.value];
+      bytes.resize(static_cast<size_t>(plan.graph.buffer_of(load.value).bytes), 0);
+      for (int64_t row = 0; row < load.rows; ++row)
+        for (int64_t byte = 0; byte < load.bytes; ++byte)
+          ++bytes[static_cast<size_t>(load.offset + row * load.stride + byte)];
+      here.insert(load.value);
+    }
+    for (const int value : here) ++workers[value];
+  }
+  EXPECT_GT(before, 3 * (512 + 1) * 512 * 4);  // three blocks of rows at least
+  ASSERT_EQ(asked.size(), 2u);
+  size_t most = 0;
+  for (const auto& [value, bytes] : asked) {
+    EXPECT_EQ(std::count(bytes.begin(), bytes.end(), 1), std::ssize(bytes));
+    most = std::max(most, workers[value]);
+  }
+  EXPECT_GT(most, 30u);
 }
 
 }  // namespace

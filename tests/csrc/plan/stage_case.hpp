@@ -12,6 +12,7 @@
 
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
+#include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
 #include "plan/merge_products.hpp"
 #include "plan/split_attention.hpp"
@@ -43,6 +44,7 @@ inline std::string describe(const Graph& graph, const std::vector<Stage>& stages
 inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   std::vector<Stage> stages = make_stages(graph);
   if (workers == 1) return stages;
+  stages = finish_products(graph, std::move(stages));
   for (const auto pass : {split_attention, split_products, merge_products, join_pointwise})
     stages = pass(graph, std::move(stages), workers);
   return stages;

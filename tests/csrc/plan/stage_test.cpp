@@ -312,6 +312,35 @@ TEST(Stages, ProductsAreCutForAGpu) {
   }
 }
 
+// An activation is the product's own, where nobody else reads the product and rows are many.
+TEST(Stages, ProductsAreFinishedForAGpu) {
+  struct Case {
+    int64_t m;
+    bool read_twice, halves, with_other, early_reader;
+    size_t rows;  // stages that are row programs
+  };
+  for (const Case& one : {Case{64, false, false, false, false, 0}, Case{64, false, true, false, false, 0},
+                          Case{16, false, false, false, false, 1}, Case{64, true, false, false, false, 1},
+                          Case{64, false, false, true, false, 1}, Case{64, false, false, false, true, 2}}) {
+    GraphBuilder builder;
+    const ScalarType type = one.halves ? ScalarType::f16 : ScalarType::f32;
+    const int a = builder.input({one.m, 12}, type), b = builder.input({12, 24}, type);
+    const int old = builder.input({2, one.m / 2, 24}, type, true);
+    const int made = builder.matmul(a, b, builder.input({24}, type), type);
+    const int split = builder.reshape(made, {2, one.m / 2, 24});
+    int x = builder.pointwise("mul", {split, builder.literal(0.5, type)}, type);
+    if (one.with_other) x = builder.pointwise("add", {x, old}, type);
+    if (one.read_twice) builder.copy_out(builder.matmul(made, builder.input({24, 3}, type), -1, type));
+    if (one.early_reader) builder.copy_out(builder.reduce("amax", old, {0}, true, type));
+    builder.into(one.early_reader ? old : builder.output({2, one.m / 2, 24}, type), "relu", {x});
+    expect_same(
+        builder.graph, [&](Memory& memory) { fill_inputs(memory, builder.graph); }, 1, 6);
+    size_t rows = 0;
+    for (const Stage& stage : stages_for(builder.graph, 6)) rows += std::holds_alternative<RowProgram>(stage.body);
+    EXPECT_EQ(rows, one.rows);
+  }
+}
+
 TEST(Stages, AddInPlaceDoesNotJoinANormThatWouldLoadItAgain) {
   GraphBuilder builder;
   const int x = builder.input({3, 16}, ScalarType::f32, true), y = builder.input({3, 16});

@@ -32,7 +32,7 @@ ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M
   } else if constexpr (kFew) {
     attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
   } else if constexpr (kTensor) {
-    attend_tiles<Columns, ValueColumns>(s, q, k, v, mask, out);
+    attend_tiles<Columns, ValueColumns, s>(q, k, v, mask, out);
   } else {
     attend_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
   }

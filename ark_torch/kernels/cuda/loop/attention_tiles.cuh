@@ -3,7 +3,8 @@
 // 64 rows at a time, each warp 16 of them, 64 value columns and a part of each block's positions, so that 16 warps
 // work; blocks of keys and values come through shared memory, the next while one is worked on. Scores, weights (rounded
 // to the values' type for the second product) and sums stay in registers; at the end the warps of a row combine what
-// they have, in a fixed order. A block that no row looks at is not copied, nor is a position.
+// they have, in a fixed order. A block that no row looks at is not copied, nor is a position. A mask that is one
+// for all rows (padding) is read once, into shared memory; else who looks where is asked block by block.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"
@@ -12,11 +13,10 @@ namespace ark::loop {
 
 template <int Columns, int ValueColumns>
 struct Tiles {
-  static constexpr int kRows = 64, kWarpRows = 16, kRun = 16;  // what a warp multiplies at a time
+  static constexpr int kRows = 64, kWarpRows = 16, kRun = 32;  // what a warp multiplies at a time
   static constexpr int kHalves = ValueColumns <= 64 ? 1 : 2;   // of value columns: 64 are a warp's
   static constexpr int kGroups = 4 / kHalves;                  // of warps that share rows
-  static constexpr int kRuns = 2;                              // of a warp in a block
-  static constexpr int kBlock = kGroups * kRuns * kRun;
+  static constexpr int kBlock = kGroups * kRun;
   static constexpr int kSteps = (Columns + 15) / 16;  // of 16 columns
   static constexpr int kPairs = kHalves == 1 ? (ValueColumns + 15) / 16 : 4;
   // Rows of shared memory: 16-byte parts, a multiple of eight of them.
@@ -25,7 +25,8 @@ struct Tiles {
   static constexpr int kStage = kKeyBytes + kValueBytes;
   static constexpr int kQueries = 2 * kStage;                    // where the rows' queries lie
   static constexpr int kLooks = kQueries + kRows * kParts * 16;  // and who looks where
-  static_assert(kSteps <= 8 && kHalves * kPairs <= 8 && kLooks + 2 * kWarps * 4 <= kWorkspaceBytes);
+  static constexpr int kBiases = kLooks + 2 * kWarps * 4;        // and a mask that is one for all rows
+  static_assert(kSteps <= 8 && kHalves * kPairs <= 8 && kBiases + kThreads * 4 <= kWorkspaceBytes);
   static_assert((kPairs * 8 + 4) * 256 * 4 <= kWorkspaceBytes);
 };
 
@@ -95,15 +96,30 @@ struct RunningRows {
   }
 };
 
-// One warp's rows and its run number `which` of the positions of the block that begins at `block` and lies at `stage`.
-template <class Shape, class T, class M>
-ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, int stage, int first_row, int block,
-                         int which, int limit, RunningRows<Shape::kPairs>& rows) {
+// Whether a mask is the same for all rows, and short enough to be kept.
+template <Attention s, class M>
+inline constexpr bool kOneMask =
+    !kSame<M, NoMask> && s.mask_head == 0 && s.mask_row == 0 && !s.causal && s.keys <= kThreads;
+
+// Keeps it: what is added to each position's scores, and a bit for each that is looked at.
+template <Attention s, class M>
+ARK_LOOP void keep_mask(const M* mask, float* biases, uint32* looks) {
+  const float bias = thread() < s.keys ? bias_of(s, mask, AttentionRow(s, 0), thread()) : -kInfinity;
+  biases[thread()] = bias;
+  const uint32 word = ballot(bias != -kInfinity);
+  if (lane() == 0) looks[warp()] = word;
+  sync();
+}
+
+// One warp's rows and its run of the positions of the block that begins at `block` and lies at `stage`.
+template <class Shape, Attention s, class T, class M>
+ARK_LOOP void attend_run(const M* mask, const char* shared, int stage, int first_row, int block, int limit,
+                         RunningRows<Shape::kPairs>& rows) {
   constexpr int kTiles = Shape::kRun / 8;
   const int self = thread_anew(), lane = self & 31, warp = self >> 5;
   const int i = lane >> 2, j = lane & 3, tile = lane >> 3, in_tile = lane & 7;
   const int warp_row = warp % 4 * Shape::kWarpRows, half = warp / 4 % Shape::kHalves;
-  const int run = (which * Shape::kGroups + warp / (4 * Shape::kHalves)) * Shape::kRun, key = block + run;
+  const int run = warp / (4 * Shape::kHalves) * Shape::kRun, key = block + run;
   const int all_rows = static_cast<int>(s.heads * s.queries);
   if (key >= limit || (s.causal && key >= limit_of(s, first_row + warp_row + Shape::kWarpRows))) return;
   const int query_at = Shape::kQueries + part_at<Shape::kParts>(warp_row + (tile & 1) * 8 + in_tile, tile >> 1);
@@ -130,7 +146,11 @@ ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, 
     float now = rows.greatest[r];
     ARK_UNROLL for (int n = 0; n < kTiles; ++n) ARK_UNROLL for (int e = 0; e < 2; ++e) {
       const int at = key + n * 8 + 2 * j + e;
-      const float bias = at < s.keys && row_number < all_rows ? bias_of(s, mask, row, at) : -kInfinity;
+      float bias = -kInfinity;
+      if constexpr (kOneMask<s, M>)
+        bias = reinterpret_cast<const float*>(shared + Shape::kBiases)[at];
+      else if (at < s.keys && row_number < all_rows)
+        bias = bias_of(s, mask, row, at);
       scores[n][2 * r + e] = masked<M>(scores[n][2 * r + e], s.scale, bias);
       now = fmaxf(now, scores[n][2 * r + e]);
     }
@@ -154,11 +174,11 @@ ARK_LOOP void attend_run(const Attention& s, const M* mask, const char* shared, 
   }
 }
 
-template <int Columns, int ValueColumns, class T, class M, class Out>
-ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* v, const M* mask, Out* out) {
+template <int Columns, int ValueColumns, Attention s, class T, class M, class Out>
+ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Out* out) {
   const int all_rows = static_cast<int>(s.heads * s.queries);
   using Shape = Tiles<Columns, ValueColumns>;
-  constexpr bool kScan = !kSame<M, NoMask>;
+  constexpr bool kScan = !kSame<M, NoMask>, kOne = kOneMask<s, M>;
   char* const shared = workspace();
   uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
   const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
@@ -174,10 +194,17 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
           return q + at.g * s.q_head + at.t * s.q_row;
         },
         [&](int row) { return first + row < end; });
+    if constexpr (kOne) keep_mask<s>(mask, reinterpret_cast<float*>(shared + Shape::kBiases), looks);
 
     int turn = 0;  // of the words that say who looks
     const auto next = [&](int key) -> int {
-      if constexpr (kScan) {
+      if constexpr (kOne) {
+        for (; key < limit; key += Shape::kBlock) {
+          uint32 any = 0;
+          ARK_UNROLL for (int w = 0; w < Shape::kBlock / 32; ++w) any |= looks[key / 32 + w];
+          if (any != 0) break;
+        }
+      } else if constexpr (kScan) {
         for (; key < limit; key += Shape::kBlock) {
           turn ^= 1;
           if (scan_block<Shape::kBlock>(s, mask, first, end, key, limit, looks + turn * kWarps)) break;
@@ -189,7 +216,9 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
       char* const stage = shared + slot * Shape::kStage;
       const uint32* const words = looks + turn * kWarps;
       const auto wanted = [&](int row) {
-        if constexpr (kScan) {
+        if constexpr (kOne) {
+          return (looks[(key + row) / 32] >> (key + row) % 32 & 1) != 0;
+        } else if constexpr (kScan) {
           return looked_at<Shape::kBlock>(words, row);
         } else {
           return key + row < limit;
@@ -212,9 +241,7 @@ ARK_LOOP void attend_tiles(const Attention& s, const T* q, const T* k, const T* 
       end_copies();
       wait_copies<1>();
       sync();
-#pragma unroll 1
-      for (int run = 0; run < Shape::kRuns; ++run)
-        attend_run<Shape, T>(s, mask, shared, slot * Shape::kStage, first, key, run, limit, rows);
+      attend_run<Shape, s, T>(mask, shared, slot * Shape::kStage, first, key, limit, rows);
       sync();
       key = after;
       slot ^= 1;

@@ -20,6 +20,8 @@ inline constexpr int kWorkspaceBytes = 96 * 1024;
 #endif
 inline constexpr int kHeldBytes = 128 * 1024, kWorkspaceBesideHeld = 88 * 1024;
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
+// The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
+inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
 
 #if defined(__CUDACC__)
 

@@ -200,11 +200,16 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
                                          int event, int64_t value, int64_t limit, int dimension) {
   report(head, failure, worker, task, stage, event, value, limit, dimension);
   // Ends the context as a failed assertion of an eager kernel does: results that were never computed must not be taken
-  // for some.
+  // for some. Beside a call of a function that it does not know the assembler lets groups of warps multiply one
+  // instruction after the other (tile_group.cuh): kernels where they do end by a trap.
+#if defined(ARK_LOOP_TRAPS)
+  asm volatile("trap;");
+#else
   __assertfail(
       "an index is out of range, a condition does not hold, or a wait took too long; the next call of the region says "
       "which",
       "a region compiled by ark_torch", static_cast<unsigned>(stage), "", 1);
+#endif
 }
 
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.

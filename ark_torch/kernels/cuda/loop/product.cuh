@@ -17,6 +17,17 @@ struct Product {
 
 struct NoBias {};
 
+// In a bias' place: a bias, and what is done to each sum with it before it is stored.
+template <class Bias, class Finish>
+struct Finished {
+  const Bias* bias;
+  Finish finish;
+};
+template <class Bias, class Finish>
+ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
+  return {bias, finish};
+}
+
 // Where row r of a and of the result begins, in elements.
 struct EvenRows {
   static constexpr bool kEven = true;
@@ -44,6 +55,11 @@ template <class Bias>
 ARK_LOOP float with_bias(const Product& s, const Bias* bias, int r, int c, float sum) {
   if constexpr (!kSame<Bias, NoBias>) sum += load_one(bias + r * s.bias_row + c * s.bias_column);
   return sum;
+}
+
+template <class Bias, class Finish>
+ARK_LOOP float with_bias(const Product& s, const Finished<Bias, Finish>* to, int r, int c, float sum) {
+  return to->finish(with_bias(s, to->bias, r, c, sum));
 }
 
 template <class Out, class Bias>

@@ -60,22 +60,33 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
 // sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), of a group of warps; each warp has 16 rows, as multiply_add.
 template <class T, bool kAAcross, bool kBAcross, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
-  static_assert(kOver == 4 || kOver == 6 || kOver == 8);
+  static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16);
   if constexpr (kOver == 4)
     ARK_GROUP_MULTIPLY_OF("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
                           "%16, %17, 1, 1, 1, %18, %19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
-  if constexpr (kOver == 6)
-    ARK_GROUP_MULTIPLY_OF("m64n48k16",
-                          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
-                          "%20, %21, %22, %23",
-                          "%24, %25, 1, 1, 1, %26, %27", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
-                          ARK_SUMS(4), ARK_SUMS(5));
   if constexpr (kOver == 8)
     ARK_GROUP_MULTIPLY_OF("m64n64k16",
                           "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
                           "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31",
                           "%32, %33, 1, 1, 1, %34, %35", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
                           ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7));
+  if constexpr (kOver == 12)
+    ARK_GROUP_MULTIPLY_OF("m64n96k16",
+                          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "
+                          "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, "
+                          "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47",
+                          "%48, %49, 1, 1, 1, %50, %51", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3),
+                          ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10),
+                          ARK_SUMS(11));
+  if constexpr (kOver == 16)
+    ARK_GROUP_MULTIPLY_OF(
+        "m64n128k16",
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63",
+        "%64, %65, 1, 1, 1, %66, %67", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
+        ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
+        ARK_SUMS(14), ARK_SUMS(15));
 }
 
 #undef ARK_GROUP_MULTIPLY_OF

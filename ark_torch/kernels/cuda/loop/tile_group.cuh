@@ -2,10 +2,10 @@
 // memory (wgmma), while all threads copy what comes next.
 //
 // A matrix in shared memory is what tile_copy.cuh makes of it, which is a layout that the instructions know: lines of
-// 128 bytes, chunks exchanged by the line's number, and every 1,024 bytes the pattern anew. A group has 64 rows and up
-// to 64 columns of the tile: with fewer columns, groups would read as much of a for less. Groups that are left share
-// the depth: of each line, the g-th adds up the g-th part, in steps of 16, and in the end their sums are added up in
-// order. So an element's sum depends on the tile's shape and the depth, not on where a tile begins.
+// 128 bytes, chunks exchanged by the line's number, and every 1,024 bytes the pattern anew. A group has 64 rows and all
+// columns of the tile: with fewer, it would read as much of a for less, and reading is what takes the time. Groups
+// share the depth: of each line, the g-th adds up the g-th part, in steps of 16, and in the end their sums are added up
+// in order. So an element's sum depends on the tile's shape and the depth, not on where a tile begins.
 #pragma once
 
 #include "cuda/loop/ptx_group.cuh"
@@ -15,7 +15,7 @@ namespace ark::loop {
 
 template <class T, int kRows, int kColumns, bool kAAcross, bool kBAcross>
 struct GroupTile {
-  static constexpr int kMyColumns = kColumns % 64 == 0 ? 64 : kColumns == 96 ? 48 : 32;
+  static constexpr int kMyColumns = kBAcross && kColumns > 64 ? 64 : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
   static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
@@ -73,24 +73,26 @@ struct GroupTile {
     return reinterpret_cast<Chunk*>(workspace()) + (slot * kDown * kAcross + place()) * 128 + thread() % 128;
   }
 
-  // Sums of the parts, in order, where this one finishes them.
-  ARK_LOOP void add_parts() {
-    sync();  // nobody reads the ring any more
-    ARK_UNROLL for (int j = 0; j < kOver; ++j) if (j / kMine != part()) *
-        left_sums(part(), j) = {bits_of(sums[j][0]), bits_of(sums[j][1]), bits_of(sums[j][2]), bits_of(sums[j][3])};
-    sync();
-    ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-      if (j / kMine != part()) continue;
-      float all[4];
+  // The sums that this part finishes: of all parts, in order.
+  ARK_LOOP void collect(float (&mine)[kMine][4]) {
+    if constexpr (kSplit > 1) {
+      sync();  // nobody reads the ring any more
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) if (j / kMine != part()) *
+          left_sums(part(), j) = {bits_of(sums[j][0]), bits_of(sums[j][1]), bits_of(sums[j][2]), bits_of(sums[j][3])};
+      sync();
+    }
+    ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+      ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = 0;
       ARK_UNROLL for (int from = 0; from < kSplit; ++from) {
         Chunk other{};
-        if (from != j / kMine) other = *left_sums(from, j);
+        if (from != part()) other = *left_sums(from, part() * kMine + i);
         ARK_UNROLL for (int e = 0; e < 4; ++e) {
-          const float sum = from == j / kMine ? sums[j][e] : chunk_element<float>(other, e);
-          all[e] = from == 0 ? sum : all[e] + sum;
+          float own = sums[i][e];
+          ARK_UNROLL for (int to = 1; to < kSplit; ++to) own = part() == to ? sums[to * kMine + i][e] : own;
+          const float sum = from == part() ? own : chunk_element<float>(other, e);
+          mine[i][e] = from == 0 ? sum : mine[i][e] + sum;
         }
       }
-      ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = all[e];
     }
   }
 
@@ -98,15 +100,15 @@ struct GroupTile {
   template <class At, class Out, class Bias>
   ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
                        bool paired) {
-    if constexpr (kSplit > 1) add_parts();
+    float mine[kMine][4];
+    collect(mine);
     ARK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = r + first_row() + warp() % 4 * 16 + half * 8 + lane() / 4;
       if (row >= r1) continue;
       Out* const to = out + at.out(row);
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        if (j / kMine != part()) continue;
-        const int column = c + first_column() + j * 8 + lane() % 4 * 2;
-        finish_pair(s, to, bias, row, column, c1, sums[j][half * 2], sums[j][half * 2 + 1], paired);
+      ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+        const int column = c + first_column() + (part() * kMine + i) * 8 + lane() % 4 * 2;
+        finish_pair(s, to, bias, row, column, c1, mine[i][half * 2], mine[i][half * 2 + 1], paired);
       }
     }
   }

@@ -15,7 +15,7 @@ template <class Tile, class ACopy, class BCopy, int kRows, int kColumns, class T
 ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
                            int r0, int r1, int c0, int c1) {
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
-  constexpr int kStages = least(kWorkspaceBytes / kBytes, 8);
+  constexpr int kStages = least((Tile::kAsync ? kGroupWorkspaceBytes : kWorkspaceBytes) / kBytes, 8);
   // A stage is filled anew that many stages after its own. Where there are many, a multiplication may last until then.
   constexpr int kBehind = Tile::kAsync && kStages >= 5 ? 2 : 1;
   constexpr int kDepth = kTileDepth<T>;
@@ -67,8 +67,10 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
       show_to_group_multiply();
     }
     sync();  // all have it, and are done with the stage that is filled now
-    fill(stage < kBehind ? stage + kStages - kBehind : stage - kBehind);
+    const int filled = stage < kBehind ? stage + kStages - kBehind : stage - kBehind;
+    if constexpr (!Tile::kAsync) fill(filled);
     tile.add(stage * kBytes, stage * kBytes + kABytes);
+    if constexpr (Tile::kAsync) fill(filled);  // while that multiplies
     stage = stage + 1 == kStages ? 0 : stage + 1;
     if (!Tile::kAsync && now.step + 1 == steps) {
       tile.finish(s, a.at, out, bias, now.r, r1, now.c, c1, paired);
