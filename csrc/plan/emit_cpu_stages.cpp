@@ -91,8 +91,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     // Strides choose among kernels.
     std::string tile;
     if (matmul.tile_columns > 0) tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
-    const bool few = matmul.axis == Axis::columns && matmul.batch == 1;
-    to.line(most + ", s" + tile + ">(" + operands + (few ? ", context.held" : "") + ");");
+    to.line(most + ", s" + tile + ">(" + operands + ");");
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.
     const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);

@@ -8,7 +8,7 @@ namespace ark::plan {
 void emit_products(FunctionWriter& to, const ProductsStage& stage) {
   if (!to.cuda()) to.refuse("products that share their rows");
   const MatmulStage& first = stage.products.at(0);
-  std::string call = "products<" + number(first.m) + ">(context.held, " + to.pointer(first.a, false);
+  std::string call = "products<" + number(first.m) + ">(" + to.pointer(first.a, false);
   for (size_t i = 0; i < stage.products.size(); ++i) {
     const MatmulStage& product = stage.products[i];
     for (const int one : {product.a, product.b, product.out})

@@ -239,8 +239,8 @@ class Check:
             for what, a, b in (("type", g.dtype, e.dtype), ("shape", g.shape, e.shape), ("device", g.device, e.device)):
                 if a != b:
                     raise Wrong(f"{self._name(i)}: its {what} is {a}, not {b}")
-            if _strides(g) != _strides(e) and _strides(g) != _strides(self.inductor("strides")[i]):
-                raise Wrong(f"{self._name(i)}: its strides are {g.stride()}, not {e.stride()}")
+            if _strides(g) != _strides(e) and _strides(g) != _strides(other := self.inductor("strides")[i]):
+                raise Wrong(f"{self._name(i)}: its strides are {g.stride()}, not {e.stride()} ({other.stride()})")
         if _places(got) != _places(expected) and _places(got) != _places(self.inductor("aliases")):
             raise Wrong(f"results lie in {_places(got)}, not in {_places(expected)}")
 

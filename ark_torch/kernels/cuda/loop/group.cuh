@@ -11,14 +11,8 @@ namespace ark::loop {
 inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
 
-// Bytes of shared memory that a task may use as it likes; fewer where weights are held (lookahead.cuh): the generated
-// source says so.
-#if defined(ARK_LOOP_HOLDS)
-inline constexpr int kWorkspaceBytes = 88 * 1024;
-#else
+// Bytes of shared memory that a task may use as it likes.
 inline constexpr int kWorkspaceBytes = 96 * 1024;
-#endif
-inline constexpr int kHeldBytes = 128 * 1024, kWorkspaceBesideHeld = 88 * 1024;
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;

@@ -73,11 +73,9 @@ struct OneRun {
   using Element = B;
   const B* b;
   int64_t stride;
-  int c0, c1;
+  int c1;
   ARK_LOOP const B* from(int c) const { return b + c * stride; }
   ARK_LOOP int left(int c) const { return c1 - c; }
-  ARK_LOOP int packed(int c) const { return c - c0; }
-  ARK_LOOP int past(int packed) const { return least(c0 + packed, c1); }
 };
 
 // Columns [c0, c1) of `segments` products of `Rows` rows each (`rows` of them are meant): `add` makes sums of slices of

@@ -8,7 +8,6 @@
 #include "protocol/base.hpp"
 
 #include "cuda/loop/group.cuh"
-#include "cuda/loop/held.cuh"
 #if defined(__CUDACC__)
 #include "protocol/atomics.hpp"
 #endif
@@ -78,8 +77,7 @@ static_assert(sizeof(TaskEntry) == 64);
 // Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart.
 struct LoadEntry {
   Operand operand;
-  long long rows, bytes, stride;
-  long long held;  // not 0: it goes into shared memory, for the task one place less than that on in the queue
+  long long rows, bytes, stride, spare;
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 
@@ -132,7 +130,6 @@ struct Context {
   bool* stop;     // no step follows
   int worker, task, stage;
   uint32 step;
-  Held held;  // of the weights it reads
 };
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the

@@ -13,7 +13,7 @@
 namespace ark::loop {
 
 inline constexpr int kMostOperands = 64;  // of a task
-inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 6;
+inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 4;
 
 #if defined(__CUDACC__)
 

@@ -76,7 +76,6 @@ struct Shared {
   Lookahead ahead;
   int leave;  // the launch ends early
   bool stop;  // no step follows
-  HeldRoom held;
 };
 
 // Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
@@ -88,7 +87,6 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 #endif
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
-    if (load.held != 0) continue;
     const char* const from = address_of(bases, load.operand);
 #if __CUDA_ARCH__ >= 900
     if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
@@ -102,62 +100,6 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 #endif
   }
 }
-
-#if defined(ARK_LOOP_HOLDS) && __CUDA_ARCH__ >= 900
-
-// Asks for the weights that are held for a task to come, if the plan wants that done at `position`. What is not aligned
-// as the bulk copy engine needs it the task loads itself. By one thread.
-ARK_LOOP void ask(HeldRoom& room, char* const* bases, const LoadEntry* loads, int count, int position) {
-  int64_t bits = 0, bytes = 0, places = 0;
-  ARK_ROLLED for (int n = 0; n < count && loads[n].held != 0; ++n) {
-    bits |= bits_as<int64_t>(address_of(bases, loads[n].operand)) | loads[n].bytes;
-    bytes += loads[n].bytes;
-    places = loads[n].held - 1;
-  }
-  if (bytes == 0 || (bits & 15) != 0) return;
-  device::barrier_expect(&room.landed, static_cast<uint32>(bytes));
-  char* to = held_room();
-  ARK_ROLLED for (int n = 0; n < count && loads[n].held != 0; ++n) {
-    device::bulk_load(to, address_of(bases, loads[n].operand), static_cast<uint32>(loads[n].bytes), &room.landed);
-    to += loads[n].bytes;
-  }
-  room.bytes = static_cast<int>(bytes);
-  ++room.asked;
-  *const_cast<volatile int*>(&room.position) = position + static_cast<int>(places);
-}
-
-// Returns when the phase of what was asked for after `taken` others is over. The copy engine gets there, or an illegal
-// address ends the context; the limit is for what nobody has thought of.
-ARK_LOOP void await_held(const LaunchHead& head, HeldRoom& room, uint32 taken, int worker, const TaskEntry& task) {
-  const unsigned long long began = now_ns();
-  while (!device::barrier_passed(&room.landed, taken & 1))
-    if (head.timeout_ns != 0 && now_ns() - began > head.timeout_ns)
-      fail(head, Failure::deadline, worker, task.task, task.stage, -1, 0, 0, 0);
-}
-
-// What is held for the task at `position`. By all threads.
-ARK_LOOP Held take(const LaunchHead& head, HeldRoom& room, int position, uint32& taken, int worker,
-                   const TaskEntry& task) {
-  if (*const_cast<volatile int*>(&room.position) != position) return {};
-  await_held(head, room, taken++, worker, task);
-  return {held_room(), room.bytes};
-}
-
-// Of a launch that ends early: a block's shared memory is another's as soon as its threads are gone.
-ARK_LOOP void abandon(const LaunchHead& head, HeldRoom& room, uint32 taken, int worker, const TaskEntry& task) {
-  sync();
-  if (room.asked != taken) await_held(head, room, taken, worker, task);
-}
-
-#else
-
-ARK_LOOP void ask(HeldRoom&, char* const*, const LoadEntry*, int, int) {}
-ARK_LOOP Held take(const LaunchHead&, HeldRoom&, int, uint32&, int, const TaskEntry&) {
-  return {};
-}
-ARK_LOOP void abandon(const LaunchHead&, HeldRoom&, uint32, int, const TaskEntry&) {}
-
-#endif
 
 // Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
 // own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
@@ -176,37 +118,22 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEn
   const int worker = static_cast<int>(blockIdx.x);
   const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
   clerk.begin();
-  uint32 taken = 0;  // of what was held
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = shared.ahead.entries[position % 5];
     const TaskSlot& slot = shared.ahead.slots[position % 4];
     Stamp* const stamp = head.stamps == nullptr || thread() != 0 ? nullptr : head.stamps + task.task;
     if (stamp != nullptr) stamp->came_ns = now_ns();
     clerk.ahead(position);
-    const LoadEntry* const loads = in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count);
-    if (thread() == kThreads / 8 * 3) ask(shared.held, bases, loads, task.load_count, position);
-    fetch(bases, loads, task.load_count);
+    fetch(bases, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count), task.load_count);
     const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count);
-    if (!await_all(head, task, waits, step, worker)) {
-      abandon(head, shared.held, taken, worker, task);
-      return false;
-    }
+    if (!await_all(head, task, waits, step, worker)) return false;
     if (stamp != nullptr) stamp->begin_ns = now_ns();
-    const Context context{&head,
-                          head.scratch + worker * head.scratch_stride,
-                          &shared.leave,
-                          &shared.stop,
-                          worker,
-                          task.task,
-                          task.stage,
-                          step,
-                          take(head, shared.held, position, taken, worker, task)};
+    const Context context{
+        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
+        step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
-    if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) {
-      abandon(head, shared.held, taken, worker, task);
-      return false;
-    }
+    if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
     if (stamp != nullptr) stamp->end_ns = now_ns();
     const int* const signals = in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
     // By another warp than the one that waits for the next task's events: a release takes its time.
@@ -226,12 +153,6 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   if (thread() == 0) {
     shared.leave = 0;
     shared.stop = false;
-    shared.held.position = -1;
-    shared.held.asked = 0;
-#if __CUDA_ARCH__ >= 900
-    device::barrier_init(&shared.held.landed, 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
   }
   bases.fill(launch, worker);
   sync();

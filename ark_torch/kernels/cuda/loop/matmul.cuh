@@ -20,7 +20,7 @@ inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 
 template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int rows, int segments,
-                       int c0, int c1, Held held = {}) {
+                       int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
   const bool aligned = is_aligned(b, 16) && at.b_aligned(kPer);
   if constexpr (s.b_column == 1 && s.b_depth != 1) {
@@ -30,9 +30,9 @@ ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bia
       across_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   } else {
     if (s.b_depth == 1 && s.b_column % kPer == 0 && s.depth % kPer == 0 && aligned)
-      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1, held);
+      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
     else
-      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1, held);
+      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   }
 }
 
@@ -104,10 +104,10 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
 template <int64_t MostRows, Product s, int kRows = 0, int kColumns = 0, class At, class A, class B, class Out,
           class Bias>
 ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
-                         int c1, Held held = {}) {
+                         int c1) {
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
-    few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1, held);
+    few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
   else if constexpr (kSame<A, B>)
     if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
       tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
@@ -119,9 +119,9 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
 
 template <int64_t MostRows, Product s, int kRows = 0, int kColumns = 0, class A, class B, class Out, class Bias>
 ARK_LOOP void product(const A* a, const B* b, Out* out, const Bias* bias, int64_t r0, int64_t r1, int64_t c0,
-                      int64_t c1, Held held = {}) {
+                      int64_t c1) {
   product_of<MostRows, s, kRows, kColumns>(EvenRows{s.a_row, s.out_row}, a, b, out, bias, static_cast<int>(r0),
-                                           static_cast<int>(r1), static_cast<int>(c0), static_cast<int>(c1), held);
+                                           static_cast<int>(r1), static_cast<int>(c0), static_cast<int>(c1));
 }
 
 }  // namespace ark::loop

@@ -109,7 +109,7 @@ ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T
   in_slices<Rows>(
       rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
       [&](int, int, int c, int batches, Parts parts) {
-        tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c0, c1}, r0, rows, c, batches, parts);
+        tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
       },
       [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }

@@ -31,8 +31,6 @@ struct Runs {
   const int total;
   ARK_LOOP explicit Runs(int begin) : total(begin) {}
   ARK_LOOP int left(int) const { return 0; }
-  ARK_LOOP int packed(int) const { return 0; }
-  ARK_LOOP int past(int) const { return total; }
   ARK_LOOP void finish(int, int, float) const {}
 };
 
@@ -42,7 +40,7 @@ struct Runs<kTogether, First, Rest...> {
   static constexpr Product s = First::kProduct;
 
   const First first;
-  const int begin, past_end, padded;
+  const int begin, past, padded;
   const Element* const zero;  // where number 0 would lie
   const Runs<kTogether, Rest...> rest;
   const int total;
@@ -50,7 +48,7 @@ struct Runs<kTogether, First, Rest...> {
   ARK_LOOP Runs(int begin, const First& first, const Rest&... others)
       : first(first),
         begin(begin),
-        past_end(begin + first.c1 - first.c0),
+        past(begin + first.c1 - first.c0),
         padded(begin + static_cast<int>(in_wholes(first.c1 - first.c0, kTogether)) * kTogether),
         zero(first.b + (first.c0 - begin) * s.b_column),
         rest(padded, others...),
@@ -63,15 +61,9 @@ struct Runs<kTogether, First, Rest...> {
       return c < padded ? zero : rest.origin(c);
   }
   ARK_LOOP const Element* from(int c) const { return origin(c) + c * s.b_column; }
-  ARK_LOOP int left(int c) const { return c < padded ? past_end - c : rest.left(c); }
-  // Number c's place where columns lie one after the other.
-  ARK_LOOP int packed(int c) const { return c < padded ? c - begin : past_end - begin + rest.packed(c); }
-  // The number behind the first `packed` columns: multiples of kTogether, or all of a product.
-  ARK_LOOP int past(int packed) const {
-    return packed < past_end - begin ? begin + packed : rest.past(packed - (past_end - begin));
-  }
+  ARK_LOOP int left(int c) const { return c < padded ? past - c : rest.left(c); }
   ARK_LOOP void finish(int row, int c, float sum) const {
-    if (c < past_end)
+    if (c < past)
       finish_one(s, first.out + row * s.out_row, first.bias, row, first.c0 + c - begin, sum);
     else if (c >= padded)
       rest.finish(row, c, sum);
@@ -79,16 +71,14 @@ struct Runs<kTogether, First, Rest...> {
 };
 
 template <int kRows, bool kFast, Product s, class A, class First, class... Rest>
-ARK_LOOP void dot_runs(const Held& held, const A* a, const First& first, const Rest&... rest) {
+ARK_LOOP void dot_runs(const A* a, const First& first, const Rest&... rest) {
   constexpr int kTogether = kDotColumns<kRows, kFast>;
   const Runs<kTogether, First, Rest...> runs(0, first, rest...);
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<typename First::Element>);
   in_slices<kRows>(
       kRows, 1, 0, 0, runs.total, split.slices, split.groups * kTogether,
       [&](int one, int count, int c, int batches, Parts parts) {
-        const int loaded = kFast && c == 0 ? runs.past(held_columns<typename First::Element>(s, held)) : c;
-        dot_parts<kRows, kFast, kTogether>(s, EvenRows{s.a_row, 0}, a, runs, 0, kRows, one, count, c, loaded, held.at,
-                                           batches, parts);
+        dot_parts<kRows, kFast, kTogether>(s, EvenRows{s.a_row, 0}, a, runs, 0, kRows, one, count, c, batches, parts);
       },
       [&](int row, int c, float sum) { runs.finish(row, c, sum); });
 }
@@ -114,16 +104,16 @@ ARK_LOOP void product_alone(const A* a, const Share<s, B, Out, Bias>& share) {
 // All kRows rows of a, whose columns' depth is adjacent in every b, and as far apart in one as in the other. What the
 // kernels above cannot load is computed product by product.
 template <int kRows, class A, class First, class... Rest>
-ARK_LOOP void products(const Held& held, const A* a, const First& first, const Rest&... rest) {
+ARK_LOOP void products(const A* a, const First& first, const Rest&... rest) {
   using B = typename First::Element;
   constexpr Product s = First::kProduct;
   constexpr bool kEven = s.b_depth == 1 && s.b_column % kPerChunk<B> == 0 && s.depth % kPerChunk<B> == 0;
   const bool aligned = is_aligned(first.b, 16) && (is_aligned(rest.b, 16) && ...);
   if constexpr (kRows <= kFewRows<B>) {
     if (kEven && aligned)
-      dot_runs<kRows, true, s>(held, a, first, rest...);
+      dot_runs<kRows, true, s>(a, first, rest...);
     else
-      dot_runs<kRows, false, s>(held, a, first, rest...);
+      dot_runs<kRows, false, s>(a, first, rest...);
   } else {
     if constexpr (kSame<A, B> && kRows <= kTensorRows && kDotsByTensor<s, B>)
       if (aligned) return tensor_runs<kRows, s>(a, first, rest...);
