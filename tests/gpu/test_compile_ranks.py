@@ -271,7 +271,7 @@ def _for_ever(rank: Rank, how: str) -> float:
         x = call(x, base, group)
     torch.cuda.synchronize()
     if how == "stopped":  # which the others can tell from slow by a limit alone
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=TIMEOUT_S))
         dist.barrier()
     rank.report("running")
     try:
@@ -316,7 +316,9 @@ def _paused(rank: Rank) -> None:
     name = "0"  # of the first group and of the one that follows: the region is the same
     base = torch.ones(1000, device=device)
     x = call(base + rank.rank, base, name)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    group._get_backend(device)._set_default_timeout(timedelta(seconds=TIMEOUT_S))
     dist.barrier()
     rank.report("running")
     with pytest.raises(dist.DistBackendError):
