@@ -28,16 +28,16 @@ ABOUT = {"machine": {"cpu": "x"}, "versions": {"torch": "2.13.0"}, "date": "2026
 def test_kernels_compile(arch: str) -> None:
     _jit.configure()
     _, kernels = _C._compile_kernel(dma_program.stub(), arch)
-    names = {name for name, *_ in kernels}
+    names = {kernel["name"] for kernel in kernels}
     ends = {f"{engine}_{end}" for engine in ("store", "warp", "packet", "copy_engine", "proxy") for end in ENDS}
     if arch != "sm_80":  # what has TMA
         ends |= {f"bulk_{end}" for end in ENDS} | {"bulk_send_2", "bulk_send_4", "stream_put", "pull_put", "pull_keep"}
         ends |= {f"add_{dtype}_put" for dtype in ("f32", "bf16", "f16")}
     receivers = {"watch", "look", "keep", "packet_keep", "packet_receive", "copy_engine_keep", "copy_engine_receive"}
     assert names == ends | receivers
-    for name, registers, spilled, _ in kernels:
-        of_1024_threads = name.startswith(("store", "warp", "packet", "keep", "copy_engine_keep"))
-        assert 0 < registers <= (64 if of_1024_threads else 128) and spilled <= 64, name
+    for kernel in kernels:
+        of_1024_threads = kernel["name"].startswith(("store", "warp", "packet", "keep", "copy_engine_keep"))
+        assert 0 < kernel["registers"] <= (64 if of_1024_threads else 128) and kernel["spilled"] <= 64, kernel
 
 
 @pytest.mark.limit(400)
