@@ -254,9 +254,6 @@ PYBIND11_MODULE(_C, m) {
           "the first use. What users have registered is not in it: see cuda_registered_bytes.")
       .def_property_readonly("cuda_registered_bytes", &ProcessGroupArk::cuda_registered_bytes,
                              "Bytes of this rank's tensors and pools that are registered with the group.")
-      // By this name PyTorch's own backends have it.
-      .def("_set_default_timeout", &ProcessGroupArk::setTimeout, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>())
       .def("_register_memory", &ProcessGroupArk::register_memory, py::call_guard<py::gil_scoped_release>())
       .def("_deregister_memory", &ProcessGroupArk::deregister_memory, py::call_guard<py::gil_scoped_release>())
       .def("_register_pool", &ProcessGroupArk::register_pool, py::call_guard<py::gil_scoped_release>())

@@ -361,7 +361,8 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
   const std::vector<void*> pointers = pointers_of(inputs);
   if (!mutated_.empty() && overlap(pointers)) fail_overlap();
   if (most > std::numeric_limits<uint32_t>::max())
-    throw Error(ErrorKind::invalid_argument, options_.name + ": " + std::to_string(most) + " steps in one launch");
+    throw Error(ErrorKind::invalid_argument, options_.name + ": " + std::to_string(most) + " steps in one launch",
+                ErrorContext{-1, -1, "", 0, "Ask for fewer than 2^32 at once."});
   const CurrentContext context(options_.device);
   const auto stream = static_cast<CUstream>(native_stream(current_stream(device())));
   loop::Report* launched = nullptr;

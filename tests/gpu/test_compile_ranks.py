@@ -271,7 +271,7 @@ def _for_ever(rank: Rank, how: str) -> float:
         x = call(x, base, group)
     torch.cuda.synchronize()
     if how == "stopped":  # which the others can tell from slow by a limit alone
-        group._get_backend(device)._set_default_timeout(timedelta(seconds=TIMEOUT_S))
+        group.set_timeout(timedelta(seconds=TIMEOUT_S))
         dist.barrier()
     rank.report("running")
     try:
@@ -318,7 +318,7 @@ def _paused(rank: Rank) -> None:
     x = call(base + rank.rank, base, name)
     group = dist.group.WORLD
     assert group is not None
-    group._get_backend(device)._set_default_timeout(timedelta(seconds=TIMEOUT_S))
+    group.set_timeout(timedelta(seconds=TIMEOUT_S))
     dist.barrier()
     rank.report("running")
     with pytest.raises(dist.DistBackendError):
