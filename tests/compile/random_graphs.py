@@ -91,9 +91,9 @@ class Program:
 class Pen:
     """Writes a program: what families of operators (random_operators.py) draw from and write with."""
 
-    def __init__(self, draw: Callable[[Any], Any]) -> None:
+    def __init__(self, draw: Callable[[Any], Any], device: str) -> None:
         self._draw = draw
-        self.program = Program()
+        self.program = Program(device=device)
         self.values: dict[str, Tensor] = {}
         self.inexact: set[int] = set()  # storages
         self._scope = dict(NAMES)
@@ -270,11 +270,11 @@ class Pen:
 
 
 @st.composite
-def programs(draw: Callable[[Any], Any], least: int = 5, most: int = 25) -> Program:
-    """A program of about that many operators."""
+def programs(draw: Callable[[Any], Any], device: str = "cpu", least: int = 5, most: int = 25) -> Program:
+    """A program of about that many operators, for tensors on `device`."""
     from random_operators import FALLBACKS, FAMILIES
 
-    pen = Pen(draw)
+    pen = Pen(draw, device)
     for _ in range(pen.integer(1, 3)):
         pen.argument(pen.shape(pen.integer(1, 4)), pen.float_type())
     if pen.rarely(25):

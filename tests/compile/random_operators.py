@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from random_graphs import TYPES, Pen
+from random_graphs import NAMES, TYPES, Pen
 from random_layouts import broadcasts, join, layout, lookup, put, strided, update, view
 from random_selecting import FAMILIES as SELECTING
 
@@ -247,8 +247,14 @@ def attention(pen: Pen) -> object:
     batch, groups, repeats, size = pen.choose((1, 2)), pen.choose((1, 2, 3)), pen.choose((1, 2)), pen.choose((8, 4, 16))
     queries, keys = pen.choose((1, 3, 17)), pen.choose((5, 33, 1, 64))
     dtype = pen.float_type()
-    # No windows: of queries that overlap eager PyTorch's result is wrong.
-    layouts = ("plain", "permuted", "part")
+    # No windows: of queries that overlap eager PyTorch's result is wrong. On a GPU PyTorch 2.11's attention, eager or
+    # in a graph that ark leaves to it, ends the context for some operands whose rows do not begin at multiples of 16
+    # bytes; test_compile.py has those.
+    on_cpu = pen.program.device == "cpu"
+    even = on_cpu or size * NAMES[dtype].itemsize % 16 == 0
+    layouts = ("plain", "permuted" if even else "plain", "part" if on_cpu else "plain")
+    # Nor NaN or infinities: what becomes of them, behind a mask or not, PyTorch's kernels do not agree upon.
+    special, pen.special = pen.special, False
     q = pen.argument([batch, groups * repeats, queries, size], dtype, layout=pen.choose(layouts))
     k, v = (pen.argument([batch, groups, keys, size], dtype, layout=pen.choose(layouts)) for _ in "kv")
     mask = pen.choose(("None", "boolean", dtype, "causal"))
@@ -259,6 +265,7 @@ def attention(pen: Pen) -> object:
         what = "torch.ones({shape}, dtype=boolean).tril(2)" if mask == "boolean" else ""
         reads.append(pen.argument([queries, keys], mask, what, layout="plain"))
         text += f", attn_mask={reads[-1]}"
+    pen.special = special
     return pen.write(f"F.scaled_dot_product_attention({text})", reads)
 
 

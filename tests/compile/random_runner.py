@@ -50,12 +50,11 @@ def main() -> int:
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate] if chosen.survey or on_gpu else [Phase.generate, Phase.shrink],
     )
-    @given(programs())
+    @given(programs(chosen.device))
     def each(program: Program) -> None:
         nonlocal ends
         if time.monotonic() > ends:
             return
-        program.device = chosen.device
         if note:
             Path(note).write_text(program.script(), encoding="utf-8")
         faulthandler.dump_traceback_later(PROGRAM_LIMIT_S, exit=True)
