@@ -29,8 +29,6 @@ TRAINS = (
     "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
 )
 
-ON_A_GPU = 'its tensors are on a GPU, where loop kernels are new: options={"choose": "ark"} takes them'
-
 TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
 
 
@@ -197,11 +195,6 @@ def compile_inference(
     needed = analysis.dependencies(graph_module)
     mutated = {root for node in needed for root in analysis.written_roots(node)}
     device = device_of(needed)
-    if device.type == "cuda" and options.choose != "ark":
-        _say_once(ON_A_GPU)
-        raise _WholeGraph(ON_A_GPU)
-    if device.type == "cuda" and launcher is not None and analysis.waits(needed):
-        raise _WholeGraph("loop kernels with collectives run one step a launch on a GPU yet")
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))

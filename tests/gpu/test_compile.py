@@ -224,6 +224,33 @@ def test_a_captured_region_is_replayed() -> None:
         torch.testing.assert_close(call(other), eager(other), rtol=1e-4, atol=1e-6), turn
 
 
+def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, as on CPUs: what a region writes is not written while both are timed, and the choice is kept."""
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    table = torch.randn(4000, 64, device=DEVICE)
+
+    def step(x: Tensor, where: Tensor) -> Tensor:
+        table.index_copy_(0, where, x)
+        where += 1
+        return (table[:200] @ x[0]).softmax(-1)
+
+    chosen = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        call, report = compiled(step, choose="measure")
+        for at in range(3):
+            x = torch.randn(1, 64, device=DEVICE)
+            before, where = table.clone(), torch.tensor([at], device=DEVICE)
+            got = call(x, where)
+            assert where.item() == at + 1
+            before[at] = x[0]
+            assert torch.equal(table, before)
+            torch.testing.assert_close(got, (table[:200] @ x[0]).softmax(-1), rtol=1e-4, atol=1e-5)
+        chosen.append([piece.runs_on for graph in report.graphs for piece in graph.pieces])
+    assert chosen[0] == chosen[1] and set(chosen[0]) <= {"ark", "inductor"}
+    assert len(list((tmp_path / "choices").iterdir())) == len(chosen[0])
+
+
 def test_streams_at_once() -> None:
     """Launches that overlap have memory of their own; other work of the GPU goes on beside them."""
     eager, x = mlp()

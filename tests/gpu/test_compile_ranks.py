@@ -19,8 +19,6 @@ from support.launcher import Job
 from support.rank import Rank
 from torch import Tensor
 
-from ark_torch import resident
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama.model import Llama, LlamaConfig, shard  # lies in examples/
@@ -156,35 +154,6 @@ def _for_long(rank: Rank, steps: int) -> float:
 @pytest.mark.parametrize("world", [world for world in (2, 4) if world <= GPUS])
 def test_ten_thousand_steps(world: int) -> None:
     assert max(run(_for_long, 10_000, world=world, timeout=120)) < 30
-
-
-def _resident(rank: Rank, steps: int) -> None:
-    """Many steps of a launch give the tokens of as many launches, on all ranks; eager collectives between."""
-    device = start(rank, timeout=40)
-    group = dist.group.WORLD
-    assert group is not None
-    model = shard(small_llama(torch.float32, device), group).to(device)
-
-    def decode(ids: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-        return model(ids, where).argmax(-1, keepdim=True), (where + 1) % CONFIG.max_len
-
-    call, _ = compiled(decode)
-    begin = torch.ones(1, 1, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    (ids, where), wanted = begin, []
-    with torch.no_grad():
-        for _ in range(steps):
-            ids, where = call(ids, where)
-            wanted.append(ids)
-    loop = resident(decode, options={"choose": "ark"})
-    for _ in range(3):
-        got = loop(*begin, steps=steps)
-        assert got.done == steps and "collectives" in loop.reason
-        assert torch.equal(got.kept[0], torch.stack(wanted))
-        dist.all_reduce(torch.ones(1, device=device))
-
-
-def test_many_steps_a_launch() -> None:
-    run(_resident, 200, timeout=120)
 
 
 def _step(x: Tensor, base: Tensor, group: Any) -> Tensor:
