@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "compile"))
@@ -227,6 +228,7 @@ def test_a_captured_region_is_replayed() -> None:
 def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, as on CPUs: what a region writes is not written while both are timed, and the choice is kept."""
     monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # no processes that outlive the test
     table = torch.randn(4000, 64, device=DEVICE)
 
     def step(x: Tensor, where: Tensor) -> Tensor:
