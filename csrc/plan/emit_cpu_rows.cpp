@@ -254,7 +254,7 @@ class RowEmitter {
     for (const int i : loads) keep.erase(i);
   }
   void kept_array(int i) {
-    to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
+    to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "] = {};");
   }
 
   std::string kept_turn(int i) const { return "k" + row_number(i) + "[turn]"; }
@@ -335,7 +335,7 @@ class RowEmitter {
       if (need[static_cast<size_t>(i)] && at(i).kind == Kind::store && is_run(at(i))) runs.push_back(i);
     for (const int i : runs)
       to_.line(std::string(lanes_of(to_.value(at(i).value).type)) + " o" + row_number(i) + "[" + row_number(turns_) +
-               "];");
+               "] = {};");
     to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
     nest_.take_apart("column", true);
     for (int i = 0; i < count(); ++i)
