@@ -289,8 +289,9 @@ TEST(Resources, RefusesAFunctionThatSpillsByItsNameAndComment) {
     return message_of([&] { refuse_spills(source, {kernel}); }, ErrorKind::invalid_argument);
   };
   const std::string message = refusal();
-  EXPECT_NE(message.find("rows_1 (rms_norm: layers.0.n1 (m.py:3); rms_norm: layers.1.n1 (m.py:3)) needs more registers"),
-            std::string::npos)
+  EXPECT_NE(
+      message.find("rows_1 (rms_norm: layers.0.n1 (m.py:3); rms_norm: layers.1.n1 (m.py:3)) needs more registers"),
+      std::string::npos)
       << message;
   EXPECT_NE(message.find("80 bytes of them in memory, more than the 79"), std::string::npos) << message;
   kernel.spilled = {{"_Z7rows_11Pi", 80}};  // without a comment
