@@ -117,9 +117,9 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
                 ErrorContext{-1, -1, "", 0, "Ask for fewer than 2^32 at once."});
   const CurrentContext context(options_.device);
   const auto stream = static_cast<CUstream>(native_stream(current_stream(device())));
-  loop::Report* launched = nullptr;
+  plan::CudaLoop::Launched launched;
   const auto start = [&](CUstream on, const loop::Ranks* ranks) {
-    launched = &cuda_->launch_steps(pointers.data(), on, static_cast<uint32_t>(most), ranks);
+    launched = cuda_->launch_steps(pointers.data(), on, static_cast<uint32_t>(most), ranks);
   };
   bump_versions(inputs);
   if (!ranks_)
@@ -127,7 +127,7 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
   else if (!ranks_->launch([&](CUstream on, const loop::Ranks& ranks) { start(on, &ranks); }))
     fail_carried();
   try {
-    return cuda_->wait_steps(*launched, stream, interrupted);
+    return cuda_->wait_steps(launched, stream, interrupted);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::aborted)
       for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
