@@ -1,6 +1,7 @@
 """Where the time of a step goes in a loop kernel: waits and work by phase, from the stamps of its tasks (ARK_TRACE).
 
-    python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER] [--picture FILE]
+    python benchmarks/loop_account.py [--model llama-1b] [--steps 12] [--device cuda] [--output FOLDER]
+        [--picture FILE] [--timeline FILE]
     python benchmarks/loop_account.py --ranks 2 ...    of the tensor-parallel Llama (decode_ranks.py), on the rank that
                                                        begins the step last, which waits for no rank to begin it
 
@@ -8,7 +9,8 @@ A phase is all stages of the same operators in the same module, whichever layer 
 a worker (on a GPU a multiprocessor) works on them and waits before them in a step, how long one takes, and how long its
 stages last, from the first task's begin to the last one's end, one stage after the other. What no task accounts for is
 the way from one to the next. The step is that of median length; stamps make it somewhat longer than it is without.
---picture draws the begin of that step, of all ranks on one clock.
+--picture draws the begin of that step, of all ranks on one clock; --timeline writes all of it for Perfetto
+(https://ui.perfetto.dev): a process a rank, a track a worker.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import real_sizes
 import torch
 
 from ark_torch import _C
-from ark_torch.tools._trace_files import Step, merge, read, steps_of
+from ark_torch.tools._trace_files import Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
 from ark_torch.tools.bench import report
 from ark_torch.tools.trace import beside
@@ -152,6 +154,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--output", type=Path, default=gpu_models.FOLDER / "results")
     parser.add_argument("--picture", type=Path, help="draws the step to this file (SVG)")
+    parser.add_argument(
+        "--timeline", type=Path, help="writes the step to this file (JSON, packed where it ends in .gz)"
+    )
     parser.add_argument("--microseconds", type=float, default=200.0, help="of the picture, from the step's begin")
     arguments = parser.parse_args()
     about = gpu_models.surroundings(arguments)
@@ -163,6 +168,9 @@ def main() -> int:
     path = arguments.output / f"loop_account{ranks}_{gpu_models.slug(arguments.device)}.json"
     report.write_json(path, {**about, "model": arguments.model, "ranks": arguments.ranks, "step": whole}, rows)
     print(table(whole, rows))
+    if arguments.timeline is not None:
+        write(arguments.timeline, timeline_of(beside(chosen, steps)))
+        print(f"# for Perfetto: {arguments.timeline}")
     if arguments.picture is not None:
         arguments.picture.write_text(draw(beside(chosen, steps), arguments.microseconds), encoding="utf-8")
         print(f"# drawn to {arguments.picture}")

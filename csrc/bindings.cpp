@@ -164,7 +164,7 @@ void bind_jit(py::module_& m) {
   });
   m.def(
       "_compile_kernel",
-      [](const std::string& stub, const std::string& arch, bool cached, bool fuse) {
+      [](const std::string& stub, const std::string& arch, bool cached, bool fuse, int most_spilled) {
         std::vector<uint8_t> cubin;
         std::vector<ark::jit::Resources> resources;
         {
@@ -173,6 +173,7 @@ void bind_jit(py::module_& m) {
             ark::jit::Compiler compiler(ark::jit::settings(), 0);
             ark::jit::Source source{stub, arch, {}};
             source.fuse = fuse;
+            source.most_spilled = most_spilled;
             if (cached) {
               cubin = compiler.cubin(source);
             } else {
@@ -195,7 +196,8 @@ void bind_jit(py::module_& m) {
         }
         return std::pair(py::bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size()), used);
       },
-      py::arg("stub"), py::arg("arch"), py::arg("cached") = false, py::arg("fuse") = false);
+      py::arg("stub"), py::arg("arch"), py::arg("cached") = false, py::arg("fuse") = false,
+      py::arg("most_spilled") = ark::jit::kAnySpilled);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Reading and merging the timelines that ARK_TRACE makes (csrc/plan/trace.cpp writes them).
+"""Reading, merging and cutting the timelines that ARK_TRACE makes (csrc/plan/trace.cpp writes them).
 
 Every file says of its clock what is needed: ranks of one boot of one machine share CLOCK_MONOTONIC, others are shifted
 by what realtime and monotonic time differed when their files were opened, as exact as the machines' clocks agree.
@@ -6,9 +6,12 @@ by what realtime and monotonic time differed when their files were opened, as ex
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,12 +54,13 @@ class Step:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One file. ValueError where it is not a timeline of ours."""
+    """One file, packed where its name ends in .gz. ValueError where it is not a timeline of ours."""
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        data: dict[str, Any] = json.loads(gzip.decompress(text) if path.suffix == ".gz" else text)
         if data["otherData"]["made_by"] == "ark_torch" and isinstance(data["traceEvents"], list):
             return data
-    except (UnicodeDecodeError, ValueError, KeyError, TypeError):
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError, ValueError, KeyError, TypeError):
         pass
     raise ValueError(f"{path} is not a timeline that ARK_TRACE made")
 
@@ -80,6 +84,42 @@ def merge(files: list[dict[str, Any]]) -> dict[str, Any]:
         events.append(sorting)
     ranks = [file["otherData"]["rank"] for file in files]
     return {"displayTimeUnit": "ns", "otherData": {**first, "merged_ranks": ranks}, "traceEvents": events}
+
+
+def write(path: Path, timeline: dict[str, Any]) -> None:
+    """Packed where the name ends in .gz, which Perfetto opens too; alike whenever it is written."""
+    text = json.dumps(timeline, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+
+def timeline_of(steps: Sequence[Step]) -> dict[str, Any]:
+    """Steps of different ranks alone: a process a rank, a thread a worker, times from the first step's begin."""
+    begin = min(step.begin for step in steps)
+    events: list[dict[str, Any]] = []
+
+    def say(pid: int, tid: int, what: str, **arguments: Any) -> None:
+        events.append({"ph": "M", "pid": pid, "tid": tid, "name": what, "args": arguments})
+
+    def add(pid: int, worker: int, one: Slice) -> None:
+        times = {"ts": round(one.begin - begin, 3), "dur": round(one.length, 3)}
+        events.append(
+            {"ph": "X", "pid": pid, "tid": worker + 1, "name": one.name, "cat": one.kind, **times}
+            | {"args": {key: one.arguments[key] for key in ("task", "tile") if key in one.arguments}}
+        )
+
+    for number, step in enumerate(steps):
+        pid = number + 1
+        say(pid, 1, "process_name", name=f"rank {step.rank}")
+        say(pid, 1, "process_sort_index", sort_index=step.rank)
+        for worker in range(step.workers):
+            say(pid, worker + 1, "thread_name", name=f"worker {worker}")
+            say(pid, worker + 1, "thread_sort_index", sort_index=worker)
+        add(pid, 0, Slice(step.region, "region", step.begin, step.length, 0, {}))
+        for one in step.slices:
+            add(pid, one.worker, one)
+    ranks = [step.rank for step in steps]
+    about = {"made_by": "ark_torch", "rank": ranks[0], "merged_ranks": ranks}
+    return {"displayTimeUnit": "ns", "otherData": about, "traceEvents": events}
 
 
 def steps_of(merged: dict[str, Any]) -> list[Step]:

@@ -1,21 +1,21 @@
 """Timelines that ARK_TRACE made: `python -m ark_torch.tools.trace FILE...`.
 
 Tells for every region how long its steps took and what the workers did meanwhile. Files of several ranks are put on one
-clock; --output keeps them as one file for Perfetto (https://ui.perfetto.dev), --picture draws one step. Exit code: 0,
-or 2 when a file is no timeline or holds no step.
+clock; --output keeps them as one file for Perfetto (https://ui.perfetto.dev), --timeline one step of all ranks;
+--picture draws that step. Files whose names end in .gz are packed. Exit code: 0, or 2 when a file is no timeline or
+holds no step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ark_torch.tools._trace_files import Step, merge, read, steps_of
+from ark_torch.tools._trace_files import Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
 
 
@@ -81,25 +81,28 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what ARK_TRACE named, of every rank")
     parser.add_argument("--output", type=Path, help="one file of all, on one clock")
+    parser.add_argument("--timeline", type=Path, help="one step alone, of all ranks, for Perfetto")
     parser.add_argument("--picture", type=Path, help="a drawing (SVG) of one step")
     parser.add_argument("--microseconds", type=float, default=float("inf"), help="how much of it, from its begin")
-    parser.add_argument("--step", type=int, help="which step to draw, from 0 (default: a typical one)")
+    parser.add_argument("--step", type=int, help="which step that is, from 0 (default: a typical one)")
     chosen = parser.parse_args(argv)
     try:
         merged = merge([read(path) for path in chosen.files])
         steps = steps_of(merged)
         if not steps:
             raise ValueError("there is no step in it; did the program end before its first call?")
-        drawn = choose(steps, chosen.step) if chosen.picture is not None else []
+        one = choose(steps, chosen.step)
     except (OSError, ValueError, IndexError) as error:
         print(f"trace: {error}", file=sys.stderr)
         return 2
     for region in dict.fromkeys(step.region for step in steps):
         print("\n".join(summary(region, [step for step in steps if step.region == region])))
     if chosen.output is not None:
-        chosen.output.write_text(json.dumps(merged), encoding="utf-8")
+        write(chosen.output, merged)
+    if chosen.timeline is not None:
+        write(chosen.timeline, timeline_of(one))
     if chosen.picture is not None:
-        chosen.picture.write_text(draw(drawn, chosen.microseconds), encoding="utf-8")
+        chosen.picture.write_text(draw(one, chosen.microseconds), encoding="utf-8")
     return 0
 
 

@@ -225,6 +225,10 @@ DeviceWatch::~DeviceWatch() {
   watched_->log.reset();
 }
 
+std::optional<std::string> DeviceWatch::wait_told(Clock::time_point until) const {
+  return watched_->log->wait_told(until);
+}
+
 void DeviceWatch::check(const OperationContext& context) {
   if (protocol::load_acquire(watched_->status->gave_up) != 0) watched_->look();
   watched_->health->check_alive(context);

@@ -11,6 +11,8 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "cuda/packet.cuh"
 #include "health/group_health.hpp"
@@ -30,6 +32,8 @@ class DeviceWatch {
   // a thread of its own: it may block. `note` hears of it before, while the device still waits, and must not block.
   DeviceWatch(GroupHealth& health, device::GroupStatus* status, Hear log, Hear note = {});
   ~DeviceWatch();  // when all is told
+  // As FailureLog's, of `log`.
+  std::optional<std::string> wait_told(Clock::time_point until) const;
 
   // Looks now. Throws what failed the group, told for this operation.
   void check(const OperationContext& context);

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <condition_variable>
+#include <map>
 #include <mutex>
 #include <utility>
 
@@ -16,11 +17,17 @@ struct FailureLog::State {
   pid_t owner = ::getpid();
   std::mutex mutex;
   std::condition_variable changed;
-  int threads = 0;  // that are telling
+  std::map<int, std::string> telling;  // by thread
+  int threads = 0;                     // so far
 
-  void count(int change) {
+  int begin(const Error& error) {
     const std::lock_guard lock(mutex);
-    threads += change;
+    telling.emplace(threads, error.what());
+    return threads++;
+  }
+  void end(int thread) {
+    const std::lock_guard lock(mutex);
+    telling.erase(thread);
     changed.notify_all();
   }
   void say(const Error& error) const {
@@ -41,23 +48,30 @@ void FailureLog::add(const Error& error) {
 
 void FailureLog::start() {
   while (!untold_.empty()) {
-    state_->count(1);
+    const int thread = state_->begin(untold_.front());
     try {
-      start_thread("the thread that tells of a failure", [state = state_, error = untold_.front()] {
+      start_thread("the thread that tells of a failure", [state = state_, error = untold_.front(), thread] {
         state->say(error);
-        state->count(-1);
+        state->end(thread);
       }).detach();
     } catch (const Error&) {
-      return state_->count(-1);
+      return state_->end(thread);
     }
     untold_.erase(untold_.begin());
   }
 }
 
+std::optional<std::string> FailureLog::wait_told(std::chrono::steady_clock::time_point until) const {
+  if (state_->owner != ::getpid()) return std::nullopt;
+  std::unique_lock lock(state_->mutex);
+  if (state_->changed.wait_until(lock, until, [&] { return state_->telling.empty(); })) return std::nullopt;
+  return state_->telling.begin()->second;
+}
+
 FailureLog::~FailureLog() {
   if (state_->owner != ::getpid()) return;  // a forked child has no such threads
   std::unique_lock lock(state_->mutex);
-  state_->changed.wait(lock, [&] { return state_->threads == 0; });
+  state_->changed.wait(lock, [&] { return state_->telling.empty(); });
   lock.unlock();
   for (const Error& error : untold_) state_->say(error);
 }

@@ -18,6 +18,7 @@
 
 #include "jit/cuda_types.hpp"
 #include "jit/settings.hpp"
+#include "jit/source.hpp"
 
 namespace ark::jit {
 
@@ -52,9 +53,9 @@ class KernelLibrary {
   // The library of a device, made with settings() at first use.
   static KernelLibrary& of(int device);
 
-  // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered. `fuse`: as in
-  // Source; the same with every call for a stub.
-  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false);
+  // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered. `fuse` and
+  // `most_spilled`: as in Source; the same with every call for a stub.
+  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, int most_spilled = kAnySpilled);
 
   const Target& target() const;
   int device() const;

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "error.hpp"
+#include "jit/spills.hpp"
 
 namespace ark::jit {
 
@@ -229,6 +230,7 @@ Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers
   compiled.cubin.resize(bytes);
   api_->check(api_->get_cubin(program, reinterpret_cast<char*>(compiled.cubin.data())), "nvrtcGetCUBIN");
   compiled.resources = parse_resources(compiled.log);
+  refuse_spills(source, compiled.resources);
   return compiled;
 }
 

@@ -9,6 +9,7 @@
 #include "cuda/loop/lookahead.cuh"
 #include "error.hpp"
 #include "memory/device_memory.hpp"
+#include "plan/launch_wait.hpp"
 #include "plan/step_failure.hpp"
 #include "protocol/atomics.hpp"
 
@@ -70,7 +71,7 @@ CudaLoop::CudaLoop(Plan plan, int device)
       exchanges_(exchanges_of(plan_.graph, plan_.stages)),
       device_(device) {
   auto& library = jit::KernelLibrary::of(device);
-  kernel_ = &library.get(source_.text, kLoopKernel, true);
+  kernel_ = &library.get(source_.text, kLoopKernel, true, kMostSpilled);
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {
@@ -179,6 +180,13 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
   stamps.wait_ends.push_back(0);
 }
 
+std::chrono::nanoseconds CudaLoop::limit_of(const loop::Ranks* ranks) const {
+  if (ranks == nullptr) return timeout_;
+  const std::chrono::nanoseconds most = std::chrono::nanoseconds::max() - kLaterThanPeers;
+  if (ranks->limit_ns > static_cast<uint64_t>(most.count())) return {};
+  return std::chrono::nanoseconds(ranks->limit_ns) + kLaterThanPeers;
+}
+
 void CudaLoop::launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
                       const loop::Ranks* ranks, uint32_t most_steps) {
   const auto given = static_cast<size_t>(source_.pointers);
@@ -197,12 +205,8 @@ void CudaLoop::launch(Memory& memory, const void* const* inputs, void* const* ou
   head.report = static_cast<loop::Report*>(memory.report.device());
   if (stamped) head.stamps = static_cast<loop::Stamp*>(memory.stamps->device());
   head.most = most_steps;
-  head.timeout_ns = static_cast<unsigned long long>(std::chrono::nanoseconds(timeout_).count());
-  if (ranks != nullptr) {
-    head.ranks = *ranks;
-    const auto later = static_cast<unsigned long long>(kLaterThanPeers.count());
-    head.timeout_ns = ranks->limit_ns > ~0ull - later ? 0 : ranks->limit_ns + later;
-  }
+  head.timeout_ns = static_cast<unsigned long long>(limit_of(ranks).count());
+  if (ranks != nullptr) head.ranks = *ranks;
   std::memcpy(launch.data(), &head, sizeof(head));
   char* at = launch.data() + sizeof(head);
   std::memcpy(at, inputs, most * sizeof(char*));
@@ -227,8 +231,8 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
   if (stamps != nullptr) take_stamps(memory, stream, begin_ns, *stamps);
 }
 
-loop::Report& CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
-                                     const loop::Ranks* ranks) {
+CudaLoop::Launched CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
+                                          const loop::Ranks* ranks) {
   if (most < 1 || !plan_.chained || capture_of(stream) != 0)
     throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(most) + " steps of a plan that is " +
                                                  (plan_.chained ? "" : "not ") + "chained" +
@@ -238,26 +242,41 @@ loop::Report& CudaLoop::launch_steps(const void* const* inputs, CUstream stream,
   loop::Report& report = memory.host_report();
   report.stop = report.steps = 0;
   launch(memory, inputs, nullptr, stream, false, ranks, most);
-  return report;
+  return {&report, most, limit_of(ranks)};
 }
 
-uint64_t CudaLoop::wait_steps(loop::Report& launched, CUstream stream, const std::function<bool()>& interrupted) {
+uint64_t CudaLoop::wait_steps(const Launched& launched, CUstream stream, const std::function<bool()>& interrupted) {
   const RelaxedCapture relaxed;
+  loop::Report& report = *launched.report;
+  auto asked = std::chrono::steady_clock::now();
+  LaunchWait wait(asked, launched.most, launched.limit);
+  const auto stuck = [&](const std::string& what) {
+    const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(wait.limit()).count();
+    throw Error(ErrorKind::timeout,
+                "a launch of " + std::to_string(launched.most) + " steps, for which the host waits " +
+                    std::to_string(seconds) + " s, " + what,
+                ErrorContext{-1, -1, "compiled region", 0,
+                             "Look at what was enqueued on its stream before, and at the GPU (nvidia-smi)."});
+  };
   CUresult state = driver().stream_query(stream);
-  for (auto asked = std::chrono::steady_clock::now(); state == CUDA_ERROR_NOT_READY;
-       state = driver().stream_query(stream)) {
+  for (; state == CUDA_ERROR_NOT_READY; state = driver().stream_query(stream)) {
     std::this_thread::sleep_for(kPoll);
     const auto now = std::chrono::steady_clock::now();
-    if (!interrupted || now - asked < kAsk || protocol::load_acquire(launched.stop) != 0) continue;
+    const bool stopping = protocol::load_acquire(report.stop) != 0;
+    const LaunchWait::Next next = wait.at(now, stopping);
+    if (next == LaunchWait::Next::give_up) stuck("has not ended, though it was asked to stop");
+    if (next == LaunchWait::Next::stop) protocol::store_release(report.stop, 1u);
+    if (!interrupted || now - asked < kAsk || stopping) continue;
     asked = now;
-    if (interrupted()) protocol::store_release(launched.stop, 1u);
+    if (interrupted()) protocol::store_release(report.stop, 1u);
   }
   raise_if_failed();
   check(state, "waiting for a launch of many steps");
-  if (protocol::load_acquire(launched.stop) != 0)
-    throw Error(ErrorKind::aborted, "a compiled region was stopped after " + std::to_string(launched.steps) + " steps",
+  if (wait.overdue()) stuck("was stopped after " + std::to_string(report.steps));
+  if (protocol::load_acquire(report.stop) != 0)
+    throw Error(ErrorKind::aborted, "a compiled region was stopped after " + std::to_string(report.steps) + " steps",
                 ErrorContext{-1, -1, "compiled region", 0, ""});
-  return launched.steps;
+  return report.steps;
 }
 
 }  // namespace ark::plan

@@ -52,10 +52,15 @@ class CudaLoop {
 
   // A chained plan's steps, at most so many (or until a task says stop), in one launch; not under capture. To be waited
   // for with what it returns, on a stream that comes after, before the next launch.
-  loop::Report& launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
-                             const loop::Ranks* ranks = nullptr);
+  struct Launched {
+    loop::Report* report = nullptr;
+    uint32_t most = 0;                  // steps
+    std::chrono::nanoseconds limit{0};  // of a wait
+  };
+  Launched launch_steps(const void* const* inputs, CUstream stream, uint32_t most, const loop::Ranks* ranks = nullptr);
   // How many were done. `interrupted` is asked now and then: true ends the launch after a step, with Error(aborted).
-  uint64_t wait_steps(loop::Report& launched, CUstream stream, const std::function<bool()>& interrupted);
+  // Error(timeout): the launch does not end (launch_wait.hpp).
+  uint64_t wait_steps(const Launched& launched, CUstream stream, const std::function<bool()>& interrupted);
 
   const Exchanges& exchanges() const { return exchanges_; }
   // A plan with collectives begins at step 1 again, in memory of a new group. Waits for the device.
@@ -76,6 +81,7 @@ class CudaLoop {
   Memory& memory_of(CUstream stream);
   void launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
               const loop::Ranks* ranks, uint32_t most);
+  std::chrono::nanoseconds limit_of(const loop::Ranks* ranks) const;  // of a wait; zero: none
   void raise_if_failed();
   [[noreturn]] void raise(Memory& memory, CUstream stream) const;
   void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;

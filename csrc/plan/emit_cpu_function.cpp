@@ -16,7 +16,13 @@ std::string FunctionWriter::pointer(int value, bool write) {
     written_.push_back(false);
   }
   written_[i] = written_[i] || write;
+  blocks_.back().named.insert(i);
   return "p" + std::to_string(i);
+}
+
+void FunctionWriter::turn_to(const Stage& stage) {
+  stage_ = &stage;
+  blocks_.push_back({text_.size(), {}});
 }
 
 void FunctionWriter::line(const std::string& text) {
@@ -62,14 +68,18 @@ int FunctionWriter::axis_of(int value, bool write) const {
 }
 
 std::string FunctionWriter::body() const {
-  std::string declarations;
-  for (size_t i = 0; i < operands_.size(); ++i) {
-    const std::string type = std::string(written_[i] ? "" : "const ") + cpp_type(value(operands_[i]).type);
-    const std::string number = std::to_string(i);
-    declarations += "  " + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
-                    (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+  std::string body;
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    for (const size_t one : blocks_[i].named) {
+      const std::string type = std::string(written_[one] ? "" : "const ") + cpp_type(value(operands_[one]).type);
+      const std::string number = std::to_string(one);
+      body += (i == 0 ? "  " : "    ") + type + "* const p" + number + " = " +
+              (cuda() ? "in_global<" : "reinterpret_cast<") + type + (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+    }
+    const size_t past = i + 1 < blocks_.size() ? blocks_[i + 1].begin : text_.size();
+    body += text_.substr(blocks_[i].begin, past - blocks_[i].begin);
   }
-  return declarations + text_;
+  return body;
 }
 
 const char* cpp_type(ScalarType type) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,9 @@ class FunctionWriter {
 
   const Graph& graph() const { return graph_; }
   const Stage& stage() const { return *stage_; }
-  // The text goes on with what the same task does next.
-  void turn_to(const Stage& stage) { stage_ = &stage; }
+  // The text goes on with what the same task does next, in a block of its own, which declares the operands that it
+  // names: no register holds them before.
+  void turn_to(const Stage& stage);
   const Value& value(int index) const { return graph_.values()[index]; }
 
   // The name of the pointer to the value's first element.
@@ -59,6 +61,11 @@ class FunctionWriter {
   const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
+  struct Block {
+    size_t begin;            // of the text
+    std::set<size_t> named;  // operands
+  };
+  std::vector<Block> blocks_{{0, {}}};
   std::string text_;
   int depth_ = 1;
   int64_t scratch_ = 0;

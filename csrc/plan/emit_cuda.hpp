@@ -10,6 +10,10 @@ namespace ark::plan {
 
 inline constexpr char kLoopKernel[] = "loop_kernel";
 
+// Bytes of a thread's registers that the function of a task, or the loop itself, may store in memory and load again. Of
+// the models of tests/compile/test_cuda_sources.py functions need at most 40, most none, and the loop 184.
+inline constexpr int kMostSpilled = 256;
+
 struct CudaSource {
   std::string text;
   int64_t scratch_bytes = 0;  // of each worker

@@ -29,6 +29,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "process_group/cuda_streams.hpp"
@@ -100,6 +101,8 @@ class CudaGroup {
   void look();
   // False: the device was not done by then. Graphs that still run are waited for when the communicator goes.
   bool drain(Clock::time_point until);
+  // As the communicator's.
+  std::optional<std::string> wait_told(Clock::time_point until);
   // Frees device memory. `drained`: the device is done; otherwise the memory is given up, since kernels may use it.
   void close(bool drained);
 

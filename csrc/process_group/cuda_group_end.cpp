@@ -48,6 +48,11 @@ bool CudaGroup::drain(Clock::time_point until) {
   return true;
 }
 
+std::optional<std::string> CudaGroup::wait_told(Clock::time_point until) {
+  const auto communicator = this->communicator();
+  return communicator ? communicator->wait_told(until) : std::nullopt;
+}
+
 void CudaGroup::close(bool drained) {
   std::vector<std::shared_ptr<void>> garbage;
   std::shared_ptr<CudaCommunicator> gone;

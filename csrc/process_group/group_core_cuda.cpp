@@ -1,8 +1,14 @@
 // What a group's core has to do with its CUDA device: numbering, failures, the end.
+#include <c10/util/Exception.h>
+
 #include "process_group/cuda_group.hpp"
 #include "process_group/group_core.hpp"
 
 namespace ark {
+
+namespace {
+constexpr std::chrono::seconds kTelling{60};  // of a failure, when the group is destroyed
+}  // namespace
 
 std::shared_ptr<CudaGroup> GroupCore::cuda() {
   const std::lock_guard lock(cuda_mutex_);
@@ -78,9 +84,16 @@ void GroupCore::close_device(std::chrono::milliseconds patience) {
     drained = side->drain(Clock::now() + std::chrono::seconds(2));
   }
   if (side->nccl) drained ? side->nccl->close(std::chrono::seconds(10)) : side->nccl->abort();
-  side->close(drained);
-  // Kernels may still run, and a thread watches them: what they use is given up rather than freed.
-  if (!drained) new std::shared_ptr<GroupCore>(shared_from_this());
+  const std::optional<std::string> untold = side->wait_told(Clock::now() + kTelling);
+  if (untold)
+    TORCH_WARN("ark: a destroyed group waited ", kTelling.count(),
+               " s for a thread that tells of its failure, and gives up its memory: the device does not answer, or the "
+               "record of operations cannot be written. The failure: ",
+               *untold);
+  const bool ended = drained && !untold;
+  side->close(ended);
+  // Kernels may still run, and threads watch them or tell of them: what they use is given up rather than freed.
+  if (!ended) new std::shared_ptr<GroupCore>(shared_from_this());
 }
 
 }  // namespace ark

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 from typing import Any
 
 import models
@@ -30,7 +31,6 @@ pytestmark = [
 ]
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-MOST_SPILLED = 384  # bytes stored and loaded by a task's function; the worst has 368: rows of an encoder in float16
 
 
 class Sources:
@@ -62,13 +62,27 @@ class Sources:
         assert self.found
         _jit.configure()
         for source in self.found:
-            cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True)
+            cubin, kernels = _C._compile_kernel(source, self.arch, fuse=True, most_spilled=_C.plan.MOST_SPILLED)
             assert cubin[:4] == b"\x7fELF"
             [kernel] = kernels
-            # Of all functions together, what calls between them save included; and of each.
-            assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] < 1500
-            assert all(spilled <= MOST_SPILLED for spilled in kernel["spilled_by_function"].values()), kernel
+            assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128
             assert not kernel["multiplies_in_order"], "groups of warps wait for each of their multiplications"
+
+
+# A function whose sums all live at once, in a kernel whose threads have 64 registers each.
+SPILLING = """
+// matmul: layers.0.up (model.py:12)
+// matmul: layers.1.up (model.py:12)
+__device__ __noinline__ void matmul_3(const float* from, float* to) {
+  float sums[100] = {};
+  for (int i = 0; i < 1000; ++i)
+#pragma unroll
+    for (int j = 0; j < 100; ++j) sums[j] = sums[j] * from[i] + from[i + j];
+#pragma unroll
+  for (int j = 0; j < 100; ++j) to[j] = sums[j];
+}
+extern "C" __global__ void __launch_bounds__(1024, 1) loop_kernel(const float* from, float* to) { matmul_3(from, to); }
+"""
 
 
 @pytest.fixture(params=["sm_90a", "sm_80"])
@@ -150,6 +164,22 @@ def test_lookups_sorts_and_sums(sources: Sources, compiled: Any) -> None:
         torch.randn(40, 100), torch.randint(0, 40, (7,)), torch.randn(100, 30)
     )
     sources.check()
+
+
+def test_what_spills_is_refused_and_falls_back(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which task it is, and the region runs elsewhere."""
+    _jit.configure()
+    assert _C._compile_kernel(SPILLING, "sm_90a")[1][0]["spilled_by_function"]
+    monkeypatch.setattr(
+        build, "make_region", lambda *_: _C._compile_kernel(SPILLING, "sm_90a", most_spilled=_C.plan.MOST_SPILLED)
+    )
+    named = r"matmul_3 \(matmul: layers.0.up \(model.py:12\); matmul: layers.1.up .*needs more registers .* in memory"
+    x = torch.randn(3, 4)
+    with pytest.raises(Exception, match=named):
+        compiled(lambda x: (x + 1) * 2 - x, fallback=False, minimum=1)[0](x)
+    call, report = compiled(lambda x: (x + 1) * 2 - x, minimum=1)
+    assert torch.equal(call(x), (x + 1) * 2 - x)
+    assert re.search(named, report.graphs[0].pieces[0].reason)
 
 
 @pytest.mark.parametrize("arch, ranks, dtype, size", [("sm_90a", 4, "bfloat16", 2), ("sm_80", 8, "int64", 8)])

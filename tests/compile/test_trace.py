@@ -18,7 +18,7 @@ import ark_torch
 from ark_torch import _C
 from ark_torch.compile import trace
 from ark_torch.tools import trace as tool
-from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of
+from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
@@ -168,6 +168,53 @@ def test_picture_of_many_workers() -> None:
     assert [text for text in texts if "rank 1" in text] == [f"rank 1, worker {w}" for w in (0, 20, 40)]
     assert len(tree.findall("{http://www.w3.org/2000/svg}rect")) == 1 + 2 + 2 * 30
     assert float(tree.attrib["height"]) < 120 * 10
+
+
+def test_timeline_of_one_step(file: Path, compiled: Any, tmp_path: Path) -> None:
+    """Alone, from its own begin, with every slice of it."""
+    run(compiled, steps=5)
+    packed = tmp_path / "step.json.gz"
+    assert tool.main([str(file), "--step", "3", "--timeline", str(packed)]) == 0
+    (found,), step = steps_of(read(packed)), steps_of(read(file))[3]
+    assert found.begin == 0.0 and abs(found.length - step.length) < 1e-3
+    assert len(found.slices) == len(step.slices) > 50
+
+    def order(one: Slice) -> tuple[int, float]:
+        return one.worker, one.begin
+
+    for one, whole in zip(sorted(found.slices, key=order), sorted(step.slices, key=order), strict=True):
+        assert (one.name, one.kind, one.worker) == (whole.name, whole.kind, whole.worker)
+        assert abs(one.begin + step.begin - whole.begin) < 2e-3 and abs(one.length - whole.length) < 2e-3
+        assert one.arguments.items() <= whole.arguments.items()
+    packed.write_bytes(packed.read_bytes()[:40])
+    with pytest.raises(ValueError, match="is not a timeline"):
+        read(packed)
+
+
+def test_timeline_of_ranks_as_of_gpus(tmp_path: Path) -> None:
+    """A process a rank, a track for each of its multiprocessors, on one clock."""
+    steps = [
+        Step(
+            "r",
+            rank,
+            50.0 + rank,
+            100.0,
+            0,
+            [Slice("a", "matmul", 60.0 + rank, 0.5, w, {"task": w}) for w in range(132)],
+        )
+        for rank in (2, 3)
+    ]
+    for name in ("ranks.json", "ranks.json.gz"):
+        write(tmp_path / name, timeline_of(steps))
+        found = steps_of(read(tmp_path / name))
+        assert [(step.rank, step.begin, step.workers) for step in found] == [(2, 0.0, 132), (3, 1.0, 132)]
+        assert {one.begin for one in found[1].slices} == {11.0}
+    assert (tmp_path / "ranks.json").stat().st_size > 5 * (tmp_path / "ranks.json.gz").stat().st_size
+    events = read(tmp_path / "ranks.json.gz")["traceEvents"]
+    names = {(one["pid"], one["tid"]): one["args"]["name"] for one in events if one["name"] == "thread_name"}
+    assert names[2, 132] == "worker 131" and len(names) == 2 * 132
+    processes = [one["args"]["name"] for one in events if one["name"] == "process_name"]
+    assert processes == ["rank 2", "rank 3"]
 
 
 def test_ranks_of_several_machines_share_a_clock(file: Path, compiled: Any) -> None:

@@ -218,6 +218,10 @@ Windows& CudaCommunicator::windows() {
   return launcher_->windows();
 }
 
+std::optional<std::string> CudaCommunicator::wait_told(Clock::time_point until) {
+  return launcher_->watch().wait_told(until);
+}
+
 bool CudaCommunicator::settle() {
   return launcher_->settle();
 }

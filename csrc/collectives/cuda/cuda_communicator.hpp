@@ -106,6 +106,8 @@ class CudaCommunicator final : public Communicator {
   void check(const OperationContext& context);
   Windows& windows();  // registered memory
   bool settle();       // waits for the device; false: what it does cannot be known
+  // Until all who are told of the group's failure have heard; else what they have not (failure_log.hpp).
+  std::optional<std::string> wait_told(Clock::time_point until);
   // Makes every kernel of the group leave (abort, a lost peer). Any thread.
   void abort();
   // Called at least once when the group has failed, from the watching thread.

@@ -8,6 +8,7 @@
 
 #include "error.hpp"
 #include "jit/compiler.hpp"
+#include "jit/spills.hpp"
 #include "temp_folder.hpp"
 
 namespace ark::jit {
@@ -165,11 +166,11 @@ TEST(FindNvrtc, TakesTheNextWhenOneDoesNotOpen) {
   EXPECT_EQ(nvrtc.version(), "12.6");
 }
 
-std::string message_of(const std::function<void()>& body) {
+std::string message_of(const std::function<void()>& body, ErrorKind kind = ErrorKind::system) {
   try {
     body();
   } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::system);
+    EXPECT_EQ(error.kind(), kind);
     return error.what();
   }
   return "nothing was thrown";
@@ -268,6 +269,35 @@ TEST(Resources, ReadFromPtxas) {
   EXPECT_EQ(all[1].registers, 8);
   EXPECT_EQ(all[1].spill_store_bytes, 0);
   EXPECT_TRUE(parse_resources("ptxas info : Used registers, 99 bytes smem\nnonsense").empty());
+}
+
+TEST(Resources, RefusesAFunctionThatSpillsByItsNameAndComment) {
+  Source source;
+  source.arch = "sm_90a";
+  source.stub =
+      "// not its own\n\n// rms_norm: layers.0.n1 (m.py:3)\n// rms_norm: layers.1.n1 (m.py:3)\n"
+      "__device__ __noinline__ void rows_1(int* p) {\n}\n__device__ void rows_11(int* p) {\n}\n";
+  Resources kernel{"loop_kernel"};
+  kernel.spill_store_bytes = 40;
+  kernel.spill_load_bytes = 60;
+  kernel.spilled = {{"_ZN12_GLOBAL__N_16rows_1EPi", 80}};
+  EXPECT_NO_THROW(refuse_spills(source, {kernel}));
+  source.most_spilled = 80;
+  EXPECT_NO_THROW(refuse_spills(source, {kernel}));
+  source.most_spilled = 79;
+  const auto refusal = [&] {
+    return message_of([&] { refuse_spills(source, {kernel}); }, ErrorKind::invalid_argument);
+  };
+  const std::string message = refusal();
+  EXPECT_NE(
+      message.find("rows_1 (rms_norm: layers.0.n1 (m.py:3); rms_norm: layers.1.n1 (m.py:3)) needs more registers"),
+      std::string::npos)
+      << message;
+  EXPECT_NE(message.find("80 bytes of them in memory, more than the 79"), std::string::npos) << message;
+  kernel.spilled = {{"_Z7rows_11Pi", 80}};  // without a comment
+  EXPECT_NE(refusal().find("ark: rows_11 needs"), std::string::npos) << refusal();
+  kernel.spilled = {{"_Z7rows_11Pi", 0}};  // what is left is the kernel's own
+  EXPECT_NE(refusal().find("ark: loop_kernel needs"), std::string::npos) << refusal();
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place 
     const uint32 units = length / kWide;
     for_elements(runs * units, [&](int64_t i) {
       const uint32 unit = static_cast<uint32>(i), run = unit / units;
-      int64_t to_at, from_at;
+      int64_t to_at = 0, from_at = 0;
       if (!place(run, to_at, from_at)) return;
       const uint32 column = (unit - run * units) * kWide;
       *reinterpret_cast<uint4*>(to + to_at + column) = *reinterpret_cast<const uint4*>(from + from_at + column);
@@ -29,7 +29,7 @@ ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place 
   }
   for_elements(runs * length, [&](int64_t i) {
     const uint32 element = static_cast<uint32>(i), run = element / length, column = element - run * length;
-    int64_t to_at, from_at;
+    int64_t to_at = 0, from_at = 0;
     if (place(run, to_at, from_at)) to[to_at + column * kTo] = from[from_at + column * kFrom];
   });
 }
@@ -52,7 +52,7 @@ ARK_LOOP void put_in_order(T* to, const T* from, uint32 columns, int64_t positio
   for_elements(columns * parts, [&](int64_t i) {
     const uint32 element = static_cast<uint32>(i), part = element / columns, column = element - part * columns;
     for (int64_t position = 0; position < positions; ++position) {
-      int64_t to_at, from_at;
+      int64_t to_at = 0, from_at = 0;
       const int64_t index = place(column, position, to_at, from_at);
       if (index < 0 || (static_cast<uint32>(index) & (parts - 1)) != part) continue;
       if constexpr (kAdd)

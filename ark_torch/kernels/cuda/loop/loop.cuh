@@ -121,20 +121,22 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEn
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = shared.ahead.entries[position % 5];
     const TaskSlot& slot = shared.ahead.slots[position % 4];
-    Stamp* const stamp = head.stamps == nullptr || thread() != 0 ? nullptr : head.stamps + task.task;
-    if (stamp != nullptr) stamp->came_ns = now_ns();
+    const auto stamp = [&](unsigned long long Stamp::*when) {
+      if (head.stamps != nullptr && thread() == 0) head.stamps[task.task].*when = now_ns();
+    };
+    stamp(&Stamp::came_ns);
     clerk.ahead(position);
     fetch(bases, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count), task.load_count);
     const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count);
     if (!await_all(head, task, waits, step, worker)) return false;
-    if (stamp != nullptr) stamp->begin_ns = now_ns();
+    stamp(&Stamp::begin_ns);
     const Context context{
         &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
         step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
     if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
-    if (stamp != nullptr) stamp->end_ns = now_ns();
+    stamp(&Stamp::end_ns);
     const int* const signals = in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
     // By another warp than the one that waits for the next task's events: a release takes its time.
     ARK_ROLLED for (int i = thread() ^ (kThreads / 2); i < task.signal_count; i += kThreads)

@@ -77,8 +77,8 @@ class ChunkCopy {
   static ARK_LOOP int chunk() { return thread() % 8; }
 
   uint32 to_;
-  const T* from_[kTurns];
-  int count_[kTurns];  // of elements that are there: of others (lines across), else all or none
+  const T* from_[kTurns] = {};
+  int count_[kTurns] = {};  // of elements that are there: of others (lines across), else all or none
 };
 
 // Anything else: element by element.
@@ -118,7 +118,7 @@ class ElementCopy {
   }
 
  private:
-  int o0_, o1_;
+  int o0_ = 0, o1_ = 0;
 };
 
 }  // namespace ark::loop
