@@ -9,6 +9,7 @@
 #include "cuda/loop/lookahead.cuh"
 #include "error.hpp"
 #include "memory/device_memory.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/step_failure.hpp"
 #include "protocol/atomics.hpp"
 
@@ -172,7 +173,7 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
   for (size_t i = 0; i < plan_.tasks.size(); ++i) {
     const uint64_t began = host(device[i].begin_ns);
     stamps.tasks.push_back({host(device[i].came_ns), began, host(device[i].end_ns)});
-    stamps.wait_ends.insert(stamps.wait_ends.end(), plan_.tasks[i].waits.size(), began);
+    stamps.wait_ends.insert(stamps.wait_ends.end(), waits_of(plan_, static_cast<int>(i)).size(), began);
     carried.insert(carried.end(), plan_.tasks[i].carried.size(), began);
   }
   stamps.wait_ends.insert(stamps.wait_ends.end(), carried.begin(), carried.end());

@@ -1,6 +1,7 @@
 // Writing of lines, pointers and literals behind emit_cpu_function.hpp.
 #include "plan/emit_cpu_function.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -9,6 +10,12 @@
 namespace ark::plan {
 
 std::string FunctionWriter::pointer(int value, bool write) {
+  if (kept_.count(graph_.values()[value].buffer) != 0) {
+    const auto found = std::find(kept_values_.begin(), kept_values_.end(), value);
+    const auto at = found - kept_values_.begin();
+    if (found == kept_values_.end()) kept_values_.push_back(value);
+    return "kept" + std::to_string(at);
+  }
   size_t i = 0;
   while (i < operands_.size() && operands_[i] != value) ++i;
   if (i == operands_.size()) {
@@ -17,6 +24,11 @@ std::string FunctionWriter::pointer(int value, bool write) {
   }
   written_[i] = written_[i] || write;
   return "p" + std::to_string(i);
+}
+
+void FunctionWriter::keep(int buffer) {
+  kept_[buffer] = kept_end_;
+  kept_end_ += (graph_.buffers()[buffer].bytes + 15) / 16 * 16;
 }
 
 void FunctionWriter::line(const std::string& text) {
@@ -68,6 +80,13 @@ std::string FunctionWriter::body() const {
     const std::string number = std::to_string(i);
     declarations += "  " + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
                     (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+  }
+  for (size_t i = 0; i < kept_values_.size(); ++i) {
+    const Value& one = value(kept_values_[i]);
+    const std::string type = cpp_type(one.type);
+    declarations += "  " + type + "* const kept" + std::to_string(i) + " = reinterpret_cast<" + type +
+                    "*>(kept_bytes() + " + std::to_string(kept_.at(one.buffer) + one.offset * size_of(one.type)) +
+                    ");\n";
   }
   return declarations + text_;
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,9 @@ class FunctionWriter {
 
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
+  // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
+  // second (join_tasks.hpp).
+  void keep(int buffer);
 
   void line(const std::string& text);  // indented
   void open(const std::string& text);  // "... {"
@@ -59,6 +63,9 @@ class FunctionWriter {
   const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
+  std::map<int, int64_t> kept_;   // buffer -> where it begins
+  std::vector<int> kept_values_;  // that have been named
+  int64_t kept_end_ = 0;
   std::string text_;
   int depth_ = 1;
   int64_t scratch_ = 0;

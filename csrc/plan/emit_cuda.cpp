@@ -11,6 +11,7 @@
 #include "error.hpp"
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/share_loads.hpp"
 
 namespace ark::plan {
@@ -106,17 +107,19 @@ class CudaEmitter {
     std::vector<int> first;
     int count = 0;
     out << "__device__ const Operand kOperands[] = {\n";
-    for (size_t i = 0; i < plan_.stages.size(); ++i) {
+    const std::vector<StageFunctions::Unit>& units = functions_.units();
+    for (size_t i = 0; i < units.size(); ++i) {
+      const Stage& stage = plan_.stages[static_cast<size_t>(units[i].stage)];
       first.push_back(count);
       count += static_cast<int>(functions_.operands(i).size());
       out << "    ";
       for (const int value : functions_.operands(i)) out << operand(value) << ", ";
-      if (const auto* collective = std::get_if<CollectiveStage>(&plan_.stages[i].body)) {
+      if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
         out << "{Operand::packets, 0, " << collective->place << "}, {Operand::packets, 0, " << collective->number
             << "}, ";
         count += 2;
       }
-      out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
+      out << " // " << first.back() << ": stage " << units[i].stage << ", " << in_comment(stage.name) << "\n";
     }
     first.push_back(count);
     out << "    {}};\n\n";
@@ -129,18 +132,19 @@ class CudaEmitter {
     std::ostringstream queues, loads;
     const std::vector<Queue> asking = share_loads(plan_);
     size_t task_count = 0, load_count = 0;
-    for (const Queue& queue : asking) {
+    for (const Queue& all : asking) {
+      const Queue queue = in_one_go(plan_, all);
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
       const std::vector<int> asked = write_loads(queue, loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
-        const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
-        const int function = functions_.of_stage(s);
-        out << "    {" << task.begin << ", " << task.end << ", " << function << ", " << index << ", " << task.stage
-            << ", " << first[s] << ", " << first[s + 1] - first[s] << ", " << events.first_wait[t] << ", "
-            << task.waits.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count
-            << ", " << asked[position] << "},\n";
+        const auto t = static_cast<size_t>(index), waiting = static_cast<size_t>(task.head >= 0 ? task.head : index);
+        const size_t unit = functions_.unit_of(task);
+        out << "    {" << task.begin << ", " << task.end << ", " << functions_.function_of(unit) << ", " << index
+            << ", " << task.stage << ", " << first[unit] << ", " << first[unit + 1] - first[unit] << ", "
+            << events.first_wait[waiting] << ", " << waits_of(plan_, index).size() << ", " << events.first_signal[t]
+            << ", " << task.signals.size() << ", " << load_count << ", " << asked[position] << "},\n";
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();

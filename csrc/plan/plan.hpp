@@ -48,6 +48,7 @@ struct Task {
   int64_t begin = 0, end = 0;  // of the stage's tile axis
   int worker = 0;
   bool replica = false;      // one of the copies of a replicated stage: its results are the worker's own
+  int head = -1;             // the task before it in its queue, where one run does both; see join_tasks.hpp
   std::vector<int> waits;    // events
   std::vector<int> carried;  // events of the step before; only in chained plans
   std::vector<int> signals;  // events
