@@ -152,7 +152,9 @@ void CudaLoop::raise(Memory& memory, CUstream stream) const {
   if (exchanges_.ranks > 0) raise_step_failure(plan_, what);
   // As if none had run. An assertion has ended the context: then this is all in vain.
   std::memset(static_cast<void*>(&report), 0, sizeof(report));
-  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));
+  // Packets of steps to come are told from those of steps that are not counted any more.
+  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0,
+                                             memory.arena + static_cast<size_t>(plan_.arena_bytes), stream));
   raise_step_failure(plan_, what);
 }
 

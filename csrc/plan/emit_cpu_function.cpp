@@ -76,7 +76,9 @@ int FunctionWriter::axis_of(int value, bool write) const {
 std::string FunctionWriter::body() const {
   std::string declarations;
   for (size_t i = 0; i < operands_.size(); ++i) {
-    const std::string type = std::string(written_[i] ? "" : "const ") + cpp_type(value(operands_[i]).type);
+    const std::string element = cpp_type(value(operands_[i]).type);
+    const std::string type =
+        std::string(written_[i] ? "" : "const ") + (is_polled(operands_[i]) ? "Packet<" + element + ">" : element);
     const std::string number = std::to_string(i);
     declarations += "  " + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
                     (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,9 @@ class FunctionWriter {
   // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
   // second (join_tasks.hpp).
   void keep(int buffer);
+  // Elements of the buffer are packets (cuda/loop/packets.cuh).
+  void poll(int buffer) { polled_.insert(buffer); }
+  bool is_polled(int value) const { return polled_.count(graph_.values()[value].buffer) != 0; }
 
   void line(const std::string& text);  // indented
   void open(const std::string& text);  // "... {"
@@ -63,6 +67,7 @@ class FunctionWriter {
   const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
+  std::set<int> polled_;          // buffers
   std::map<int, int64_t> kept_;   // buffer -> where it begins
   std::vector<int> kept_values_;  // that have been named
   int64_t kept_end_ = 0;

@@ -27,9 +27,8 @@ const Plan& checked(const Plan& plan) {
   ErrorContext context;
   context.remedy = "This is a defect of the planner: please report it.";
   for (const Placement& placement : plan.placements)
-    if (placement.packets || placement.parity)
-      throw Error(ErrorKind::invalid_argument, "the CUDA target has no packets and no copies that take turns yet",
-                  context);
+    if (placement.parity)
+      throw Error(ErrorKind::invalid_argument, "the CUDA target has no copies that take turns yet", context);
   if (plan.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
   return plan;
 }
@@ -73,6 +72,11 @@ class CudaEmitter {
  private:
   int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
 
+  bool has_packets() const {
+    return std::any_of(plan_.placements.begin(), plan_.placements.end(),
+                       [](const Placement& one) { return one.packets; });
+  }
+
   // Headers of kernels that not all plans have: what is not needed is not compiled.
   std::string rare_includes() const {
     std::string text;
@@ -80,6 +84,7 @@ class CudaEmitter {
       if (std::any_of(plan_.stages.begin(), plan_.stages.end(), is))
         text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
     };
+    if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
@@ -143,8 +148,8 @@ class CudaEmitter {
         const size_t unit = functions_.unit_of(task);
         out << "    {" << task.begin << ", " << task.end << ", " << functions_.function_of(unit) << ", " << index
             << ", " << task.stage << ", " << first[unit] << ", " << first[unit + 1] - first[unit] << ", "
-            << events.first_wait[waiting] << ", " << waits_of(plan_, index).size() << ", " << events.first_signal[t]
-            << ", " << task.signals.size() << ", " << load_count << ", " << asked[position] << "},\n";
+            << events.first_wait[waiting] << ", " << events.wait_count[waiting] << ", " << events.first_signal[t]
+            << ", " << events.signal_count[t] << ", " << load_count << ", " << asked[position] << "},\n";
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
@@ -174,6 +179,7 @@ class CudaEmitter {
     const Closing closing = closing_of(plan_);
     out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
         << ", kLeader = " << closing.leader << ";\n"
+        << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false") << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"

@@ -9,20 +9,6 @@ namespace ark::plan {
 
 namespace {
 
-// Rows of a product whose kernels read each of them once, by plain loads, wherever they lie: kFewRows of
-// cuda/loop/matmul.cuh for halves.
-constexpr int64_t kMostRows = 4;
-
-// The rows' value where tasks of the stage may have a first half that computes them; -1: they may not.
-int rows_of(const Stage& stage) {
-  if (const auto* several = std::get_if<ProductsStage>(&stage.body))
-    return several->products.at(0).m <= kMostRows ? several->products[0].a : -1;
-  const auto* one = std::get_if<MatmulStage>(&stage.body);
-  const bool few = one != nullptr && one->batch == 1 && one->m <= kMostRows &&
-                   one->axis == MatmulStage::Axis::columns && one->tile_columns == 0;
-  return few ? one->a : -1;
-}
-
 // Whatever reports a failure would name the second half.
 bool may_fail(const RowProgram& program) {
   using Kind = RowProgram::Instruction::Kind;
@@ -49,6 +35,16 @@ bool touches(const Graph& graph, const Stage& stage, int buffer, bool write) {
 
 }  // namespace
 
+int rows_of(const Stage& stage) {
+  constexpr int64_t kMostRows = 4;  // kFewRows of cuda/loop/matmul.cuh for halves
+  if (const auto* several = std::get_if<ProductsStage>(&stage.body))
+    return several->products.at(0).m <= kMostRows ? several->products[0].a : -1;
+  const auto* one = std::get_if<MatmulStage>(&stage.body);
+  const bool few = one != nullptr && one->batch == 1 && one->m <= kMostRows &&
+                   one->axis == MatmulStage::Axis::columns && one->tile_columns == 0;
+  return few ? one->a : -1;
+}
+
 void join_tasks(Plan& plan) {
   for (const Queue& queue : plan.queues) {
     for (size_t place = 1; place < queue.tasks.size(); ++place) {
@@ -56,6 +52,8 @@ void join_tasks(Plan& plan) {
       Task& then = plan.tasks[queue.tasks[place]];
       if (!first.replica || then.replica || !may_begin(plan.graph, plan.stages[first.stage], plan.stages[then.stage]))
         continue;
+      if (std::any_of(then.waits.begin(), then.waits.end(), [&](int event) { return plan.events[event].packets; }))
+        continue;  // it polls them itself
       // Others may need the first half's signals for what the second half waits for.
       if (!first.signals.empty() && !(then.waits.empty() && then.carried.empty())) continue;
       const auto move = [](std::vector<int>& from, std::vector<int>& to) {

@@ -9,6 +9,10 @@
 
 namespace ark::plan {
 
+// The rows' value where kernels for a product's few rows read it and write the result element by element, from and to
+// anywhere; -1: the stage is none of these.
+int rows_of(const Stage& stage);
+
 // When all events are known. What a second half waited for its first half waits for from now on, and what that one
 // signalled the second half signals.
 void join_tasks(Plan& plan);
