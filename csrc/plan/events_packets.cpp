@@ -25,6 +25,11 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
   const Value& value = graph.values()[access.value];
   if (value.type != written) return false;
   if (std::holds_alternative<RowProgram>(stage.body)) return true;
+  if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {
+    const Value& source = graph.values()[scatter->source];
+    return source.buffer == value.buffer && graph.values()[scatter->index].buffer != value.buffer && !scatter->along &&
+           !scatter->accumulate && source.shape[static_cast<size_t>(scatter->dim)] == 1;
+  }
   if (rows_of(stage) != access.value) return false;
   // Each element by one thread, where the depth of `b` is adjacent.
   std::vector<MatmulStage> products;

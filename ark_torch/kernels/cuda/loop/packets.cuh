@@ -159,6 +159,22 @@ ARK_LOOP void store_run(Packet<T>* row, const float (&from)[kRun], int64_t count
   for_runs<Group, kRun>(count, [&](int64_t column, int turn) { store_one(row + column, from[turn]); });
 }
 
+// As that of gather.cuh.
+template <int64_t kTo, int64_t kFrom, bool kAligned, class T, class Place>
+ARK_LOOP void copy_runs(T* to, const Packet<T>* from, uint32 runs, uint32 length, Place place) {
+  for_elements(runs * length, [&](int64_t i) {
+    const uint32 element = static_cast<uint32>(i), run = element / length, column = element - run * length;
+    int64_t to_at, from_at;
+    if (!place(run, to_at, from_at)) return;
+    Packet<T> packet;
+    poll([&] {
+      packet = load_packets<Packet<T>>(from + from_at + column * kFrom);
+      return packet.epoch == Packet<T>::now();
+    });
+    to[to_at + column * kTo] = packet.value;
+  });
+}
+
 #endif
 
 }  // namespace ark::loop
