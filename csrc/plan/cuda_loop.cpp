@@ -9,6 +9,7 @@
 #include "cuda/loop/lookahead.cuh"
 #include "error.hpp"
 #include "memory/device_memory.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/launch_wait.hpp"
 #include "plan/step_failure.hpp"
 #include "protocol/atomics.hpp"
@@ -152,7 +153,9 @@ void CudaLoop::raise(Memory& memory, CUstream stream) const {
   if (exchanges_.ranks > 0) raise_step_failure(plan_, what);
   // As if none had run. An assertion has ended the context: then this is all in vain.
   std::memset(static_cast<void*>(&report), 0, sizeof(report));
-  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0, memory.own, stream));
+  // Packets of steps to come are told from those of steps that are not counted any more.
+  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0,
+                                             memory.arena + static_cast<size_t>(plan_.arena_bytes), stream));
   raise_step_failure(plan_, what);
 }
 
@@ -173,7 +176,7 @@ void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, S
   for (size_t i = 0; i < plan_.tasks.size(); ++i) {
     const uint64_t began = host(device[i].begin_ns);
     stamps.tasks.push_back({host(device[i].came_ns), began, host(device[i].end_ns)});
-    stamps.wait_ends.insert(stamps.wait_ends.end(), plan_.tasks[i].waits.size(), began);
+    stamps.wait_ends.insert(stamps.wait_ends.end(), waits_of(plan_, static_cast<int>(i)).size(), began);
     carried.insert(carried.end(), plan_.tasks[i].carried.size(), began);
   }
   stamps.wait_ends.insert(stamps.wait_ends.end(), carried.begin(), carried.end());

@@ -92,8 +92,8 @@ class CpuEmitter {
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
         const size_t t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
         position.try_emplace(index, static_cast<int>(position.size()));
-        out << "    {" << functions_.names()[functions_.of_stage(s)] << ", " << task.begin << ", " << task.end << ", "
-            << index << ", " << task.stage << ", " << first[s] << ", " << functions_.operands(s).size() << ", "
+        out << "    {" << functions_.names()[functions_.function_of(s)] << ", " << task.begin << ", " << task.end
+            << ", " << index << ", " << task.stage << ", " << first[s] << ", " << functions_.operands(s).size() << ", "
             << events.first_wait[t] << ", " << task.waits.size() << ", " << events.first_carried[t] << ", "
             << task.carried.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << "},\n";
       }

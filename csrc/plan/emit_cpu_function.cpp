@@ -1,6 +1,7 @@
 // Writing of lines, pointers and literals behind emit_cpu_function.hpp.
 #include "plan/emit_cpu_function.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -9,6 +10,13 @@
 namespace ark::plan {
 
 std::string FunctionWriter::pointer(int value, bool write) {
+  if (kept_.count(graph_.values()[value].buffer) != 0) {
+    const auto found = std::find(kept_values_.begin(), kept_values_.end(), value);
+    const auto at = found - kept_values_.begin();
+    if (found == kept_values_.end()) kept_values_.push_back(value);
+    blocks_.back().kept.insert(static_cast<size_t>(at));
+    return "kept" + std::to_string(at);
+  }
   size_t i = 0;
   while (i < operands_.size() && operands_[i] != value) ++i;
   if (i == operands_.size()) {
@@ -22,7 +30,12 @@ std::string FunctionWriter::pointer(int value, bool write) {
 
 void FunctionWriter::turn_to(const Stage& stage) {
   stage_ = &stage;
-  blocks_.push_back({text_.size(), {}});
+  blocks_.push_back({text_.size(), std::string(static_cast<size_t>(depth_) * 2, ' '), {}, {}});
+}
+
+void FunctionWriter::keep(int buffer) {
+  kept_[buffer] = kept_end_;
+  kept_end_ += (graph_.buffers()[buffer].bytes + 15) / 16 * 16;
 }
 
 void FunctionWriter::line(const std::string& text) {
@@ -70,14 +83,22 @@ int FunctionWriter::axis_of(int value, bool write) const {
 std::string FunctionWriter::body() const {
   std::string body;
   for (size_t i = 0; i < blocks_.size(); ++i) {
-    for (const size_t one : blocks_[i].named) {
-      const std::string type = std::string(written_[one] ? "" : "const ") + cpp_type(value(operands_[one]).type);
-      const std::string number = std::to_string(one);
-      body += (i == 0 ? "  " : "    ") + type + "* const p" + number + " = " +
-              (cuda() ? "in_global<" : "reinterpret_cast<") + type + (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+    const Block& block = blocks_[i];
+    for (const size_t one : block.named) {
+      const std::string element = cpp_type(value(operands_[one]).type), number = std::to_string(one);
+      const std::string type =
+          (written_[one] ? "" : "const ") + (is_polled(operands_[one]) ? "Packet<" + element + ">" : element);
+      body += block.indent + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
+              (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+    }
+    for (const size_t one : block.kept) {
+      const Value& value = this->value(kept_values_[one]);
+      const std::string type = cpp_type(value.type);
+      body += block.indent + type + "* const kept" + std::to_string(one) + " = reinterpret_cast<" + type +
+              "*>(kept_bytes() + " + std::to_string(kept_.at(value.buffer) + value.offset * size_of(value.type)) + ");\n";
     }
     const size_t past = i + 1 < blocks_.size() ? blocks_[i + 1].begin : text_.size();
-    body += text_.substr(blocks_[i].begin, past - blocks_[i].begin);
+    body += text_.substr(block.begin, past - block.begin);
   }
   return body;
 }

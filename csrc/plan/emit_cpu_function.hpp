@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -33,6 +34,12 @@ class FunctionWriter {
 
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
+  // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
+  // second (join_tasks.hpp).
+  void keep(int buffer);
+  // Elements of the buffer are packets (cuda/loop/packets.cuh).
+  void poll(int buffer) { polled_.insert(buffer); }
+  bool is_polled(int value) const { return polled_.count(graph_.values()[value].buffer) != 0; }
 
   void line(const std::string& text);  // indented
   void open(const std::string& text);  // "... {"
@@ -62,10 +69,15 @@ class FunctionWriter {
   std::vector<int> operands_;  // values
   std::vector<bool> written_;
   struct Block {
-    size_t begin;            // of the text
-    std::set<size_t> named;  // operands
+    size_t begin;  // of the text
+    std::string indent;
+    std::set<size_t> named, kept;  // operands, kept values
   };
-  std::vector<Block> blocks_{{0, {}}};
+  std::vector<Block> blocks_{{0, "  ", {}, {}}};
+  std::set<int> polled_;          // buffers
+  std::map<int, int64_t> kept_;   // buffer -> where it begins
+  std::vector<int> kept_values_;  // that have been named
+  int64_t kept_end_ = 0;
   std::string text_;
   int depth_ = 1;
   int64_t scratch_ = 0;

@@ -158,7 +158,9 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
   if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : "load(" + kept(i) + ", lanes)");
   switch (one.kind) {
     case Kind::load:
-      if (to_.cuda())
+      if (polled_.count(i) != 0)
+        define(i, polled_.at(i));
+      else if (to_.cuda())
         define(i, "load_one(" + nest_.base(one, true) + ")");
       else if (step(one) != 0)
         define(i, std::string("load") + form(one) + place(one) + ", lanes)");

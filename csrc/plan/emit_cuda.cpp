@@ -11,6 +11,7 @@
 #include "error.hpp"
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/share_loads.hpp"
 
 namespace ark::plan {
@@ -26,9 +27,8 @@ const Plan& checked(const Plan& plan) {
   ErrorContext context;
   context.remedy = "This is a defect of the planner: please report it.";
   for (const Placement& placement : plan.placements)
-    if (placement.packets || placement.parity)
-      throw Error(ErrorKind::invalid_argument, "the CUDA target has no packets and no copies that take turns yet",
-                  context);
+    if (placement.parity)
+      throw Error(ErrorKind::invalid_argument, "the CUDA target has no copies that take turns yet", context);
   if (plan.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
   return plan;
 }
@@ -72,6 +72,11 @@ class CudaEmitter {
  private:
   int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
 
+  bool has_packets() const {
+    return std::any_of(plan_.placements.begin(), plan_.placements.end(),
+                       [](const Placement& one) { return one.packets; });
+  }
+
   // Headers of kernels that not all plans have: what is not needed is not compiled.
   std::string rare_includes() const {
     std::string text;
@@ -79,6 +84,7 @@ class CudaEmitter {
       if (std::any_of(plan_.stages.begin(), plan_.stages.end(), is))
         text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
     };
+    if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
@@ -106,17 +112,19 @@ class CudaEmitter {
     std::vector<int> first;
     int count = 0;
     out << "__device__ const Operand kOperands[] = {\n";
-    for (size_t i = 0; i < plan_.stages.size(); ++i) {
+    const std::vector<StageFunctions::Unit>& units = functions_.units();
+    for (size_t i = 0; i < units.size(); ++i) {
+      const Stage& stage = plan_.stages[static_cast<size_t>(units[i].stage)];
       first.push_back(count);
       count += static_cast<int>(functions_.operands(i).size());
       out << "    ";
       for (const int value : functions_.operands(i)) out << operand(value) << ", ";
-      if (const auto* collective = std::get_if<CollectiveStage>(&plan_.stages[i].body)) {
+      if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
         out << "{Operand::packets, 0, " << collective->place << "}, {Operand::packets, 0, " << collective->number
             << "}, ";
         count += 2;
       }
-      out << " // " << first.back() << ": stage " << i << ", " << in_comment(plan_.stages[i].name) << "\n";
+      out << " // " << first.back() << ": stage " << units[i].stage << ", " << in_comment(stage.name) << "\n";
     }
     first.push_back(count);
     out << "    {}};\n\n";
@@ -129,18 +137,19 @@ class CudaEmitter {
     std::ostringstream queues, loads;
     const std::vector<Queue> asking = share_loads(plan_);
     size_t task_count = 0, load_count = 0;
-    for (const Queue& queue : asking) {
+    for (const Queue& all : asking) {
+      const Queue queue = in_one_go(plan_, all);
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
       const std::vector<int> asked = write_loads(queue, loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
         const int index = queue.tasks[position];
         const Task& task = plan_.tasks.at(static_cast<size_t>(index));
-        const auto t = static_cast<size_t>(index), s = static_cast<size_t>(task.stage);
-        const int function = functions_.of_stage(s);
-        out << "    {" << task.begin << ", " << task.end << ", " << function << ", " << index << ", " << task.stage
-            << ", " << first[s] << ", " << first[s + 1] - first[s] << ", " << events.first_wait[t] << ", "
-            << task.waits.size() << ", " << events.first_signal[t] << ", " << task.signals.size() << ", " << load_count
-            << ", " << asked[position] << "},\n";
+        const auto t = static_cast<size_t>(index), waiting = static_cast<size_t>(task.head >= 0 ? task.head : index);
+        const size_t unit = functions_.unit_of(task);
+        out << "    {" << task.begin << ", " << task.end << ", " << functions_.function_of(unit) << ", " << index
+            << ", " << task.stage << ", " << first[unit] << ", " << first[unit + 1] - first[unit] << ", "
+            << events.first_wait[waiting] << ", " << events.wait_count[waiting] << ", " << events.first_signal[t]
+            << ", " << events.signal_count[t] << ", " << load_count << ", " << asked[position] << "},\n";
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
@@ -170,6 +179,7 @@ class CudaEmitter {
     const Closing closing = closing_of(plan_);
     out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
         << ", kLeader = " << closing.leader << ";\n"
+        << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false") << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"

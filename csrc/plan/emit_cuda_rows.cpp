@@ -74,26 +74,32 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   Registers only(code_.size(), false), others = only;
   std::string aligned;
   for (const int i : loads) {
-    only[static_cast<size_t>(i)] = true;
-    others[static_cast<size_t>(i)] = !is_run(at(i));
-    if (is_run(at(i)))
+    const bool run = is_run(at(i)), polled = run && to_.is_polled(at(i).value);
+    only[static_cast<size_t>(i)] = !polled;
+    others[static_cast<size_t>(i)] = !run;
+    if (run && !polled)
       aligned += (aligned.empty() ? "" : " && ") + ("run_fits<" + std::to_string(turns_)) + ">(" + run_of(at(i)) + ")";
   }
-  if (aligned.empty()) {
-    pass_of_threads(only, loads);
-  } else {  // of one kind or the other, or each load would be waited for before the next
-    to_.open("if (" + aligned + ")");
+  const auto load_runs = [&](bool polled) {
     for (const int i : loads)
-      if (is_run(at(i)))
+      if (is_run(at(i)) && to_.is_polled(at(i).value) == polled)
         to_.line("load_run<Group, " + std::to_string(turns_) + ">(k" + std::to_string(i) + ", " + run_of(at(i)) + ", " +
                  nest_.count(true) + ");");
-    if (std::find(others.begin(), others.end(), true) != others.end()) pass_of_threads(others, loads);
+  };
+  const bool any_other = std::find(others.begin(), others.end(), true) != others.end();
+  if (aligned.empty()) {
+    if (any_other) pass_of_threads(others, loads);
+  } else {  // of one kind or the other, or each load would be waited for before the next
+    to_.open("if (" + aligned + ")");
+    load_runs(false);
+    if (any_other) pass_of_threads(others, loads);
     to_.close();
     to_.open("else");
     to_.line("seldom();");
     pass_of_threads(only, loads);
     to_.close();
   }
+  load_runs(true);  // behind a poll nothing is asked for until it has ended
   kept_.insert(loads.begin(), loads.end());
   for (const int i : loads) keep.erase(i);
 }
@@ -117,12 +123,39 @@ void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& kee
              std::to_string(turns_) + "] = {};");
   to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
   nest_.take_apart("column", true);
+  const Registers rest = poll_together(need, keep);
   for (int i = 0; i < count(); ++i)
-    if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
+    if (rest[static_cast<size_t>(i)]) column_instruction(i, keep);
   to_.close("});");
   for (const int i : runs)
     to_.line("store_run<Group, " + std::to_string(turns_) + ">(" + run_of(at(i)) + ", o" + std::to_string(i) + ", " +
              nest_.count(true) + ");");
+}
+
+// Where some of what a pass loads are packets: all of it, packets last, and all of those at once. The rest is left.
+RowEmitter::Registers RowEmitter::poll_together(const Registers& need, const std::set<int>& keep) {
+  Registers rest = need;
+  std::string from;
+  polled_.clear();
+  for (int i = 0; i < count(); ++i) {
+    if (!need[static_cast<size_t>(i)] || kept_.count(i) != 0 || at(i).kind != Kind::load || !to_.is_polled(at(i).value))
+      continue;
+    polled_.emplace(i, "polled[" + std::to_string(polled_.size()) + "]");
+    from += ", " + nest_.base(at(i), true);
+  }
+  if (polled_.empty()) return rest;
+  for (const bool polled : {false, true}) {
+    if (polled) {
+      to_.line("Floats polled[" + std::to_string(polled_.size()) + "];");
+      to_.line("poll_each(polled" + from + ");");
+    }
+    for (int i = 0; i < count(); ++i) {
+      if (!need[static_cast<size_t>(i)] || at(i).kind != Kind::load || (polled_.count(i) != 0) != polled) continue;
+      column_instruction(i, keep);
+      rest[static_cast<size_t>(i)] = false;
+    }
+  }
+  return rest;
 }
 
 }  // namespace ark::plan

@@ -5,7 +5,9 @@
 #include <type_traits>
 #include <variant>
 
+#include "cuda/loop/group.cuh"
 #include "error.hpp"
+#include "plan/join_tasks.hpp"
 
 namespace ark::plan {
 
@@ -35,7 +37,48 @@ std::string in_comment(const std::string& text) {
 }
 
 StageFunctions::StageFunctions(const Plan& plan, Code code) : plan_(plan), code_(code) {
-  for (const Stage& stage : plan.stages) add(stage);
+  const size_t stages = plan.stages.size();
+  for (size_t stage = 0; stage < stages; ++stage) units_.push_back({-1, static_cast<int>(stage)});
+  std::vector<char> is_head(plan.tasks.size(), 0), runs(stages, 0), idle(stages, 0);
+  for (const Task& task : plan.tasks)
+    if (task.head >= 0) is_head[static_cast<size_t>(task.head)] = 1;
+  for (size_t task = 0; task < plan.tasks.size(); ++task) {
+    const Task& one = plan.tasks[task];
+    const auto stage = static_cast<size_t>(one.stage);
+    (one.head >= 0 || is_head[task] != 0 ? idle : runs)[stage] = 1;
+    if (one.head >= 0 && unit_of(one) == units_.size())
+      units_.push_back({plan.tasks[static_cast<size_t>(one.head)].stage, one.stage});
+  }
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    const bool needed = unit >= stages || runs[unit] != 0 || idle[unit] == 0;
+    if (needed) {
+      add(units_[unit]);
+    } else {
+      function_of_.push_back(0);
+      operands_.emplace_back();
+    }
+  }
+}
+
+size_t StageFunctions::unit_of(const Task& task) const {
+  if (task.head < 0) return static_cast<size_t>(task.stage);
+  const int head = plan_.tasks[static_cast<size_t>(task.head)].stage;
+  size_t unit = plan_.stages.size();
+  while (unit < units_.size() && (units_[unit].head != head || units_[unit].stage != task.stage)) ++unit;
+  return unit;
+}
+
+// The first half, which computes all of its stage, and what is behind it.
+void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
+  const Stage& head = plan_.stages[static_cast<size_t>(unit.head)];
+  for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
+  writer.open("");
+  writer.turn_to(head);
+  writer.line("[[maybe_unused]] constexpr int64_t begin = 0, end = " + std::to_string(head.extent) + ";");
+  write(writer, head);
+  writer.close();
+  writer.line("sync();");
+  writer.turn_to(plan_.stages[static_cast<size_t>(unit.stage)]);
 }
 
 void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
@@ -68,8 +111,12 @@ void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
   }
 }
 
-void StageFunctions::add(const Stage& stage) {
-  FunctionWriter writer(plan_.graph, stage, code_);
+void StageFunctions::add(const Unit& unit) {
+  const Stage& stage = plan_.stages[static_cast<size_t>(unit.stage)];
+  FunctionWriter writer(plan_.graph, plan_.stages[static_cast<size_t>(unit.head < 0 ? unit.stage : unit.head)], code_);
+  for (size_t buffer = 0; buffer < plan_.placements.size(); ++buffer)
+    if (plan_.placements[buffer].packets) writer.poll(static_cast<int>(buffer));
+  if (unit.head >= 0) write_head(writer, unit);
   write(writer, stage);
   scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
   if (writer.operands().size() > kMostOperands) {
@@ -81,12 +128,15 @@ void StageFunctions::add(const Stage& stage) {
   auto [known, fresh] = known_.try_emplace(body, texts_.size());
   if (fresh) {
     texts_.push_back({});
-    names_.push_back(std::string(name_of_kind(stage)) + "_" + std::to_string(known->second));
+    const std::string head =
+        unit.head < 0 ? "" : std::string(name_of_kind(plan_.stages[static_cast<size_t>(unit.head)])) + "_";
+    names_.push_back(head + name_of_kind(stage) + "_" + std::to_string(known->second));
   }
   function_of_.push_back(known->second);
   operands_.push_back(writer.operands());
   std::vector<std::string>& users = used_by_[known->second];
-  users.push_back(in_comment(stage.name + ": " + stage.origin));
+  const std::string before = unit.head < 0 ? "" : plan_.stages[static_cast<size_t>(unit.head)].name + ", ";
+  users.push_back(in_comment(before + stage.name + ": " + stage.origin));
   std::string text;
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";

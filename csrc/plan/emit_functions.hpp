@@ -19,23 +19,32 @@ class StageFunctions {
 
   const std::vector<std::string>& texts() const { return texts_; }  // by function
   const std::vector<std::string>& names() const { return names_; }
-  size_t of_stage(size_t stage) const { return function_of_[stage]; }
-  const std::vector<int>& operands(size_t stage) const { return operands_[stage]; }  // values
+  // What one run of a function does: unit s is stage s; behind those are stages whose tasks begin with another stage
+  // (Task::head).
+  struct Unit {
+    int head = -1, stage = -1;
+  };
+  const std::vector<Unit>& units() const { return units_; }
+  size_t unit_of(const Task& task) const;
+  size_t function_of(size_t unit) const { return function_of_[unit]; }
+  const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; none if nobody runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
   bool by_groups() const { return by_groups_; }
 
  private:
-  void add(const Stage& stage);
+  void add(const Unit& unit);
   void write(FunctionWriter& writer, const Stage& stage);
+  void write_head(FunctionWriter& writer, const Unit& unit);
 
   const Plan& plan_;
   const Code code_;
   std::map<std::string, size_t> known_;  // body -> function
   std::vector<std::string> texts_, names_;
   std::map<size_t, std::vector<std::string>> used_by_;  // function -> stages
-  std::vector<size_t> function_of_;                     // by stage
-  std::vector<std::vector<int>> operands_;              // by stage
+  std::vector<Unit> units_;
+  std::vector<size_t> function_of_;         // by unit
+  std::vector<std::vector<int>> operands_;  // by unit
   int64_t scratch_bytes_ = 0;
   bool by_groups_ = false;
 };

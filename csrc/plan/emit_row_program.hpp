@@ -4,6 +4,7 @@
 // emit_cpu_rows.cpp. How a GPU's threads take a row: emit_cuda_rows.cpp.
 #pragma once
 
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -68,6 +69,7 @@ class RowEmitter {
   void load_first(const Registers& need, std::set<int>& keep);
   void kept_array(int i);
   void pass_of_threads(const Registers& need, const std::set<int>& keep);
+  Registers poll_together(const Registers& need, const std::set<int>& keep);
 
   FunctionWriter& to_;
   const std::vector<Instruction>& code_;
@@ -81,6 +83,7 @@ class RowEmitter {
   int turns_ = 0;         // of a GPU: columns a thread, where they are few
   bool in_runs_ = false;  // and adjacent
   std::set<int> kept_;
+  std::map<int, std::string> polled_;  // loads of this pass that have come already
 };
 
 }  // namespace ark::plan

@@ -13,7 +13,7 @@ Place place_of(const Plan& plan, int index, int64_t extra) {
   if (buffer.kind == Buffer::Kind::input) return {Place::input, buffer.argument, offset};
   if (buffer.kind == Buffer::Kind::output) return {Place::output, buffer.argument, offset};
   const Placement& placement = plan.placements.at(static_cast<size_t>(value.buffer));
-  return {placement.own ? Place::own : Place::arena, 0, placement.offset + offset};
+  return {placement.own ? Place::own : Place::arena, 0, placement.offset + offset * (placement.packets ? 2 : 1)};
 }
 
 EventTables::EventTables(const Plan& plan) {
@@ -22,10 +22,12 @@ EventTables::EventTables(const Plan& plan) {
     for (const Task& task : plan.tasks) {
       (carried ? first_carried : first_wait).push_back(count);
       for (const int event : carried ? task.carried : task.waits) {
+        if (plan.events.at(static_cast<size_t>(event)).packets) continue;
         if (count++ % 12 == 0) waits += count == 1 ? "    " : "\n    ";
         waits += "{" + std::to_string(event) + ", " +
                  std::to_string(plan.events.at(static_cast<size_t>(event)).threshold) + "}, ";
       }
+      if (!carried) wait_count.push_back(count - first_wait.back());
     }
   }
   if (waits.empty()) waits = "    ";
@@ -33,9 +35,11 @@ EventTables::EventTables(const Plan& plan) {
   for (const Task& task : plan.tasks) {
     first_signal.push_back(count);
     for (const int event : task.signals) {
+      if (plan.events.at(static_cast<size_t>(event)).packets) continue;
       if (count++ % 24 == 0) signals += count == 1 ? "    " : "\n    ";
       signals += std::to_string(event) + ", ";
     }
+    signal_count.push_back(count - first_signal.back());
   }
   if (signals.empty()) signals = "    ";
 }

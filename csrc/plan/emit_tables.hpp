@@ -18,12 +18,13 @@ struct Place {
 };
 Place place_of(const Plan& plan, int value, int64_t extra);
 
-// All waits of tasks, then all waits for the step before; all signals. By task: the first of each.
+// All waits of tasks, then all waits for the step before; all signals. By task: the first of each, and how many. Events
+// of packets are none of them.
 struct EventTables {
   explicit EventTables(const Plan& plan);
   std::string waits;    // "{event, threshold}, ..."
   std::string signals;  // "event, ..."
-  std::vector<int> first_wait, first_carried, first_signal;
+  std::vector<int> first_wait, first_carried, first_signal, wait_count, signal_count;
 };
 
 // Pages are of no interest to who only fetches: neighbours become one entry.

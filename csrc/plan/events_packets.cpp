@@ -1,10 +1,12 @@
 // Which buffers travel as packets. See events.hpp.
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "plan/events.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
 
@@ -14,6 +16,30 @@ namespace {
 
 // Packets double the bytes, and every reader polls them all: for vectors, not for matrices.
 constexpr int64_t most_packet_bytes = 32768;
+
+// What kernels write and poll where the target says so (Target::packets_of_rows).
+bool writes_packets(const Graph& graph, const Stage& stage, const Access& access) {
+  return rows_of(stage) >= 0 && is_floating(graph.values()[access.value].type);
+}
+bool polls_packets(const Graph& graph, const Stage& stage, const Access& access, ScalarType written) {
+  const Value& value = graph.values()[access.value];
+  if (value.type != written) return false;
+  if (std::holds_alternative<RowProgram>(stage.body)) return true;
+  if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {
+    const Value& source = graph.values()[scatter->source];
+    return source.buffer == value.buffer && graph.values()[scatter->index].buffer != value.buffer && !scatter->along &&
+           !scatter->accumulate && source.shape[static_cast<size_t>(scatter->dim)] == 1;
+  }
+  if (rows_of(stage) != access.value) return false;
+  // Each element by one thread, where the depth of `b` is adjacent.
+  std::vector<MatmulStage> products;
+  if (const auto* several = std::get_if<ProductsStage>(&stage.body)) products = several->products;
+  if (const auto* one = std::get_if<MatmulStage>(&stage.body)) products = {*one};
+  return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
+    const Value& b = graph.values()[one.b];
+    return b.buffer != value.buffer && b.strides[b.strides.size() - 2] == 1;
+  });
+}
 
 }  // namespace
 
@@ -34,6 +60,19 @@ std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own)
     for (const Access& access : plan.stages[index].accesses) {  // what is read before it is written
       const int buffer = plan.graph.values()[access.value].buffer;
       if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
+    }
+  }
+  std::vector<ScalarType> written(buffers.size(), ScalarType::f32);
+  for (const bool write : {true, false}) {
+    for (const Stage& stage : plan.stages) {
+      for (const Access& access : stage.accesses) {
+        if (!plan.target.packets_of_rows || access.write != write) continue;
+        const Value& value = plan.graph.values()[access.value];
+        if (write) written[value.buffer] = value.type;
+        if (write ? !writes_packets(plan.graph, stage, access)
+                  : !polls_packets(plan.graph, stage, access, written[value.buffer]))
+          plain[value.buffer] = 1;
+      }
     }
   }
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {

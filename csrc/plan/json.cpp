@@ -99,6 +99,7 @@ void write_tasks(JsonWriter& json, const Plan& plan) {
     json.open('{').field("stage", task.stage).field("begin", task.begin).field("end", task.end);
     json.field("worker", task.worker);
     if (task.replica) json.flag("replica", true);
+    if (task.head >= 0) json.field("head", task.head);
     write_list(json, "waits", task.waits);
     if (!task.carried.empty()) write_list(json, "carried", task.carried);
     write_list(json, "signals", task.signals);

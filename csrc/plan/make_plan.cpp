@@ -6,6 +6,7 @@
 #include "plan/events.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
+#include "plan/join_tasks.hpp"
 #include "plan/loads.hpp"
 #include "plan/merge_products.hpp"
 #include "plan/place.hpp"
@@ -36,6 +37,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
   add_events(plan, cut.own, packets);
   place_buffers(plan, cut.own, packets);
   if (chained) add_carried(plan);
+  if (target.name != "cpu") join_tasks(plan);
   for (Queue& queue : plan.queues) {
     for (const int task : queue.tasks) add_loads(plan, task, queue.loads);
   }

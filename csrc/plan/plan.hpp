@@ -34,6 +34,7 @@ struct Target {
   int pages = 10;                    // in the ring of each worker
   int in_flight = 2;                 // pages asked for and not yet landed
   bool packets = false;              // small results travel as {value, epoch} packets instead of data and a counter
+  bool packets_of_rows = false;      // but only from products of few rows, to row programs and such
   double flops_per_us = 2e4;         // of one worker, in products
   double pointwise_per_us = 2e4;     // the same in pointwise operators, reductions and what else there is
   double bytes_per_us = 5e3;         // of one worker, all of them at work: parameters, caches, inputs
@@ -48,6 +49,7 @@ struct Task {
   int64_t begin = 0, end = 0;  // of the stage's tile axis
   int worker = 0;
   bool replica = false;      // one of the copies of a replicated stage: its results are the worker's own
+  int head = -1;             // the task before it in its queue, where one run does both; see join_tasks.hpp
   std::vector<int> waits;    // events
   std::vector<int> carried;  // events of the step before; only in chained plans
   std::vector<int> signals;  // events

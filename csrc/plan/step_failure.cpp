@@ -5,6 +5,7 @@
 #include <string>
 
 #include "error.hpp"
+#include "plan/join_tasks.hpp"
 
 namespace ark::plan {
 
@@ -43,17 +44,26 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
     }
     case StepFailure::Kind::deadline: {
       std::string whom;
+      const bool polled = failure.event < 0;
+      const std::vector<int>& waits = waits_of(plan, failure.task);
+      const auto meant = [&](int event) {
+        const bool one_of = std::find(waits.begin(), waits.end(), event) != waits.end();
+        return polled ? one_of && plan.events[static_cast<size_t>(event)].packets : event == failure.event;
+      };
       for (size_t i = 0; i < plan.tasks.size() && whom.size() < 300; ++i) {
         const auto& signals = plan.tasks[i].signals;
-        if (std::find(signals.begin(), signals.end(), failure.event) != signals.end())
+        if (std::any_of(signals.begin(), signals.end(), meant))
           whom += (whom.empty() ? "" : ", ") + describe_task(plan, static_cast<int>(i));
       }
+      const std::string missing = polled ? "packets of step " + std::to_string(failure.limit) + " have not come"
+                                         : "event " + std::to_string(failure.event) + " is at " +
+                                               std::to_string(failure.value) + " and must reach " +
+                                               std::to_string(failure.limit);
       context.remedy = "Raise the limit if the machine is that busy; otherwise please report it with the plan.";
       throw Error(ErrorKind::timeout,
                   "worker " + std::to_string(failure.worker) + " waited longer than " +
                       std::to_string(failure.timeout.count()) + " ms before " + describe_task(plan, failure.task) +
-                      " for " + whom + ": event " + std::to_string(failure.event) + " is at " +
-                      std::to_string(failure.value) + " and must reach " + std::to_string(failure.limit),
+                      " for " + whom + ": " + missing,
                   context);
     }
     case StepFailure::Kind::collective: {

@@ -33,7 +33,7 @@ Target target_named(const std::string& name, int workers) {
 Target gpu_target(const std::string& arch, int multiprocessors) {
   Target target = target_named("sm_90a", multiprocessors);
   target.name = arch;
-  target.packets = false;
+  target.packets_of_rows = true;
   target.pointwise_per_us = 2e4;  // of a block whose threads have few elements each
   target.cached_bytes_per_us = 2e4;
   return target;

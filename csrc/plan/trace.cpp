@@ -17,6 +17,7 @@
 
 #include "error.hpp"
 #include "health/json_writer.hpp"
+#include "plan/join_tasks.hpp"
 
 namespace ark::plan {
 
@@ -70,8 +71,11 @@ std::string line_of(const char* file) {
 }  // namespace
 
 TracedPlan::TracedPlan(const Plan& plan, std::string called) : name(std::move(called)), signalling(plan.events.size()) {
-  for (const Stage& stage : plan.stages) {
-    const std::string label = stage.name + " " + module_of(stage.origin);
+  for (int index = 0; index < static_cast<int>(plan.stages.size()); ++index) {
+    const Stage& stage = plan.stages[static_cast<size_t>(index)];
+    const int head = head_stage(plan, index);
+    const std::string before = head < 0 ? "" : plan.stages[static_cast<size_t>(head)].name + ", ";
+    const std::string label = before + stage.name + " " + module_of(stage.origin);
     JsonWriter json;
     json.open('{').field("name", label).field("cat", stage.kind).key("args").open('{');
     json.field("kind", stage.kind).field("origin", stage.origin);
@@ -84,7 +88,7 @@ TracedPlan::TracedPlan(const Plan& plan, std::string called) : name(std::move(ca
     std::snprintf(tail, sizeof(tail), ",\"task\":%zu,\"tile\":\"%lld to %lld of %lld\",\"estimated_us\":%.3f}}", index,
                   static_cast<long long>(task.begin), static_cast<long long>(task.end),
                   static_cast<long long>(plan.stages[static_cast<size_t>(task.stage)].extent), task.cost_us);
-    tasks.push_back({task.stage, task.worker, tail, task.waits, task.carried});
+    tasks.push_back({task.stage, task.worker, tail, waits_of(plan, static_cast<int>(index)), task.carried});
     for (const int event : task.signals) signalling[static_cast<size_t>(event)].push_back(static_cast<int>(index));
   }
 }

@@ -191,6 +191,7 @@ void validate(const Plan& plan) {
   check_structure(plan);
   check_tiles(plan);
   check_tails(plan);
+  check_heads(plan);
   check_placements(plan);
   check_loads(plan);
   check_order(plan);

@@ -17,11 +17,19 @@ inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
 
+// Of shared memory where what a task's first half computes stays for its second (csrc/plan/join_tasks.hpp).
+inline constexpr int kKeptBytes = 8 * 1024;
+
 #if defined(__CUDACC__)
 
 ARK_LOOP char* workspace() {
   extern __shared__ __align__(kWorkspaceAlignment) char dynamic_shared[];
   return dynamic_shared;
+}
+
+ARK_LOOP char* kept_bytes() {
+  __shared__ __align__(16) char kept[kKeptBytes];
+  return kept;
 }
 
 template <class T>

@@ -132,6 +132,19 @@ struct Context {
   uint32 step;
 };
 
+// What tasks that write or poll packets (packets.cuh) need beside their operands.
+struct Polling {
+  const LaunchHead* head;
+  const TaskEntry* task;  // for reports
+  int* leave;
+  int worker;
+  uint32 step;
+};
+ARK_LOOP Polling& polling() {
+  __shared__ Polling now;
+  return now;
+}
+
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
 // constant cache, which weights' pointers pass through once a step.
 template <int kPointers>

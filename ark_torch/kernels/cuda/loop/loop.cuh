@@ -13,6 +13,8 @@
 // captured in a graph goes on where the one before ended. Launches on one stream are ordered by the stream; launches
 // that may overlap have memory of their own (csrc/plan/cuda_loop.hpp).
 //
+// Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
+//
 // Many steps a launch (resident mode, chained plans): all workers meet between two steps, at an event that the last
 // task of each bumps, so a step sees all of the one before, as the next launch would. Each worker has looked by itself
 // whether the graph says stop. Whether the host does, one worker asks when it begins a step, and leaves the answer
@@ -117,6 +119,7 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEn
                        Shared& shared) {
   const int worker = static_cast<int>(blockIdx.x);
   const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
+  if (Plan::kPackets && thread() == 0) polling() = {&head, nullptr, &shared.leave, worker, step};
   clerk.begin();
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = shared.ahead.entries[position % 5];
@@ -125,6 +128,7 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEn
       if (head.stamps != nullptr && thread() == 0) head.stamps[task.task].*when = now_ns();
     };
     stamp(&Stamp::came_ns);
+    if (Plan::kPackets && thread() == 0) *const_cast<const TaskEntry* volatile*>(&polling().task) = &task;
     clerk.ahead(position);
     fetch(bases, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count), task.load_count);
     const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count);

@@ -1,0 +1,82 @@
+// What crosses SMs as packets in plans for a GPU, and that nobody counts their events there.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "graph_builder.hpp"
+#include "plan/emit_cuda.hpp"
+#include "plan/emit_tables.hpp"
+#include "plan/targets.hpp"
+
+namespace ark::plan {
+namespace {
+
+constexpr int64_t kWidth = 512;
+
+struct Made {
+  Plan plan;
+  int across, along, normed;  // buffers
+};
+
+// Products: the first one's result is multiplied by a matrix across whose depth elements are adjacent, the second one's
+// by one along it, and the third one's is normed before it is.
+Made some_products(int64_t rows, ScalarType type, bool chained = false) {
+  GraphBuilder builder;
+  const auto linear = [&](int a, bool turned = true) {
+    const int weights = builder.parameter({kWidth, kWidth}, type);
+    return builder.matmul(a, turned ? builder.transpose(weights) : weights, -1, type);
+  };
+  const int across = linear(builder.input({rows, kWidth}, type)), along = linear(across, false), normed = linear(along);
+  const int mean = builder.reduce("mean", builder.pointwise("mul", {normed, normed}, type), {1}, true, type);
+  builder.copy_out(linear(builder.pointwise("mul", {normed, builder.pointwise("rsqrt", {mean}, type)}, type)));
+  const auto buffer = [&](int value) { return builder.graph.values()[static_cast<size_t>(value)].buffer; };
+  const int a = buffer(across), b = buffer(along), c = buffer(normed);
+  return {make_plan(builder.graph, gpu_target("sm_90a", 6), chained), a, b, c};
+}
+
+bool is_packets(const Plan& plan, int buffer) {
+  return plan.placements[static_cast<size_t>(buffer)].packets;
+}
+
+TEST(Packets, ResultsOfFewRowsThatAreReadElementByElement) {
+  for (const ScalarType type : {ScalarType::bf16, ScalarType::f16, ScalarType::f32}) {
+    const Made made = some_products(1, type);
+    EXPECT_TRUE(is_packets(made.plan, made.normed));
+    EXPECT_TRUE(is_packets(made.plan, made.along));
+    EXPECT_FALSE(is_packets(made.plan, made.across));
+    EXPECT_NE(emit_cuda(made.plan).text.find("const Packet<"), std::string::npos);
+    EXPECT_FALSE(is_packets(some_products(8, type).plan, made.normed));
+    EXPECT_FALSE(is_packets(some_products(1, type, true).plan, made.normed));
+  }
+}
+
+TEST(Packets, TheirEventsAreNotCounted) {
+  const Plan plan = some_products(1, ScalarType::bf16).plan;
+  const EventTables tables(plan);
+  size_t polled = 0, counted = 0;
+  for (size_t task = 0; task < plan.tasks.size(); ++task) {
+    size_t packets = 0;
+    for (const int event : plan.tasks[task].waits) packets += plan.events[static_cast<size_t>(event)].packets ? 1 : 0;
+    EXPECT_EQ(static_cast<size_t>(tables.wait_count[task]), plan.tasks[task].waits.size() - packets);
+    polled += packets;
+    counted += static_cast<size_t>(tables.wait_count[task]);
+  }
+  EXPECT_GT(polled, 0u);
+  EXPECT_GT(counted, 0u);
+  for (size_t event = 0; event < plan.events.size(); ++event)
+    if (plan.events[event].packets)
+      EXPECT_EQ((" " + tables.waits).find(" {" + std::to_string(event) + ", "), std::string::npos);
+}
+
+TEST(Packets, AnElementLiesTwiceAsFarFromTheFirst) {
+  const Made made = some_products(1, ScalarType::bf16);
+  Plan plan = made.plan;
+  const int64_t offset = plan.placements[static_cast<size_t>(made.normed)].offset;
+  int value = 0;
+  while (plan.graph.values()[static_cast<size_t>(value)].buffer != made.normed) ++value;
+  EXPECT_EQ(place_of(plan, value, 0).offset, offset);
+  EXPECT_EQ(place_of(plan, value, 6).offset, offset + 12);
+}
+
+}  // namespace
+}  // namespace ark::plan
