@@ -34,7 +34,7 @@ struct Target {
   int pages = 10;                    // in the ring of each worker
   int in_flight = 2;                 // pages asked for and not yet landed
   bool packets = false;              // small results travel as {value, epoch} packets instead of data and a counter
-  bool packets_of_rows = false;      // but only from products of few rows, to row programs and such
+  bool packets_of_rows = false;      // of these only what kernels write and poll: results of products of few rows
   double flops_per_us = 2e4;         // of one worker, in products
   double pointwise_per_us = 2e4;     // the same in pointwise operators, reductions and what else there is
   double bytes_per_us = 5e3;         // of one worker, all of them at work: parameters, caches, inputs

@@ -50,6 +50,24 @@ TEST(Packets, ResultsOfFewRowsThatAreReadElementByElement) {
   }
 }
 
+// Of a product into a cache: one row, or several that may have to be put in order.
+TEST(Packets, ARowOnItsWayIntoACache) {
+  for (const int64_t rows : {1, 2}) {
+    GraphBuilder builder;
+    const int64_t heads = 2, width = kWidth / heads;
+    const int cache = builder.input({heads, 16, width}, ScalarType::bf16, true);
+    const int index = builder.input({rows}, ScalarType::i64);
+    const int weights = builder.transpose(builder.parameter({kWidth, kWidth}, ScalarType::bf16));
+    const int row = builder.matmul(builder.input({rows, kWidth}, ScalarType::bf16), weights, -1, ScalarType::bf16);
+    const int buffer = builder.graph.values()[static_cast<size_t>(row)].buffer;
+    const int by_head = builder.view(row, {heads, rows, width}, {width, kWidth, 1});
+    builder.into(cache, "scatter", {cache, index, by_head}, {{"dim", int64_t{1}}});
+    const Plan plan = make_plan(builder.graph, gpu_target("sm_90a", 6));
+    EXPECT_EQ(is_packets(plan, buffer), rows == 1);
+    EXPECT_NO_THROW(emit_cuda(plan));
+  }
+}
+
 TEST(Packets, TheirEventsAreNotCounted) {
   const Plan plan = some_products(1, ScalarType::bf16).plan;
   const EventTables tables(plan);
