@@ -85,6 +85,6 @@ def test_a_rank_that_leaves_is_named(how: str) -> None:
         for survivor in range(victim):
             text = job.wait_event(survivor, "raised", timeout=60)
             assert time.monotonic() - since < LOST_BOUND_S
-            assert f"rank {victim}" in text.partition("] ")[2] and "all_reduce" in text, text
+            assert f"rank {victim}" in text.rpartition("] ")[2] and "all_reduce" in text, text
         outcomes = job.wait_outcomes(list(range(victim)), timeout=30)
         assert [o.kind for o in outcomes] == ["result"] * victim, [o.describe() for o in outcomes]
