@@ -71,6 +71,12 @@ ARK_LOOP T* in_global(char* at) {
   return reinterpret_cast<T*>(at);
 }
 
+// So many elements that are loaded or stored as one.
+template <class T, int kElements>
+struct alignas(kElements * sizeof(T)) Together {
+  T at[kElements];
+};
+
 // ---- One element, in the type that is computed with, and back.
 
 ARK_LOOP float widen(float x) {
