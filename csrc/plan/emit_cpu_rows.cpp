@@ -240,9 +240,7 @@ class RowEmitter {
     } else {  // of one kind or the other, or each load would be waited for before the next
       to_.open("if (" + aligned + ")");
       for (const int i : loads)
-        if (is_run(at(i)))
-          to_.line("load_run<Group, " + row_number(turns_) + ">(k" + row_number(i) + ", " + run_of(at(i)) + ", " +
-                   nest_.count(true) + ");");
+        if (is_run(at(i))) to_.line(loads_run(i));
       if (std::find(others.begin(), others.end(), true) != others.end()) pass_of_threads(others, loads);
       to_.close();
       to_.open("else");
@@ -252,6 +250,22 @@ class RowEmitter {
     }
     kept_.insert(loads.begin(), loads.end());
     for (const int i : loads) keep.erase(i);
+  }
+  // Of a load whose run fits, into its array.
+  std::string loads_run(int i) {
+    const Instruction& one = at(i);
+    const std::string into = "(k" + row_number(i) + ", " + run_of(one);
+    if (one.parts.count == 1)
+      return "load_run<Group, " + row_number(turns_) + ">" + into + ", " + nest_.count(true) + ");";
+    return "load_run_of_parts<Group, " + row_number(turns_) + ", " + row_number(one.parts.count) + ">" + into + ", " +
+           row_number(one.parts.apart) + ", " + nest_.count(true) + ", [](float sum) { return " +
+           RowExpressions::rounded(one, "sum") + "; });";
+  }
+  // A column's element.
+  std::string load_element(const Instruction& one) {
+    if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
+    return RowExpressions::rounded(one, "load_parts<" + row_number(one.parts.count) + ">(" + nest_.base(one, true) +
+                                            ", " + row_number(one.parts.apart) + ")");
   }
   void kept_array(int i) {
     to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
@@ -374,7 +388,7 @@ class RowEmitter {
     switch (one.kind) {
       case Kind::load:
         if (to_.cuda())
-          define(i, "load_one(" + nest_.base(one, true) + ")");
+          define(i, load_element(one));
         else if (step(one) != 0)
           define(i, std::string("load") + form(one) + place(one) + ", lanes)");
         break;

@@ -140,6 +140,16 @@ ARK_LOOP void store_one(T* to, V x) {
   *to = narrow(x, T{});
 }
 
+// The sum of kParts elements, so far apart, in order; all are asked for before any is added.
+template <int kParts>
+ARK_LOOP float load_parts(const float* from, int64_t apart) {
+  float parts[kParts];
+  ARK_UNROLL for (int i = 0; i < kParts; ++i) parts[i] = from[i * apart];
+  float sum = parts[0];
+  ARK_UNROLL for (int i = 1; i < kParts; ++i) sum += parts[i];
+  return sum;
+}
+
 // Rounds to a narrower type, staying wide.
 template <class V, class T>
 ARK_LOOP V round_to(V x, T type) {
