@@ -106,6 +106,17 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   for (const Value* one : {&q, &k, &v, &out}) {
     if (!is_floating(one->type)) to.refuse("attention over " + std::string(name_of(one->type)));
     if (one->shape.size() != 4) to.refuse("attention over tensors that do not have 4 dimensions");
+bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
+  const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
+  const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
+  constexpr int64_t kColumns = 64, kMostPositions = 512, kFewRows = 16;
+  const bool one_mask = attention.mask < 0 || (stride_from_end(value(attention.mask), 2) == 0 &&
+                                               stride_from_end(value(attention.mask), 3) == 0);
+  return size_of(q.type) == 2 && q.type == k.type && k.type == v.type && q.shape[3] == kColumns &&
+         v.shape[3] == kColumns && k.shape[2] <= kMostPositions && q.shape[1] / k.shape[1] * q.shape[2] > kFewRows &&
+         one_mask && !attention.causal && attention.states < 0;
+}
+
   }
   const int64_t batch = q.shape[0], kv_heads = k.shape[1], heads = q.shape[1] / kv_heads;
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
@@ -161,8 +172,10 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // The strides are a template argument where code is chosen by them.
   const std::string sizes = number(columns) + ", " + number(value_columns);
-  to.line((to.cuda() ? "attend<" + sizes + ", s>(context, " : "attend<" + sizes + ">(context, s, ") + q_at + ", " +
-          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
+  const std::string call = !to.cuda()                                 ? "attend<" + sizes + ">(context, s, "
+                           : attends_by_groups(to.graph(), attention) ? "attend_by_groups<s>(context, "
+                                                                      : "attend<" + sizes + ", s>(context, ";
+  to.line(call + q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
   nest.close();
 }
 
