@@ -36,6 +36,7 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   RowProgram program;
   program.code = matmul.finish;
   const RowExpressions expressions(to, program);
+  const bool halves = size_of(to.value(matmul.out).type) == 2;
   to.open("const auto finish = [](float sum)");
   for (size_t i = 0; i < program.code.size(); ++i) {
     const RowProgram::Instruction& one = program.code[i];
@@ -43,7 +44,12 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
     const std::string defined =
         std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = ";
     if (one.kind == Kind::load) to.line(defined + RowExpressions::rounded(one, "sum") + ";");
-    if (one.kind == Kind::op) to.line(defined + expressions.call(one) + ";");
+    if (one.kind == Kind::op && one.name == "erf" && halves)
+      to.line(defined +
+              RowExpressions::rounded(one, "erf_for_halves(" + expressions.argument(one.args.at(0), "Floats") + ")") +
+              ";");
+    else if (one.kind == Kind::op)
+      to.line(defined + expressions.call(one) + ";");
     if (one.kind == Kind::store) to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
   }
   to.close("};");
@@ -100,12 +106,6 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   nest.close();
 }
 
-void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
-  const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v),
-              &out = to.value(attention.out);
-  for (const Value* one : {&q, &k, &v, &out}) {
-    if (!is_floating(one->type)) to.refuse("attention over " + std::string(name_of(one->type)));
-    if (one->shape.size() != 4) to.refuse("attention over tensors that do not have 4 dimensions");
 bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
   const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
@@ -117,6 +117,12 @@ bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
          one_mask && !attention.causal && attention.states < 0;
 }
 
+void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
+  const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v),
+              &out = to.value(attention.out);
+  for (const Value* one : {&q, &k, &v, &out}) {
+    if (!is_floating(one->type)) to.refuse("attention over " + std::string(name_of(one->type)));
+    if (one->shape.size() != 4) to.refuse("attention over tensors that do not have 4 dimensions");
   }
   const int64_t batch = q.shape[0], kv_heads = k.shape[1], heads = q.shape[1] / kv_heads;
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 0 : value.strides[d]; };
