@@ -245,7 +245,9 @@ class RowEmitter {
       to_.close();
       to_.open("else");
       to_.line("seldom();");
+      seldom_ = true;
       pass_of_threads(only, loads);
+      seldom_ = false;
       to_.close();
     }
     kept_.insert(loads.begin(), loads.end());
@@ -264,8 +266,8 @@ class RowEmitter {
   // A column's element.
   std::string load_element(const Instruction& one) {
     if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
-    return RowExpressions::rounded(one, "load_parts<" + row_number(one.parts.count) + ">(" + nest_.base(one, true) +
-                                            ", " + row_number(one.parts.apart) + ")");
+    return RowExpressions::rounded(one, "load_parts<" + row_number(one.parts.count) + (seldom_ ? ", false" : "") +
+                                            ">(" + nest_.base(one, true) + ", " + row_number(one.parts.apart) + ")");
   }
   void kept_array(int i) {
     to_.line(std::string(lanes_of(at(i).type)) + " k" + row_number(i) + "[" + row_number(turns_) + "];");
@@ -433,6 +435,7 @@ class RowEmitter {
   int last_level_ = 0;
   int turns_ = 0;         // of a GPU: columns a thread, where they are few
   bool in_runs_ = false;  // and adjacent
+  bool seldom_ = false;   // in a branch that shall not need many registers
   std::set<int> kept_;
 };
 

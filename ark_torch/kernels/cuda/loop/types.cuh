@@ -140,13 +140,18 @@ ARK_LOOP void store_one(T* to, V x) {
   *to = narrow(x, T{});
 }
 
-// The sum of kParts elements, so far apart, in order; all are asked for before any is added.
-template <int kParts>
+// The sum of kParts elements, so far apart, in order; all are asked for before any is added, or, with few registers,
+// one after the other.
+template <int kParts, bool kTogether = true>
 ARK_LOOP float load_parts(const float* from, int64_t apart) {
-  float parts[kParts];
-  ARK_UNROLL for (int i = 0; i < kParts; ++i) parts[i] = from[i * apart];
-  float sum = parts[0];
-  ARK_UNROLL for (int i = 1; i < kParts; ++i) sum += parts[i];
+  float sum = *from;
+  if constexpr (kTogether) {
+    float others[kParts - 1];
+    ARK_UNROLL for (int i = 1; i < kParts; ++i) others[i - 1] = from[i * apart];
+    ARK_UNROLL for (int i = 1; i < kParts; ++i) sum += others[i - 1];
+  } else {
+    _Pragma("unroll 1") for (int i = 1; i < kParts; ++i) sum += from[i * apart];
+  }
   return sum;
 }
 
