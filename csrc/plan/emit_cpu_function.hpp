@@ -96,6 +96,8 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul);
 void emit_products(FunctionWriter& to, const ProductsStage& stage);
 void emit_attention(FunctionWriter& to, const AttentionStage& attention);
+// Whether a GPU that has them takes groups of warps for it (kernels/cuda/loop/attention_groups.cuh).
+bool attends_by_groups(const Graph& graph, const AttentionStage& attention);
 void emit_combine(FunctionWriter& to, const CombineStage& combine);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);

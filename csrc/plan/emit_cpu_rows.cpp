@@ -161,7 +161,7 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
       if (polled_.count(i) != 0)
         define(i, polled_.at(i));
       else if (to_.cuda())
-        define(i, "load_one(" + nest_.base(one, true) + ")");
+        define(i, load_element(one));
       else if (step(one) != 0)
         define(i, std::string("load") + form(one) + place(one) + ", lanes)");
       break;

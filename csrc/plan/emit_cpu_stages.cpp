@@ -36,6 +36,7 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   RowProgram program;
   program.code = matmul.finish;
   const RowExpressions expressions(to, program);
+  const bool halves = size_of(to.value(matmul.out).type) == 2;
   to.open("const auto finish = [](float sum)");
   for (size_t i = 0; i < program.code.size(); ++i) {
     const RowProgram::Instruction& one = program.code[i];
@@ -43,7 +44,12 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
     const std::string defined =
         std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = ";
     if (one.kind == Kind::load) to.line(defined + RowExpressions::rounded(one, "sum") + ";");
-    if (one.kind == Kind::op) to.line(defined + expressions.call(one) + ";");
+    if (one.kind == Kind::op && one.name == "erf" && halves)
+      to.line(defined +
+              RowExpressions::rounded(one, "erf_for_halves(" + expressions.argument(one.args.at(0), "Floats") + ")") +
+              ";");
+    else if (one.kind == Kind::op)
+      to.line(defined + expressions.call(one) + ";");
     if (one.kind == Kind::store) to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
   }
   to.close("};");
@@ -98,6 +104,17 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     to.line(most + ">(s, " + operands + ", context.scratch + " + number(scratch) + ");");
   }
   nest.close();
+}
+
+bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
+  const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
+  const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
+  constexpr int64_t kColumns = 64, kMostPositions = 512, kFewRows = 16;
+  const bool one_mask = attention.mask < 0 || (stride_from_end(value(attention.mask), 2) == 0 &&
+                                               stride_from_end(value(attention.mask), 3) == 0);
+  return size_of(q.type) == 2 && q.type == k.type && k.type == v.type && q.shape[3] == kColumns &&
+         v.shape[3] == kColumns && k.shape[2] <= kMostPositions && q.shape[1] / k.shape[1] * q.shape[2] > kFewRows &&
+         one_mask && !attention.causal && attention.states < 0;
 }
 
 void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
@@ -161,8 +178,10 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // The strides are a template argument where code is chosen by them.
   const std::string sizes = number(columns) + ", " + number(value_columns);
-  to.line((to.cuda() ? "attend<" + sizes + ", s>(context, " : "attend<" + sizes + ">(context, s, ") + q_at + ", " +
-          k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
+  const std::string call = !to.cuda()                                 ? "attend<" + sizes + ">(context, s, "
+                           : attends_by_groups(to.graph(), attention) ? "attend_by_groups<s>(context, "
+                                                                      : "attend<" + sizes + ", s>(context, ";
+  to.line(call + q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
   nest.close();
 }
 

@@ -83,8 +83,7 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   const auto load_runs = [&](bool polled) {
     for (const int i : loads)
       if (is_run(at(i)) && to_.is_polled(at(i).value) == polled)
-        to_.line("load_run<Group, " + std::to_string(turns_) + ">(k" + std::to_string(i) + ", " + run_of(at(i)) + ", " +
-                 nest_.count(true) + ");");
+        to_.line(loads_run(i));
   };
   const bool any_other = std::find(others.begin(), others.end(), true) != others.end();
   if (aligned.empty()) {
@@ -96,12 +95,31 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
     to_.close();
     to_.open("else");
     to_.line("seldom();");
+    seldom_ = true;
     pass_of_threads(only, loads);
+    seldom_ = false;
     to_.close();
   }
   load_runs(true);  // behind a poll nothing is asked for until it has ended
   kept_.insert(loads.begin(), loads.end());
   for (const int i : loads) keep.erase(i);
+}
+
+// Of a load whose run fits, into its array.
+std::string RowEmitter::loads_run(int i) {
+  const Instruction& one = at(i);
+  const std::string turns = std::to_string(turns_), into = "(k" + std::to_string(i) + ", " + run_of(one);
+  if (one.parts.count == 1) return "load_run<Group, " + turns + ">" + into + ", " + nest_.count(true) + ");";
+  return "load_run_of_parts<Group, " + turns + ", " + std::to_string(one.parts.count) + ">" + into + ", " +
+         std::to_string(one.parts.apart) + ", " + nest_.count(true) + ", [](float sum) { return " +
+         RowExpressions::rounded(one, "sum") + "; });";
+}
+
+// A column's element.
+std::string RowEmitter::load_element(const Instruction& one) {
+  if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
+  return RowExpressions::rounded(one, "load_parts<" + std::to_string(one.parts.count) + (seldom_ ? ", false" : "") +
+                                          ">(" + nest_.base(one, true) + ", " + std::to_string(one.parts.apart) + ")");
 }
 
 void RowEmitter::kept_array(int i) {

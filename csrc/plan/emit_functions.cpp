@@ -21,10 +21,13 @@ const char* name_of_kind(const Stage& stage) {
   return names[stage.body.index()];
 }
 
-// Whether the stage's function is one of tile_group.cuh.
+// Whether groups of warps multiply in the stage's function.
 bool multiplies_by_groups(const Plan& plan, const Stage& stage) {
+  if (plan.target.name != "sm_90a") return false;
+  if (const auto* attention = std::get_if<AttentionStage>(&stage.body))
+    return attends_by_groups(plan.graph, *attention);
   const auto* product = std::get_if<MatmulStage>(&stage.body);
-  return product != nullptr && product->tile_columns > 0 && plan.target.name == "sm_90a" &&
+  return product != nullptr && product->tile_columns > 0 &&
          size_of(plan.graph.values()[static_cast<size_t>(product->a)].type) == 2;
 }
 

@@ -67,6 +67,8 @@ class RowEmitter {
   void limit(std::set<int>& keep) const;
   void load_early(int when, Registers& need) const;
   void load_first(const Registers& need, std::set<int>& keep);
+  std::string loads_run(int i);
+  std::string load_element(const Instruction& one);
   void kept_array(int i);
   void pass_of_threads(const Registers& need, const std::set<int>& keep);
   Registers poll_together(const Registers& need, const std::set<int>& keep);
@@ -82,6 +84,7 @@ class RowEmitter {
   int last_level_ = 0;
   int turns_ = 0;         // of a GPU: columns a thread, where they are few
   bool in_runs_ = false;  // and adjacent
+  bool seldom_ = false;   // in a branch that shall not need many registers
   std::set<int> kept_;
   std::map<int, std::string> polled_;  // loads of this pass that have come already
 };

@@ -54,7 +54,7 @@ bool loads_own(const Graph& graph, const Stage& head, const RowProgram& program,
 // The dimension that tiles of the head may cut; -1: none.
 int axis_for(const Graph& graph, const Stage& head, const RowProgram& program) {
   for (const Instruction& one : program.code)
-    if (one.kind == Kind::reduce || (one.kind == Kind::store && one.scalar)) return -1;
+    if (one.kind == Kind::reduce || (one.kind == Kind::store && one.scalar) || one.parts.count > 1) return -1;
   for (int axis = static_cast<int>(program.shape.size()) - 1; axis >= 0; --axis) {
     const auto a = static_cast<size_t>(axis);
     const bool stored = std::all_of(program.code.begin(), program.code.end(), [&](const Instruction& one) {

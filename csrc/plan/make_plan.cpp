@@ -12,6 +12,7 @@
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
 #include "plan/split_attention.hpp"
+#include "plan/split_depth.hpp"
 #include "plan/split_products.hpp"
 #include "plan/spread_collectives.hpp"
 #include "plan/tile.hpp"
@@ -49,7 +50,7 @@ Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
     stages = finish_products(graph, std::move(stages));
-    for (const auto split : {split_attention, split_products, merge_products, join_pointwise})
+    for (const auto split : {split_attention, split_depth, split_products, merge_products, join_pointwise})
       stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
   }

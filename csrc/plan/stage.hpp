@@ -46,6 +46,10 @@ struct RowProgram {
     ScalarType type = ScalarType::f32;  // of the result, rounded to it
     bool scalar = false;                // one number a row
     Shape strides;                      // load, store: the value's strides over `shape` (0: broadcast or reduced)
+    // A load of several: the sum, in order, of so many elements, so far apart. Only split_depth() makes them.
+    struct Parts {
+      int64_t count = 1, apart = 0;
+    } parts = {};
     // As many strides further as register args[1] says, which is checked against the size. `dim`: what the user calls
     // the dimension. `wrap`: negative indices count from the end.
     struct Through {

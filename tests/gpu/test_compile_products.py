@@ -72,6 +72,37 @@ def test_products_of_many_rows(dtype: torch.dtype, close: float) -> None:
         assert torch.equal(one, other), case
 
 
+# How b lies; rows, columns, depth; whether there is a bias. Of each the depth is cut, and a norm adds the parts up.
+DEEP = [
+    ("linear", 384, 1024, 4096, True),
+    ("linear", 61, 264, 8200, True),
+    ("plain", 128, 256, 4160, False),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_in_parts_of_their_depth(dtype: torch.dtype) -> None:
+    """As near to float64 as eager, which rounds the product too; the same bits each time."""
+    torch.manual_seed(0)
+    given = [(*operands(*case[:4], dtype), torch.randn(*case[1:3], dtype=dtype, device="cuda")) for case in DEEP]
+
+    def norms(given: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [
+            F.layer_norm((torch.addmm(bias, a, b) if case[4] else a @ b) + x, (case[2],))
+            for case, (a, b, bias, x) in zip(DEEP, given, strict=True)
+        ]
+
+    got, stages = with_stages(norms, given)
+    again, _ = with_stages(norms, given)
+    assert len(stages) >= 3 * len(DEEP), stages
+    with torch.no_grad():
+        eager = norms(given)
+        exact = norms([tuple(one.double() for one in operands) for operands in given])
+    for case, one, other, near, want in zip(DEEP, got, again, eager, exact, strict=True):
+        assert torch.equal(one, other), case
+        assert float((one - want).norm()) < 1.05 * float((near - want).norm()), case
+
+
 # Rows, depth, widths; which have a bias.
 SHARED = [
     (1, 2048, (2048, 512, 512), ()),

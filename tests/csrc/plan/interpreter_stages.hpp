@@ -57,6 +57,14 @@ class RowRunner {
     return index * to.stride * size_of(values_[store.value].type);
   }
 
+  double loaded(const RowProgram::Instruction& one, const Value& value, int64_t byte) {
+    double sum = memory_.read(value.buffer, byte);
+    if (one.parts.count == 1) return sum;
+    for (int64_t part = 1; part < one.parts.count; ++part)
+      sum += memory_.read(value.buffer, byte + part * one.parts.apart * size_of(value.type));
+    return round_to(sum, one.type);
+  }
+
   // Registers: an element a column; one alone where scalar.
   void run_row(const std::vector<Shape>& columns) {
     std::vector<std::vector<double>> registers;
@@ -76,7 +84,7 @@ class RowRunner {
       for (size_t c = 0; c < count && instruction.kind != Kind::reduce; ++c) {
         const Value* value = instruction.value >= 0 ? &values_[instruction.value] : nullptr;
         switch (instruction.kind) {
-          case Kind::load: result.push_back(memory_.read(value->buffer, byte(instruction, columns[c]))); break;
+          case Kind::load: result.push_back(loaded(instruction, *value, byte(instruction, columns[c]))); break;
           case Kind::literal: result.push_back(round_to(value->literal, instruction.type)); break;
           case Kind::index: result.push_back(static_cast<double>(columns[c].at(instruction.args.at(0)))); break;
           case Kind::op: {

@@ -16,6 +16,7 @@
 #include "plan/join_pointwise.hpp"
 #include "plan/merge_products.hpp"
 #include "plan/split_attention.hpp"
+#include "plan/split_depth.hpp"
 #include "plan/split_products.hpp"
 
 namespace ark::plan {
@@ -45,7 +46,7 @@ inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   std::vector<Stage> stages = make_stages(graph);
   if (workers == 1) return stages;
   stages = finish_products(graph, std::move(stages));
-  for (const auto pass : {split_attention, split_products, merge_products, join_pointwise})
+  for (const auto pass : {split_attention, split_depth, split_products, merge_products, join_pointwise})
     stages = pass(graph, std::move(stages), workers);
   return stages;
 }

@@ -60,6 +60,9 @@ ARK_LOOP int warp() {
 ARK_LOOP float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
 }
+ARK_LOOP uint32 shuffle_xor(uint32 x, int mask) {
+  return __shfl_xor_sync(~0u, x, mask);
+}
 // Of the thread of that number among kLanes.
 template <int kLanes>
 ARK_LOOP float shuffle_from(float x, int number) {

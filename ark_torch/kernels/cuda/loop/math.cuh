@@ -66,6 +66,19 @@ ARK_LOOP Floats sigmoid(Floats x) {
   return (x < 0.0f ? e : 1.0f) / (1.0f + e);
 }
 
+// erf(x) within 6e-7, where 16 bits are kept of what is made of it, in half as many instructions as CUDA's (Abramowitz
+// and Stegun, Handbook of Mathematical Functions, 7.1.26).
+ARK_LOOP Floats erf_for_halves(Floats x) {
+  float t, power;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(__fmaf_rn(0.3275911f, ::fabsf(x), 1.0f)));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f * x));
+  float y = __fmaf_rn(1.061405429f, t, -1.453152027f);
+  y = __fmaf_rn(y, t, 1.421413741f);
+  y = __fmaf_rn(y, t, -0.284496736f);
+  y = __fmaf_rn(y, t, 0.254829592f);
+  return ::copysignf(__fmaf_rn(-y * t, power, 1.0f), x);
+}
+
 // ---- Of angles
 
 // x = turns * pi/2 + rest, |rest| <= pi/4. In double, so that rotary embeddings at any position keep all their bits.

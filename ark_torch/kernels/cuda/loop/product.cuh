@@ -52,35 +52,53 @@ ARK_LOOP bool is_aligned(const void* at, int bytes) {
 }
 
 template <class Bias>
-ARK_LOOP float with_bias(const Product& s, const Bias* bias, int r, int c, float sum) {
-  if constexpr (!kSame<Bias, NoBias>) sum += load_one(bias + r * s.bias_row + c * s.bias_column);
-  return sum;
+inline constexpr bool kHasBias = !kSame<Bias, NoBias>;
+template <class Bias, class Finish>
+inline constexpr bool kHasBias<Finished<Bias, Finish>> = kHasBias<Bias>;
+
+// What is added to the sum of an element.
+template <class Bias>
+ARK_LOOP float bias_of(const Product& s, const Bias* bias, int64_t r, int64_t c) {
+  if constexpr (kSame<Bias, NoBias>)
+    return 0;
+  else
+    return load_one(bias + r * s.bias_row + c * s.bias_column);
+}
+template <class Bias, class Finish>
+ARK_LOOP float bias_of(const Product& s, const Finished<Bias, Finish>* by, int64_t r, int64_t c) {
+  return bias_of(s, by->bias, r, c);
 }
 
+template <class Bias>
+ARK_LOOP float finished(const Bias*, float sum, float bias) {
+  return kSame<Bias, NoBias> ? sum : sum + bias;
+}
 template <class Bias, class Finish>
-ARK_LOOP float with_bias(const Product& s, const Finished<Bias, Finish>* to, int r, int c, float sum) {
-  return to->finish(with_bias(s, to->bias, r, c, sum));
+ARK_LOOP float finished(const Finished<Bias, Finish>* by, float sum, float bias) {
+  return by->finish(finished(by->bias, sum, bias));
 }
 
 template <class Out, class Bias>
 ARK_LOOP void finish_one(const Product& s, Out* row, const Bias* bias, int r, int c, float sum) {
-  store_one(row + c * s.out_column, with_bias(s, bias, r, c, sum));
+  store_one(row + c * s.out_column, finished(bias, sum, bias_of(s, bias, r, c)));
 }
 
 // Columns c and c + 1. `paired`: they may be stored as one.
+template <class Out>
+ARK_LOOP void store_pair(const Product& s, Out* row, int c, int c1, float x, float y, bool paired) {
+  if (paired && c + 1 < c1) {
+    *reinterpret_cast<Together<Out, 2>*>(row + c) = {narrow(x, Out{}), narrow(y, Out{})};
+    return;
+  }
+  if (c < c1) store_one(row + c * s.out_column, x);
+  if (c + 1 < c1) store_one(row + (c + 1) * s.out_column, y);
+}
 template <class Out, class Bias>
 ARK_LOOP void finish_pair(const Product& s, Out* row, const Bias* bias, int r, int c, int c1, float x, float y,
                           bool paired) {
-  if (paired && c + 1 < c1) {
-    struct alignas(2 * sizeof(Out)) Pair {
-      Out x, y;
-    };
-    *reinterpret_cast<Pair*>(row + c) =
-        Pair{narrow(with_bias(s, bias, r, c, x), Out{}), narrow(with_bias(s, bias, r, c + 1, y), Out{})};
-    return;
-  }
-  if (c < c1) finish_one(s, row, bias, r, c, x);
-  if (c + 1 < c1) finish_one(s, row, bias, r, c + 1, y);
+  if (c < c1) x = finished(bias, x, bias_of(s, bias, r, c));
+  if (c + 1 < c1) y = finished(bias, y, bias_of(s, bias, r, c + 1));
+  store_pair(s, row, c, c1, x, y, paired);
 }
 
 }  // namespace ark::loop

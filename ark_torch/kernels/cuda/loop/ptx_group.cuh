@@ -89,6 +89,23 @@ ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 co
         ARK_SUMS(14), ARK_SUMS(15));
 }
 
+// The same where each warp has its 16 rows of a in registers, as multiply_add wants them.
+#define ARK_GROUP_MULTIPLY_ROWS(TYPE)                                                                               \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE                                          \
+               " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "  \
+               "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n" \
+               : ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6),         \
+                 ARK_SUMS(7)                                                                                        \
+               : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "l"(columns), "n"(kBAcross))
+template <class T, bool kBAcross>
+ARK_LOOP void group_multiply_add(float (&sums)[8][4], const uint32 (&rows)[4], uint64 columns) {
+  if constexpr (kSame<T, bf16>)
+    ARK_GROUP_MULTIPLY_ROWS("bf16");
+  else
+    ARK_GROUP_MULTIPLY_ROWS("f16");
+}
+
+#undef ARK_GROUP_MULTIPLY_ROWS
 #undef ARK_GROUP_MULTIPLY_OF
 #undef ARK_GROUP_MULTIPLY
 #undef ARK_SUMS

@@ -47,6 +47,17 @@ ARK_LOOP void load_run(V (&to)[kRun], const T* row, int64_t count) {
     ARK_UNROLL for (int j = 0; j < P::kEach; ++j) to[i + j] = widen(piece.at[j]);
   }
 }
+// The same of kParts rows, `apart` elements apart, added up in order; `round` is for each sum.
+template <class Group, int kRun, int kParts, class Round>
+ARK_LOOP void load_run_of_parts(float (&to)[kRun], const float* row, int64_t apart, int64_t count, Round round) {
+  float parts[kParts][kRun];
+  ARK_UNROLL for (int i = 0; i < kParts; ++i) load_run<Group>(parts[i], row + i * apart, count);
+  ARK_UNROLL for (int j = 0; j < kRun; ++j) {
+    float sum = parts[0][j];
+    ARK_UNROLL for (int i = 1; i < kParts; ++i) sum += parts[i][j];
+    to[j] = round(sum);
+  }
+}
 // A run of any row.
 template <int kRun, class T, class V>
 ARK_LOOP void store_pieces(T* to, const V (&from)[kRun]) {

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "cuda/loop/ptx_group.cuh"
+#include "cuda/loop/tensor.cuh"
 #include "cuda/loop/tile_copy.cuh"
 
 namespace ark::loop {
@@ -18,7 +19,7 @@ struct GroupTile {
   static constexpr int kMyColumns = kBAcross && kColumns > 64 ? 64 : kColumns;
   static constexpr int kDown = kRows / 64, kAcross = kColumns / kMyColumns, kSplit = kWarps / 4 / (kDown * kAcross);
   static constexpr int kOver = kMyColumns / 8, kMine = kOver / kSplit;  // of products 64 x 8; that a group finishes
-  static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0);
+  static_assert(kRows % 64 == 0 && kColumns % kMyColumns == 0 && kOver % kSplit == 0 && kMine <= 8);
   static_assert(!kBAcross || 64 % kMyColumns == 0);
   static_assert(kWorkspaceAlignment % 1024 == 0);  // chunks are exchanged by bits of their address
   static constexpr bool kAsync = true;             // add() is done behind wait(), and finish() needs the workspace
@@ -26,10 +27,10 @@ struct GroupTile {
   float sums[kOver][4];
   uint32 rows_ = matrix<kAAcross>(first_row()), columns_ = matrix<kBAcross>(first_column());
 
-  static ARK_LOOP int part() { return warp() / 4 % kSplit; }
-  static ARK_LOOP int place() { return warp() / 4 / kSplit; }  // of the group's part of the tile
-  static ARK_LOOP int first_row() { return place() / kAcross * 64; }
-  static ARK_LOOP int first_column() { return place() % kAcross * kMyColumns; }
+  static ARK_LOOP int part(int self = thread()) { return self / 128 % kSplit; }
+  static ARK_LOOP int place(int self = thread()) { return self / 128 / kSplit; }  // of the group's part of the tile
+  static ARK_LOOP int first_row(int self = thread()) { return place(self) / kAcross * 64; }
+  static ARK_LOOP int first_column(int self = thread()) { return place(self) % kAcross * kMyColumns; }
 
   ARK_LOOP void clear() {
     ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
@@ -67,49 +68,105 @@ struct GroupTile {
   }
 
   // Where a thread leaves the j-th sums of part `from` for the part that finishes them: for the same thread of it.
-  static ARK_LOOP Chunk* left_sums(int from, int j) {
+  static ARK_LOOP Chunk* left_sums(int self, int from, int j) {
     const int to = j / kMine;
     const int slot = (from * (kSplit - 1) + to - (to > from)) * kMine + j % kMine;
-    return reinterpret_cast<Chunk*>(workspace()) + (slot * kDown * kAcross + place()) * 128 + thread() % 128;
+    return reinterpret_cast<Chunk*>(workspace()) + (slot * kDown * kAcross + place(self)) * 128 + self % 128;
   }
 
-  // The sums that this part finishes: of all parts, in order.
-  ARK_LOOP void collect(float (&mine)[kMine][4]) {
+  // What other parts finish.
+  ARK_LOOP void leave(int self) {
     if constexpr (kSplit > 1) {
       sync();  // nobody reads the ring any more
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) if (j / kMine != part()) *
-          left_sums(part(), j) = {bits_of(sums[j][0]), bits_of(sums[j][1]), bits_of(sums[j][2]), bits_of(sums[j][3])};
-      sync();
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) if (j / kMine != part(self)) * left_sums(self, part(self), j) = {
+          bits_of(sums[j][0]), bits_of(sums[j][1]), bits_of(sums[j][2]), bits_of(sums[j][3])};
     }
-    ARK_UNROLL for (int i = 0; i < kMine; ++i) {
-      ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = 0;
-      ARK_UNROLL for (int from = 0; from < kSplit; ++from) {
-        Chunk other{};
-        if (from != part()) other = *left_sums(from, part() * kMine + i);
-        ARK_UNROLL for (int e = 0; e < 4; ++e) {
-          float own = sums[i][e];
-          ARK_UNROLL for (int to = 1; to < kSplit; ++to) own = part() == to ? sums[to * kMine + i][e] : own;
-          const float sum = from == part() ? own : chunk_element<float>(other, e);
-          mine[i][e] = from == 0 ? sum : mine[i][e] + sum;
-        }
+  }
+  // The sums that this part finishes: of all parts, in order.
+  ARK_LOOP void collect(int self, float (&mine)[kMine][4]) {
+    if constexpr (kSplit > 1) sync();
+    if constexpr (kSplit == 2) {  // in either order
+      const bool second = part(self) != 0;
+      const Chunk* const others = left_sums(self, 1 - part(self), part(self) * kMine);
+      ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+        const Chunk other = others[i * kDown * kAcross * 128];
+        ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] =
+            (second ? sums[kMine + i][e] : sums[i][e]) + chunk_element<float>(other, e);
+      }
+    } else {
+      ARK_UNROLL for (int i = 0; i < kMine; ++i) collect_one(self, i, mine[i]);
+    }
+  }
+  ARK_LOOP void collect_one(int self, int i, float (&mine)[4]) {
+    ARK_UNROLL for (int e = 0; e < 4; ++e) mine[e] = 0;
+    ARK_UNROLL for (int from = 0; from < kSplit; ++from) {
+      Chunk other{};
+      if (from != part(self)) other = *left_sums(self, from, part(self) * kMine + i);
+      ARK_UNROLL for (int e = 0; e < 4; ++e) {
+        float own = sums[i][e];
+        ARK_UNROLL for (int to = 1; to < kSplit; ++to) own = part(self) == to ? sums[to * kMine + i][e] : own;
+        const float sum = from == part(self) ? own : chunk_element<float>(other, e);
+        mine[e] = from == 0 ? sum : mine[e] + sum;
       }
     }
   }
 
-  // As TensorTile's.
+  // As TensorTile's. A bias is asked for while the last multiplications are under way, and before anything is stored:
+  // loads do not pass stores. Nothing of this is computed before the ring is empty: there are no registers for it.
   template <class At, class Out, class Bias>
   ARK_LOOP void finish(const Product& s, const At& at, Out* out, const Bias* bias, int r, int r1, int c, int c1,
                        bool paired) {
-    float mine[kMine][4];
-    collect(mine);
-    ARK_UNROLL for (int half = 0; half < 2; ++half) {
-      const int row = r + first_row() + warp() % 4 * 16 + half * 8 + lane() / 4;
-      if (row >= r1) continue;
-      Out* const to = out + at.out(row);
-      ARK_UNROLL for (int i = 0; i < kMine; ++i) {
-        const int column = c + first_column() + (part() * kMine + i) * 8 + lane() % 4 * 2;
-        finish_pair(s, to, bias, row, column, c1, mine[i][half * 2], mine[i][half * 2 + 1], paired);
+    const int self = thread_anew(), lane = self % 32;
+    const int row = r + first_row(self) + self / 32 % 4 * 16 + lane / 4;
+    const int my_columns = c + first_column(self) + part(self) * kMine * 8, column = my_columns + lane % 4 * 2;
+    float held[2] = {}, mine[kMine][4];  // of one bias for all rows a lane holds two columns
+    ARK_UNROLL for (int e = 0; e < 2; ++e) if (kHasBias<Bias> && s.bias_row == 0 && lane * 2 < kMine * 8 &&
+                                               my_columns + lane * 2 + e < c1) held[e] =
+        bias_of(s, bias, 0, my_columns + lane * 2 + e);
+    wait<0>();
+    leave(self);
+    collect(self, mine);
+    ARK_UNROLL for (int i = 0; i < kMine; ++i) {
+      float added[4] = {};
+      ARK_UNROLL for (int e = 0; e < 4; ++e) if constexpr (kHasBias<Bias>) {
+        const int my_row = row + e / 2 * 8, my_column = column + i * 8 + e % 2;
+        if (s.bias_row == 0)
+          added[e] = e < 2 ? shuffle_from<32>(held[e], i * 4 + lane % 4) : added[e - 2];
+        else if (my_row < r1 && my_column < c1)
+          added[e] = bias_of(s, bias, my_row, my_column);
       }
+      ARK_UNROLL for (int e = 0; e < 4; ++e) mine[i][e] = finished(bias, mine[i][e], added[e]);
+    }
+    const bool adjacent = kMine % 2 == 0 && paired && c1 - c >= kColumns && c % 4 == 0 && s.out_row % 4 == 0 &&
+                          is_aligned(out, 4 * static_cast<int>(sizeof(Out)));
+    ARK_UNROLL for (int half = 0; half < 2; ++half) {
+      const bool there = row + half * 8 < r1;
+      Out* const to = out + at.out(there ? row + half * 8 : r);
+      if (adjacent) {
+        store_exchanged(to + column, mine, half, lane % 2 != 0, there);
+      } else if (there) {
+        ARK_UNROLL for (int i = 0; i < kMine; ++i)
+            store_pair(s, to, column + i * 8, c1, mine[i][half * 2], mine[i][half * 2 + 1], paired);
+      }
+    }
+  }
+
+  // Of eight columns a lane has two, beside those of the next lane. Of two times eight, two lanes exchange what makes
+  // each store four adjacent ones: fewer and longer pieces.
+  template <class Out>
+  static ARK_LOOP void store_exchanged(Out* to, const float (&mine)[kMine][4], int half, bool odd, bool there) {
+    ARK_UNROLL for (int i = 0; i + 1 < kMine; i += 2) {
+      const float *const first = mine[i] + half * 2, *const second = mine[i + 1] + half * 2;
+      Together<Out, 4> four;
+      if constexpr (kIsHalf<Out>) {
+        const uint32 low = pack_two(first[0], first[1], Out{}), high = pack_two(second[0], second[1], Out{});
+        const uint32 other = shuffle_xor(odd ? low : high, 1);
+        four = bits_as<Together<Out, 4>>(odd ? Together<uint32, 2>{other, high} : Together<uint32, 2>{low, other});
+      } else {
+        const float x = shuffle_xor(odd ? first[0] : second[0], 1), y = shuffle_xor(odd ? first[1] : second[1], 1);
+        four = odd ? Together<Out, 4>{x, y, second[0], second[1]} : Together<Out, 4>{first[0], first[1], x, y};
+      }
+      if (there) *reinterpret_cast<Together<Out, 4>*>(to + i * 8 + (odd ? 6 : 0)) = four;
     }
   }
 };

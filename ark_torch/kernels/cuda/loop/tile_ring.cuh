@@ -10,18 +10,25 @@
 
 namespace ark::loop {
 
-template <class Tile, class ACopy, class BCopy, int kRows, int kColumns, class T, class At, class BAt, class Out,
+// Whether two columns of the result may be stored as one.
+template <class At, class Out>
+ARK_LOOP bool stored_in_pairs(const Product& s, const Out* out, int c0) {
+  return s.out_column == 1 && s.out_row % 2 == 0 && c0 % 2 == 0 && At::kEven &&
+         is_aligned(out, 2 * static_cast<int>(sizeof(Out)));
+}
+
+// An asynchronous tile is left to be finished.
+template <class ACopy, class BCopy, int kRows, int kColumns, class Tile, class T, class At, class BAt, class Out,
           class Bias>
-ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out, const Bias* bias,
-                           int r0, int r1, int c0, int c1) {
+ARK_LOOP void ring_product(Tile& tile, const Product& s, const Side<T, At>& a, const Side<T, BAt>& b, Out* out,
+                           const Bias* bias, int r0, int r1, int c0, int c1) {
   constexpr int kABytes = ACopy::kBytes, kBytes = kABytes + BCopy::kBytes;
   constexpr int kStages = least((Tile::kAsync ? kGroupWorkspaceBytes : kWorkspaceBytes) / kBytes, 8);
   // A stage is filled anew that many stages after its own. Where there are many, a multiplication may last until then.
   constexpr int kBehind = Tile::kAsync && kStages >= 5 ? 2 : 1;
   constexpr int kDepth = kTileDepth<T>;
   const int steps = s.depth > 0 ? static_cast<int>(in_wholes(s.depth, kDepth)) : 1;
-  const bool paired =
-      !kSame<Out, float> && s.out_column == 1 && s.out_row % 2 == 0 && c0 % 2 == 0 && At::kEven && is_aligned(out, 4);
+  const bool paired = stored_in_pairs<At>(s, out, c0);
 
   // Where a stage is: of which tile of the result, which depth.
   struct Place {
@@ -58,7 +65,6 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
   sync();
   for (int i = 0; i < kStages - kBehind; ++i) fill(i);
   int stage = 0;
-  Tile tile;
   tile.clear();
   _Pragma("unroll 1") while (now.r < r1) {
     wait_copies<kStages - kBehind - 1>();
@@ -78,10 +84,6 @@ ARK_LOOP void ring_product(const Product& s, const Side<T, At>& a, const Side<T,
     }
     advance(now);
   }
-  if constexpr (Tile::kAsync) {
-    tile.template wait<0>();
-    tile.finish(s, a.at, out, bias, r0, r1, c0, c1, paired);
-  }
 }
 
 template <class Tile, int kRows, int kColumns, bool kAAcross, bool kBAcross, class T, class At, class BAt, class Out,
@@ -92,12 +94,14 @@ ARK_LOOP void tiled_product(const Product& s, const Side<T, At>& a, const Side<T
   for (int r = r0; r < r1; r += rows) {
     for (int c = c0; c < c1; c += columns) {
       const int r_end = least(r + rows, r1), c_end = least(c + columns, c1);
+      Tile tile;
       if (a.whole && b.whole)
-        ring_product<Tile, ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
-            s, a, b, out, bias, r, r_end, c, c_end);
+        ring_product<ChunkCopy<kRows, kAAcross, T, At>, ChunkCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+            tile, s, a, b, out, bias, r, r_end, c, c_end);
       else
-        ring_product<Tile, ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows,
-                     kColumns>(s, a, b, out, bias, r, r_end, c, c_end);
+        ring_product<ElementCopy<kRows, kAAcross, T, At>, ElementCopy<kColumns, kBAcross, T, BAt>, kRows, kColumns>(
+            tile, s, a, b, out, bias, r, r_end, c, c_end);
+      if constexpr (Tile::kAsync) tile.finish(s, a.at, out, bias, r, r_end, c, c_end, stored_in_pairs<At>(s, out, c));
     }
   }
 }

@@ -71,6 +71,12 @@ ARK_LOOP T* in_global(char* at) {
   return reinterpret_cast<T*>(at);
 }
 
+// So many elements that are loaded or stored as one.
+template <class T, int kElements>
+struct alignas(kElements * sizeof(T)) Together {
+  T at[kElements];
+};
+
 // ---- One element, in the type that is computed with, and back.
 
 ARK_LOOP float widen(float x) {
@@ -132,6 +138,21 @@ ARK_LOOP auto load_one(const T* from) {
 template <class T, class V>
 ARK_LOOP void store_one(T* to, V x) {
   *to = narrow(x, T{});
+}
+
+// The sum of kParts elements, so far apart, in order; all are asked for before any is added, or, with few registers,
+// one after the other.
+template <int kParts, bool kTogether = true>
+ARK_LOOP float load_parts(const float* from, int64_t apart) {
+  float sum = *from;
+  if constexpr (kTogether) {
+    float others[kParts - 1];
+    ARK_UNROLL for (int i = 1; i < kParts; ++i) others[i - 1] = from[i * apart];
+    ARK_UNROLL for (int i = 1; i < kParts; ++i) sum += others[i - 1];
+  } else {
+    _Pragma("unroll 1") for (int i = 1; i < kParts; ++i) sum += from[i * apart];
+  }
+  return sum;
 }
 
 // Rounds to a narrower type, staying wide.

@@ -1,0 +1,207 @@
+// Attention of many query rows over few positions by groups of four warps (tile_group.cuh): encoders.
+//
+// Heads of 64 numbers, at most 512 positions, a mask that is one for all rows or none. 64 rows at a time; all keys and
+// values are asked for at once, and each of four groups has a quarter of the positions. Groups exchange each row's
+// greatest score before they exponentiate, so in the end their sums are only added up, in order. Scores stay in
+// registers, and so do weights, from where they are multiplied.
+#pragma once
+
+#include "cuda/loop/attention_tiles.cuh"
+#include "cuda/loop/ptx_group.cuh"
+#include "cuda/loop/runs.cuh"
+
+namespace ark::loop {
+
+template <int64_t kKeys>
+struct GroupShape {
+  static constexpr int kRows = 64, kGroups = kWarps / 4;
+  static constexpr int kRun = static_cast<int>((kKeys + 32 * kGroups - 1) / (32 * kGroups)) * 32;  // of a group
+  static constexpr int kPositions = kGroups * kRun;
+  // Lines of 128 bytes, where part_at() has their parts; then a mask, each group's greatest scores and totals, its
+  // sums.
+  static constexpr int kLine = 128, kQueryBytes = kRows * kLine, kKeyBytes = kPositions * kLine;
+  static constexpr int kValues = kQueryBytes + kKeyBytes, kBiases = kValues + kKeyBytes;
+  static constexpr int kStates = kBiases + kPositions * 4, kStatesEnd = kStates + 2 * kGroups * kRows * 4;
+  static constexpr int kSumRow = 64 + 8;  // such that eight rows' columns lie in different banks
+  static constexpr int kSumBytes = kGroups * kRows * kSumRow * 4;
+  // Where there is no room, in place of queries and keys, which have been multiplied by then.
+  static constexpr int kSums = kStatesEnd + kSumBytes <= kGroupWorkspaceBytes ? kStatesEnd : 0;
+  static_assert(kPositions <= kThreads && kStatesEnd <= kGroupWorkspaceBytes);
+  static_assert(kSums > 0 || kSumBytes <= kValues);
+};
+
+template <Attention s, class T, class M>
+class GroupAttention {
+  using Shape = GroupShape<s.keys>;
+  static constexpr int kTurns = Shape::kPositions * 8 / kThreads, kTiles = Shape::kRun / 8;
+
+ public:
+  // Rows from `first` on, before `end`.
+  ARK_LOOP GroupAttention(const T* q, const T* k, const T* v, const M* mask, int first, int end) {
+    bool seen[kTurns];
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) seen[turn] = bias_at(mask, line(turn)) != -kInfinity;
+    const float bias = bias_at(mask, thread());
+    const AttentionRow row(s, first + line(0) < end ? first + line(0) : first);
+    copy_line(0, line(0), q + row.g * s.q_head + row.t * s.q_row, first + line(0) < end);
+    copy_lines(Shape::kQueryBytes, k, s.k_row, [](int, int position) { return position < s.keys; });
+    end_copies();
+    // What is hidden may be anything, and no weight makes zeros of it.
+    copy_lines(Shape::kValues, v, s.v_row, [&](int turn, int) { return seen[turn]; });
+    end_copies();
+    if (thread() < Shape::kPositions) biases()[thread()] = bias;
+    wait_copies<1>();
+    show_to_group_multiply();
+    sync();
+  }
+
+  // This group's sums of the rows' values, and each row's total, left for result().
+  ARK_LOOP void attend() {
+    float scores[kTiles][4] = {}, greatest[2];
+    multiply_keys(scores);
+    mask_scores(scores, greatest);
+    if (lane() % 4 == 0) ARK_UNROLL for (int r = 0; r < 2; ++r) * state(0, group(), row(r)) = greatest[r];
+    wait_copies<0>();
+    show_to_group_multiply();
+    sync();
+    ARK_UNROLL for (int r = 0; r < 2; ++r) ARK_UNROLL for (int g = 0; g < Shape::kGroups; ++g) greatest[r] =
+        fmaxf(greatest[r], *state(0, g, row(r)));
+    uint32 weights[kTiles][2];
+    ARK_UNROLL for (int r = 0; r < 2; ++r) {
+      const float base = base_of(greatest[r]);
+      float total = 0;
+      ARK_UNROLL for (int n = 0; n < kTiles; ++n) {
+        const float x = fast_exp(scores[n][2 * r] - base), y = fast_exp(scores[n][2 * r + 1] - base);
+        total += x + y;
+        weights[n][r] = pack_two(x, y, T{});
+      }
+      total += shuffle_xor(total, 1);
+      total += shuffle_xor(total, 2);
+      if (lane() % 4 == 0) *state(1, group(), row(r)) = total;
+    }
+    float sums[8][4] = {};
+    const uint32 values = pinned(shared_matrix(
+        shared_address(workspace()) + Shape::kValues + group() * Shape::kRun * Shape::kLine, 64 * Shape::kLine));
+    begin_group_multiply();
+    ARK_UNROLL for (int n = 0; n < kTiles; n += 2) {
+      const uint32 rows[4] = {weights[n][0], weights[n][1], weights[n + 1][0], weights[n + 1][1]};
+      group_multiply_add<T, true>(sums, rows, moved_matrix(values, n * 8 * Shape::kLine));
+    }
+    end_group_multiply();
+    wait_group_multiply(sums);
+    ARK_UNROLL for (int r = 0; r < 2; ++r) {
+      float* const to = sum(group(), row(r)) + lane() % 4 * 2;
+      ARK_UNROLL for (int n = 0; n < 8; ++n) *
+          reinterpret_cast<Together<float, 2>*>(to + n * 8) = {sums[n][2 * r], sums[n][2 * r + 1]};
+    }
+    sync();
+  }
+
+  // Eight columns of a row are a thread's.
+  template <class Out>
+  ARK_LOOP void result(Out* out, int first, int end) {
+    const int at = thread() / 8, column = thread() % 8 * 8;
+    float total = 0, all[8] = {};
+    ARK_UNROLL for (int g = 0; g < Shape::kGroups; ++g) {
+      total += *state(1, g, at);
+      ARK_UNROLL for (int e = 0; e < 8; ++e) all[e] += sum(g, at)[column + e];
+    }
+    const float factor = last_factor(total);
+    ARK_UNROLL for (int e = 0; e < 8; ++e) all[e] *= factor;
+    if (first + at >= end) return;
+    const AttentionRow to(s, first + at);
+    Out* const row = out + to.g * s.out_head + to.t * s.out_row + column * s.out_column;
+    if constexpr (s.out_column == 1) {
+      store_pieces(row, all);
+    } else {
+      ARK_UNROLL for (int e = 0; e < 8; ++e) store_one(row + e * s.out_column, all[e]);
+    }
+  }
+
+ private:
+  static ARK_LOOP int group() { return warp() / 4; }
+  // Lane 4 i + j has rows i and i + 8 of its warp's 16.
+  static ARK_LOOP int row(int r) { return warp() % 4 * 16 + lane() / 4 + r * 8; }
+  static ARK_LOOP float* biases() { return reinterpret_cast<float*>(workspace() + Shape::kBiases); }
+  static ARK_LOOP float* state(int which, int group, int row) {
+    return reinterpret_cast<float*>(workspace() + Shape::kStates) + (which * Shape::kGroups + group) * Shape::kRows +
+           row;
+  }
+  static ARK_LOOP float* sum(int group, int row) {
+    return reinterpret_cast<float*>(workspace() + Shape::kSums) + (group * Shape::kRows + row) * Shape::kSumRow;
+  }
+  static ARK_LOOP float bias_at(const M* mask, int position) {
+    return position < s.keys ? bias_of(s, mask, AttentionRow(s, 0), position) : -kInfinity;
+  }
+
+  // Eight threads copy a line.
+  static ARK_LOOP int line(int turn) { return turn * (kThreads / 8) + thread() / 8; }
+  static ARK_LOOP void copy_line(int at, int line, const T* from, bool there) {
+    copy_16(shared_address(workspace() + at + part_at<8>(line, thread() % 8)), from + thread() % 8 * 8, there ? 16 : 0);
+  }
+  template <class Wanted>
+  static ARK_LOOP void copy_lines(int at, const T* from, int64_t stride, Wanted wanted) {
+    ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
+      const bool there = wanted(turn, line(turn));
+      copy_line(at, line(turn), from + (there ? line(turn) : 0) * stride, there);
+    }
+  }
+
+  ARK_LOOP void multiply_keys(float (&scores)[kTiles][4]) {
+    const uint32 shared = shared_address(workspace());
+    const uint32 queries = pinned(shared_matrix(shared, 64 * Shape::kLine));
+    const uint32 keys =
+        pinned(shared_matrix(shared + Shape::kQueryBytes + group() * Shape::kRun * Shape::kLine, 64 * Shape::kLine));
+    begin_group_multiply();
+    ARK_UNROLL for (int step = 0; step < 4; ++step)
+        group_multiply_add<T, false, false>(scores, moved_matrix(queries, step * 32), moved_matrix(keys, step * 32));
+    end_group_multiply();
+    wait_group_multiply(scores);
+  }
+
+  // Scores as the mask has them, and the greatest of each row among this group's.
+  ARK_LOOP void mask_scores(float (&scores)[kTiles][4], float (&greatest)[2]) {
+    greatest[0] = greatest[1] = -kInfinity;
+    const float* const from = biases() + group() * Shape::kRun + lane() % 4 * 2;
+    ARK_UNROLL for (int n = 0; n < kTiles; ++n) {
+      const auto two = *reinterpret_cast<const Together<float, 2>*>(from + n * 8);
+      ARK_UNROLL for (int e = 0; e < 4; ++e) {
+        scores[n][e] = masked<M>(scores[n][e], s.scale, two.at[e % 2]);
+        greatest[e / 2] = fmaxf(greatest[e / 2], scores[n][e]);
+      }
+    }
+    ARK_UNROLL for (int r = 0; r < 2; ++r) {
+      greatest[r] = fmaxf(greatest[r], shuffle_xor(greatest[r], 1));
+      greatest[r] = fmaxf(greatest[r], shuffle_xor(greatest[r], 2));
+    }
+  }
+};
+
+// Where an operand cannot be copied 16 bytes at a time.
+template <Attention s, class T, class M, class Out>
+static __device__ __noinline__ void attend_tiles_apart(const T* q, const T* k, const T* v, const M* mask, Out* out) {
+  attend_tiles<64, 64, s>(q, k, v, mask, out);
+}
+
+template <Attention s, class T, class M, class Out>
+ARK_LOOP void attend_by_groups(const Context&, const T* q, const T* k, const T* v, const M* mask, Out* out) {
+  static_assert((kSame<M, NoMask> || kOneMask<s, M>)&&!s.causal && !s.part);
+  const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
+                       aligned_rows(v, 0, s.v_row, s.v_column);
+  if constexpr (!kHasGroupMultiply) {
+    attend_tiles<64, 64, s>(q, k, v, mask, out);
+  } else if (!aligned) {
+    attend_tiles_apart<s>(q, k, v, mask, out);
+  } else {
+    constexpr int kAll = static_cast<int>(s.heads * s.queries);
+    _Pragma("unroll 1") for (int first = 0; first < kAll; first += 64) {
+      const int end = least(kAll, first + 64);
+      sync();
+      GroupAttention<s, T, M> rows(q, k, v, mask, first, end);
+      rows.attend();
+      rows.result(out, first, end);
+    }
+    sync();
+  }
+}
+
+}  // namespace ark::loop

@@ -1,0 +1,65 @@
+"""Attention of many query rows in loop kernels on a GPU against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytestmark = pytest.mark.limit(120)
+
+# Sequences, query and key heads, queries, positions, numbers of a head; the mask. Groups of warps take those with heads
+# of 64, at most 512 positions and one mask for all rows.
+CASES = [
+    (1, 16, 16, 384, 384, 64, "floats"),
+    (2, 3, 3, 100, 100, 64, "floats"),
+    (1, 2, 2, 65, 500, 64, "bools"),
+    (1, 4, 4, 200, 200, 64, "none"),
+    (1, 6, 2, 50, 77, 64, "none"),
+    (1, 2, 2, 70, 512, 64, "holes"),
+    (1, 2, 2, 40, 130, 64, "at odd places"),
+    (1, 2, 2, 64, 513, 64, "bools"),
+    (1, 2, 2, 96, 256, 96, "bools"),
+]
+
+
+def operands(case: tuple[int, int, int, int, int, int, str], dtype: torch.dtype) -> list[Tensor | None]:
+    batch, heads, shared, queries, keys, size, kind = case
+
+    def drawn(count: int, rows: int) -> Tensor:
+        wide = torch.randn(batch, count, rows, size + 1, dtype=dtype, device="cuda")
+        return wide[..., 1:] if kind == "at odd places" else wide[..., 1:].contiguous()
+
+    mask: Tensor | None = None
+    if kind in ("floats", "bools", "holes"):
+        mask = torch.rand(batch, 1, 1, keys, device="cuda") < 0.7
+        if kind == "holes":
+            mask[..., 128:300] = False
+        if kind == "floats":
+            mask = torch.where(mask, 0.25, float("-inf")).to(dtype)
+    return [drawn(heads, queries), drawn(shared, keys), drawn(shared, keys), mask]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
+def test_attention_of_many_rows(dtype: torch.dtype, close: float) -> None:
+    """Near to float64; the same bits each time."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    given = [operands(case, dtype) for case in CASES]
+
+    def all_of(given: list[list[Tensor]]) -> list[Tensor]:
+        return [attend(*one) for one in given]
+
+    with torch.no_grad():
+        call = torch.compile(all_of, backend="ark", options={"choose": "ark"}, dynamic=False)
+        got, again = call(given), call(given)
+    for case, (q, k, v, mask), one, other in zip(CASES, given, got, again, strict=True):
+        wide = mask.double() if mask is not None and mask.is_floating_point() else mask
+        want = attend(q.double(), k.double(), v.double(), wide)
+        assert float((one.double() - want).norm() / want.norm()) < close, case
+        assert torch.equal(one, other), case
