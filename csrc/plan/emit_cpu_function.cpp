@@ -88,14 +88,15 @@ std::string FunctionWriter::body() const {
       const std::string element = cpp_type(value(operands_[one]).type), number = std::to_string(one);
       const std::string type =
           (written_[one] ? "" : "const ") + (is_polled(operands_[one]) ? "Packet<" + element + ">" : element);
-      body += block.indent + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") + type +
-              (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+      body += block.indent + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") +
+              type + (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
     }
     for (const size_t one : block.kept) {
       const Value& value = this->value(kept_values_[one]);
       const std::string type = cpp_type(value.type);
       body += block.indent + type + "* const kept" + std::to_string(one) + " = reinterpret_cast<" + type +
-              "*>(kept_bytes() + " + std::to_string(kept_.at(value.buffer) + value.offset * size_of(value.type)) + ");\n";
+              "*>(kept_bytes() + " + std::to_string(kept_.at(value.buffer) + value.offset * size_of(value.type)) +
+              ");\n";
     }
     const size_t past = i + 1 < blocks_.size() ? blocks_[i + 1].begin : text_.size();
     body += text_.substr(block.begin, past - block.begin);

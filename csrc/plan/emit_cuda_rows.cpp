@@ -82,8 +82,7 @@ void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
   }
   const auto load_runs = [&](bool polled) {
     for (const int i : loads)
-      if (is_run(at(i)) && to_.is_polled(at(i).value) == polled)
-        to_.line(loads_run(i));
+      if (is_run(at(i)) && to_.is_polled(at(i).value) == polled) to_.line(loads_run(i));
   };
   const bool any_other = std::find(others.begin(), others.end(), true) != others.end();
   if (aligned.empty()) {
