@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-SPILLED = 64  # bytes, by a function of these models; the build allows more (kMostSpilled)
+SPILLED = 160  # bytes, by a function of these models (rows that add up parts); the build allows more (kMostSpilled)
 
 
 class Sources:
