@@ -72,7 +72,7 @@ CudaLoop::CudaLoop(Plan plan, int device)
       exchanges_(exchanges_of(plan_.graph, plan_.stages)),
       device_(device) {
   auto& library = jit::KernelLibrary::of(device);
-  kernel_ = &library.get(source_.text, kLoopKernel, true, kMostSpilled);
+  kernel_ = &library.get(source_.text, kLoopKernel, true, source_.most_spilled);
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {

@@ -66,7 +66,8 @@ class CudaEmitter {
     tables(out);
     frame(out);
     return {out.str(), functions_.scratch_bytes(), pointers(),
-            functions_.by_groups() ? loop::kGroupWorkspaceBytes : loop::kWorkspaceBytes};
+            functions_.by_groups() ? loop::kGroupWorkspaceBytes : loop::kWorkspaceBytes,
+            kMostSpilled * (1 + functions_.inlined())};
   }
 
  private:

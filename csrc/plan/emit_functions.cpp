@@ -144,7 +144,7 @@ void StageFunctions::add(const Unit& unit) {
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
   const bool cuda = code_ == Code::cuda, groups = cuda && multiplies_by_groups(plan_, stage);
-  by_groups_ = by_groups_ || groups;
+  inlined_ += groups ? 1 : 0;
   // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
   text += std::string(groups ? "ARK_LOOP "
                       : cuda ? "__device__ __noinline__ "

@@ -30,7 +30,9 @@ class StageFunctions {
   const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; none if nobody runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
   // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
-  bool by_groups() const { return by_groups_; }
+  bool by_groups() const { return inlined_ > 0; }
+  // How many such functions there are: they are part of the kernel's own.
+  int inlined() const { return inlined_; }
 
  private:
   void add(const Unit& unit);
@@ -46,7 +48,7 @@ class StageFunctions {
   std::vector<size_t> function_of_;         // by unit
   std::vector<std::vector<int>> operands_;  // by unit
   int64_t scratch_bytes_ = 0;
-  bool by_groups_ = false;
+  int inlined_ = 0;
 };
 
 // One line of a comment: what others wrote (names, origins) must not end it.
