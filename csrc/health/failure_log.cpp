@@ -43,15 +43,15 @@ FailureLog::FailureLog(Tell tell) : state_(std::make_shared<State>()) {
 }
 
 void FailureLog::add(const Error& error) {
-  if (state_->tell) untold_.push_back(error);
+  if (state_->tell) untold_.push_back(std::make_shared<const Error>(error));
 }
 
 void FailureLog::start() {
   while (!untold_.empty()) {
-    const int thread = state_->begin(untold_.front());
+    const int thread = state_->begin(*untold_.front());
     try {
       start_thread("the thread that tells of a failure", [state = state_, error = untold_.front(), thread] {
-        state->say(error);
+        state->say(*error);
         state->end(thread);
       }).detach();
     } catch (const Error&) {
@@ -73,7 +73,7 @@ FailureLog::~FailureLog() {
   std::unique_lock lock(state_->mutex);
   state_->changed.wait(lock, [&] { return state_->telling.empty(); });
   lock.unlock();
-  for (const Error& error : untold_) state_->say(error);
+  for (const auto& error : untold_) state_->say(*error);
 }
 
 }  // namespace ark

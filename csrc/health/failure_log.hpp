@@ -31,7 +31,7 @@ class FailureLog {
  private:
   struct State;
   const std::shared_ptr<State> state_;
-  std::vector<Error> untold_;
+  std::vector<std::shared_ptr<const Error>> untold_;  // a thread has its own share: no two touch one text
 };
 
 }  // namespace ark
