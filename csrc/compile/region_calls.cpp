@@ -131,6 +131,8 @@ uint64_t Region::run_cuda_steps(const std::vector<at::Tensor>& inputs, uint64_t 
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::aborted)
       for (size_t number = 0; number < options_.groups.size(); ++number) group(static_cast<int64_t>(number))->abort();
+    else if (ranks_)
+      ranks_->raise_ended(error);
     throw;
   }
 }

@@ -14,6 +14,8 @@ namespace ark::compile {
 
 namespace {
 
+constexpr const char* kName = "compiled_region";  // of the operation
+
 c10::intrusive_ptr<c10d::Backend> cuda_backend(const std::string& region, const std::string& name) {
   try {
     return c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CUDA);
@@ -78,11 +80,22 @@ bool RegionRanks::launch(Step step) {
     launched = true;
   };
   try {
-    return group->launch_region("compiled_region", device_, run) && launched;
+    return group->launch_region(kName, device_, run) && launched;
   } catch (const Error& error) {
     const std::string left = kernel_.left();
     if (left.empty()) throw;
     throw Error(error.kind(), error.message() + "; " + region_ + ": " + left, error.context());
+  }
+}
+
+void RegionRanks::raise_ended(const Error& left) {
+  const auto backend = cuda_backend(region_, group_);
+  auto* const group = dynamic_cast<ProcessGroupArk*>(backend.get());
+  if (group == nullptr) return;
+  try {
+    group->check_region(kName, device_);
+  } catch (const Error& error) {
+    throw Error(error.kind(), error.message() + "; " + region_ + ": " + left.message(), error.context());
   }
 }
 

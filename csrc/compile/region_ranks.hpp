@@ -20,6 +20,7 @@
 #include <string>
 
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "error.hpp"
 #include "plan/cuda_loop.hpp"
 
 namespace ark::compile {
@@ -34,6 +35,8 @@ class RegionRanks {
   // the step before was left.
   using Step = c10::function_ref<void(CUstream stream, const loop::Ranks& ranks)>;
   bool launch(Step step);
+  // After a launch that was left with `left`: throws what ended the group, if anything has, with that.
+  void raise_ended(const Error& left);
 
  private:
   void meet(CudaCommunicator& communicator, const Operation& operation);

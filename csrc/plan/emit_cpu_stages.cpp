@@ -30,6 +30,24 @@ std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
 
 namespace {
 
+// The erf that instruction `i` adds 1 to and nobody else reads, as GELU does; -1: it does not.
+int erf_beside_one(const FunctionWriter& to, const std::vector<RowProgram::Instruction>& code, size_t i) {
+  using Kind = RowProgram::Instruction::Kind;
+  const auto is_one = [&](int arg) {
+    const RowProgram::Instruction& one = code[static_cast<size_t>(arg)];
+    return one.kind == Kind::literal && to.value(one.value).literal == 1;
+  };
+  const auto is_erf = [&](int arg) {
+    const RowProgram::Instruction& one = code[static_cast<size_t>(arg)];
+    size_t uses = 0;
+    for (const auto& other : code) uses += static_cast<size_t>(std::ranges::count(other.args, arg));
+    return one.kind == Kind::op && one.name == "erf" && one.type == ScalarType::f32 && uses == 1;
+  };
+  if (code[i].kind != Kind::op || code[i].name != "add") return -1;
+  const int a = code[i].args.at(0), b = code[i].args.at(1);
+  return is_erf(a) && is_one(b) ? a : is_erf(b) && is_one(a) ? b : -1;
+}
+
 // A function of a sum with its bias, which gives what is stored.
 void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   using Kind = RowProgram::Instruction::Kind;
@@ -37,20 +55,27 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
   program.code = matmul.finish;
   const RowExpressions expressions(to, program);
   const bool halves = size_of(to.value(matmul.out).type) == 2;
+  std::vector<int> erfs(program.code.size(), -1);  // what an addition of 1 computes itself
+  for (size_t i = 0; i < erfs.size() && halves; ++i) erfs[i] = erf_beside_one(to, program.code, i);
   to.open("const auto finish = [](float sum)");
   for (size_t i = 0; i < program.code.size(); ++i) {
     const RowProgram::Instruction& one = program.code[i];
     expressions.check(one);
-    const std::string defined =
-        std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = ";
-    if (one.kind == Kind::load) to.line(defined + RowExpressions::rounded(one, "sum") + ";");
-    if (one.kind == Kind::op && one.name == "erf" && halves)
-      to.line(defined +
-              RowExpressions::rounded(one, "erf_for_halves(" + expressions.argument(one.args.at(0), "Floats") + ")") +
-              ";");
-    else if (one.kind == Kind::op)
-      to.line(defined + expressions.call(one) + ";");
-    if (one.kind == Kind::store) to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
+    if (std::ranges::count(erfs, static_cast<int>(i)) > 0) continue;
+    std::string expression;
+    if (one.kind == Kind::load) {
+      expression = RowExpressions::rounded(one, "sum");
+    } else if (erfs[i] >= 0) {
+      const int of = program.code[static_cast<size_t>(erfs[i])].args.at(0);
+      expression = RowExpressions::rounded(one, "one_plus_erf_for_halves(" + expressions.argument(of, "Floats") + ")");
+    } else if (one.kind == Kind::op) {
+      expression = expressions.call(one);
+    } else if (one.kind == Kind::store) {
+      to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
+    }
+    if (!expression.empty())
+      to.line(std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = " +
+              expression + ";");
   }
   to.close("};");
 }

@@ -73,6 +73,16 @@ bool ProcessGroupArk::launch_region(const char* name, c10::Device device, Region
   return true;
 }
 
+void ProcessGroupArk::check_region(const char* name, c10::Device device) {
+  const auto communicator = cuda_side(name, device)->communicator();
+  if (communicator == nullptr) return;
+  try {
+    communicator->check(core_->context(name, 0, c10d::kUnsetTimeout));
+  } catch (const Error& error) {
+    throw error.at(rank_, name);
+  }
+}
+
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number,
                                                         int peer) {
   const auto cuda = cuda_side(call.name, device_of(call));

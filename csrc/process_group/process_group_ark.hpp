@@ -156,6 +156,8 @@ class ProcessGroupArk : public c10d::Backend {
   // CUDA tensors of this group.
   using RegionLaunch = c10::function_ref<void(CudaCommunicator&, const Operation&)>;
   bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
+  // Throws what ended the group on this device, if anything has.
+  void check_region(const char* name, c10::Device device);
 
   // Tensors from ark_torch.memory.pool().
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;

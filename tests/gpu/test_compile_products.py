@@ -72,6 +72,18 @@ def test_products_of_many_rows(dtype: torch.dtype, close: float) -> None:
         assert torch.equal(one, other), case
 
 
+@pytest.mark.parametrize("dtype, close", [(torch.float16, 2e-3), (torch.bfloat16, 8e-3)])
+def test_the_tails_of_gelu(dtype: torch.dtype, close: float) -> None:
+    """What a product finishes keeps its significant bits where GELU is near 0, to -5 (-1.4e-6)."""
+    x = torch.linspace(-5, 5, 128 * 64, device="cuda").to(dtype).view(128, 64)
+    eye = torch.eye(64, dtype=dtype, device="cuda")
+    got, stages = with_stages(lambda x, eye: F.gelu(x @ eye), (x, eye))
+    assert set(stages) == {"matmul+gelu"}, stages
+    want = F.gelu(x.double())
+    smallest = torch.finfo(dtype).smallest_normal
+    assert float(((got.double() - want).abs() / (want.abs() + smallest)).max()) < close
+
+
 # How b lies; rows, columns, depth; whether there is a bias. Of each the depth is cut, and a norm adds the parts up.
 DEEP = [
     ("linear", 384, 1024, 4096, True),
