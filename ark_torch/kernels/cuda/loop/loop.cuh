@@ -66,16 +66,29 @@ static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint
   }
 }
 
-ARK_LOOP bool await(const LaunchHead& head, const WaitFor& wait, uint32 step, int worker, const TaskEntry& task) {
-  const uint32* word = head.events + wait.event * kEventStride;
+ARK_LOOP bool await(const LaunchHead& head, const uint32* events, const WaitFor& wait, uint32 step, int worker,
+                    const TaskEntry& task) {
+  const uint32* word = events + wait.event * kEventStride;
   const uint32 target = step * wait.threshold;
   ARK_ROLLED for (int turn = 0; turn < 64; ++turn) if (static_cast<int>(load_event(word) - target) >= 0) return true;
   return wait_long(head, word, target, worker, task.task, task.stage, wait.event);
 }
 
+// What stays the same through a launch and is needed at every task: read from the kernel's parameter, or from where
+// the compiler keeps the tables' addresses, each would wait for the constant cache, which code passes through.
+struct Lasting {
+  Stamp* stamps;
+  uint32* events;
+  char* scratch;
+  const WaitFor* waits;
+  const int* signals;
+  const LoadEntry* loads;
+};
+
 // What the threads of a block tell each other.
 struct Shared {
   Lookahead ahead;
+  Lasting lasting;
   int leave;  // the launch ends early
   bool stop;  // no step follows
 };
@@ -106,11 +119,13 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 // Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
 // own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
 // before.
-ARK_LOOP bool await_all(const LaunchHead& head, const TaskEntry& task, const WaitFor* waits, uint32 step, int worker) {
+ARK_LOOP bool await_all(const LaunchHead& head, const Lasting& lasting, const TaskEntry& task, const TaskSlot& slot,
+                        uint32 step, int worker) {
   if (task.wait_count == 0) return true;
+  const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, lasting.waits, task.waits, task.wait_count);
   bool late = false;
   ARK_ROLLED for (int i = thread(); i < task.wait_count; i += kThreads) late |=
-      !await(head, waits[i], step, worker, task);
+      !await(head, lasting.events, waits[i], step, worker, task);
   return !sync_any(late);
 }
 
@@ -119,32 +134,32 @@ ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEn
                        Shared& shared) {
   const int worker = static_cast<int>(blockIdx.x);
   const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
+  const Lasting& lasting = shared.lasting;
   if (Plan::kPackets && thread() == 0) polling() = {&head, nullptr, &shared.leave, worker, step};
   clerk.begin();
   for (int position = 0; position < queue.task_count; ++position) {
     const TaskEntry& task = shared.ahead.entries[position % 5];
     const TaskSlot& slot = shared.ahead.slots[position % 4];
     const auto stamp = [&](unsigned long long Stamp::*when) {
-      if (head.stamps != nullptr && thread() == 0) head.stamps[task.task].*when = now_ns();
+      if (thread() == 0 && lasting.stamps != nullptr) lasting.stamps[task.task].*when = now_ns();
     };
     stamp(&Stamp::came_ns);
     if (Plan::kPackets && thread() == 0) *const_cast<const TaskEntry* volatile*>(&polling().task) = &task;
     clerk.ahead(position);
-    fetch(bases, in_slot(slot.loads, kSlotLoads, Plan::loads(), task.loads, task.load_count), task.load_count);
-    const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, Plan::waits(), task.waits, task.wait_count);
-    if (!await_all(head, task, waits, step, worker)) return false;
+    fetch(bases, in_slot(slot.loads, kSlotLoads, lasting.loads, task.loads, task.load_count), task.load_count);
+    if (!await_all(head, lasting, task, slot, step, worker)) return false;
     stamp(&Stamp::begin_ns);
     const Context context{
-        &head, head.scratch + worker * head.scratch_stride, &shared.leave, &shared.stop, worker, task.task, task.stage,
+        &head, lasting.scratch, &shared.leave, &shared.stop, worker, task.task, task.stage,
         step};
     Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
     clerk.landed();
     if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
     stamp(&Stamp::end_ns);
-    const int* const signals = in_slot(slot.signals, kSlotSignals, Plan::signals(), task.signals, task.signal_count);
+    const int* const signals = in_slot(slot.signals, kSlotSignals, lasting.signals, task.signals, task.signal_count);
     // By another warp than the one that waits for the next task's events: a release takes its time.
     ARK_ROLLED for (int i = thread() ^ (kThreads / 2); i < task.signal_count; i += kThreads)
-        bump_event(head.events + signals[i] * kEventStride);
+        bump_event(lasting.events + signals[i] * kEventStride);
   }
   return true;
 }
@@ -159,6 +174,8 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   if (thread() == 0) {
     shared.leave = 0;
     shared.stop = false;
+    shared.lasting = {head.stamps,   head.events,     head.scratch + worker * head.scratch_stride,
+                      Plan::waits(), Plan::signals(), Plan::loads()};
   }
   bases.fill(launch, worker);
   sync();
@@ -172,7 +189,7 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
     if (!run_step<Plan>(head, bases.at, queue, step, shared)) return;
     if (Plan::kClosing < 0 || step - before == head.most || *const_cast<volatile bool*>(&shared.stop)) break;
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
-    if (sync_any(thread() == 0 && !await(head, all, step, worker, Plan::tasks()[queue.tasks]))) return;
+    if (sync_any(thread() == 0 && !await(head, head.events, all, step, worker, Plan::tasks()[queue.tasks]))) return;
     if (*const_cast<volatile uint32*>(&head.control->last) == step) break;
     ++step;
   }
