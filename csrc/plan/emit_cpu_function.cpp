@@ -58,6 +58,10 @@ int64_t FunctionWriter::scratch(int64_t bytes) {
   return at;
 }
 
+std::string FunctionWriter::scratch_at(int64_t offset) const {
+  return (cuda() ? "worker().scratch + " : "context.scratch + ") + std::to_string(offset);
+}
+
 void FunctionWriter::refuse(const std::string& why) const {
   ErrorContext context;
   context.remedy = "Leave this operator to another backend.";

@@ -46,6 +46,7 @@ class FunctionWriter {
   void close(const std::string& text = "}");
   // Bytes of the worker's scratch memory, aligned; returns their offset.
   int64_t scratch(int64_t bytes);
+  std::string scratch_at(int64_t offset) const;
 
   // Throws Error(invalid_argument) that names the stage and its origin.
   [[noreturn]] void refuse(const std::string& why) const;

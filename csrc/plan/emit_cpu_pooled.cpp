@@ -40,8 +40,8 @@ void emit_select(FunctionWriter& to, const SelectStage& select) {
   RowsAlong rows(to, select.input, select.out, select.dim);
   to.line("select_row<" + std::string(select.largest ? "true" : "false") + ", " + (select.stable ? "true" : "false") +
           ">(" + rows.input_at + ", " + number(input.strides[dim]) + ", " + number(input.shape[dim]) + ", " +
-          rows.out_at + ", " + number(out.strides[dim]) + ", " + number(out.shape[dim]) + ", context.scratch + " +
-          number(scratch) + ");");
+          rows.out_at + ", " + number(out.strides[dim]) + ", " + number(out.shape[dim]) + ", " +
+          to.scratch_at(scratch) + ");");
   rows.nest.close();
 }
 
@@ -131,8 +131,7 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
                                                      std::min<int64_t>(rows, 48) * (whole_lanes(depth) + 256) * 4);
   to.line("grouped_product<" + (to.cuda() ? "s>(context, " : number(rows) + ">(context, s, ") + a_at + ", " + table_at +
           ", " + index_at + ", " + out_at + ", " + place(a) + ",");
-  to.line("                " + of_index + ", " + place(out) + ", begin, end, context.scratch + " + number(scratch) +
-          ");");
+  to.line("                " + of_index + ", " + place(out) + ", begin, end, " + to.scratch_at(scratch) + ");");
 }
 
 }  // namespace ark::plan

@@ -83,8 +83,8 @@ void RowEmitter::columns(int when) {
     if (to_.cuda())
       kept_array(i);
     else
-      to_.line("float* const k" + std::to_string(i) + " = reinterpret_cast<float*>(context.scratch + " +
-               std::to_string(to_.scratch(nest_.columns() * 4)) + ");");
+      to_.line("float* const k" + std::to_string(i) + " = reinterpret_cast<float*>(" +
+               to_.scratch_at(to_.scratch(nest_.columns() * 4)) + ");");
   }
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);

@@ -126,7 +126,7 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.
     const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
-    to.line(most + ">(s, " + operands + ", context.scratch + " + number(scratch) + ");");
+    to.line(most + ">(s, " + operands + ", " + to.scratch_at(scratch) + ");");
   }
   nest.close();
 }
@@ -265,7 +265,8 @@ void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
 }
 
 void emit_stop(FunctionWriter& to, const StopStage& stop) {
-  to.line("if (load_one(" + to.pointer(stop.value, false) + ") != 0) *context.stop = true;");
+  to.line(std::string("if (load_one(") + to.pointer(stop.value, false) + ") != 0) *" +
+          (to.cuda() ? "worker()" : "context") + ".stop = true;");
 }
 
 }  // namespace ark::plan

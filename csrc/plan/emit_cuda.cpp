@@ -187,10 +187,9 @@ class CudaEmitter {
         << "  static ARK_LOOP const TaskEntry* tasks() { return kTasks; }\n"
         << "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
         << "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
-        << "  static ARK_LOOP void run(int function, const Context& context, Operands p, int64_t begin, int64_t "
-           "end) {\n    switch (function) {\n";
+        << "  static ARK_LOOP void run(int function, Context context, Operands p) {\n    switch (function) {\n";
     for (size_t i = 0; i < functions_.names().size(); ++i)
-      out << "      case " << i << ": " << functions_.names()[i] << "(context, p, begin, end); break;\n";
+      out << "      case " << i << ": " << functions_.names()[i] << "(context, p); break;\n";
     out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) "
         << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
         << "> launch) {\n  run_loop<Plan>(launch);\n}\n";

@@ -249,7 +249,7 @@ void emit_cuda_select(FunctionWriter& to, const SelectStage& select) {
   CudaRows rows(to, select.input, select.out, select.dim);
   rows.call("select_rows<" + flag(select.largest) + ", " + number(length) + ", " + number(count) + ", " +
                 number(out.strides[dim]) + ", " + number(input.strides[dim]) + ", " + number(scratch_bytes) + ">",
-            "context.scratch + " + number(to.scratch(scratch_bytes)) + ", ");
+            to.scratch_at(to.scratch(scratch_bytes)) + ", ");
 }
 
 void emit_cuda_scan(FunctionWriter& to, const ScanStage& scan) {

@@ -149,9 +149,12 @@ void StageFunctions::add(const Unit& unit) {
   text += std::string(groups ? "ARK_LOOP "
                       : cuda ? "__device__ __noinline__ "
                              : "") +
-          "void " + names_[known->second] + "([[maybe_unused]] const Context& context, " +
-          (cuda ? "Operands p, " : "char* const* p, ") +
-          "[[maybe_unused]] int64_t begin, [[maybe_unused]] int64_t end) {\n" + body + "}\n";
+          "void " + names_[known->second] +
+          (cuda ? "([[maybe_unused]] Context context, Operands p) {\n"
+                  "  [[maybe_unused]] const int64_t begin = context.begin(), end = context.end();\n"
+                : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
+                  "[[maybe_unused]] int64_t end) {\n") +
+          body + "}\n";
   texts_[known->second] = text;
 }
 

@@ -17,13 +17,14 @@ static_assert(kMostRanks == device::kMaxRanks);
 
 // The slow part of a wait: when it began, or device::kOver when it is time to leave.
 static __device__ __noinline__ uint64 wait_for_peer(const Context& context, uint64 began, int peer, uint64 epoch) {
-  const Ranks& ranks = context.head->ranks;
-  if (!aborted(*context.head)) {
+  const Worker& here = worker();
+  const Ranks& ranks = here.head->ranks;
+  if (!aborted(*here.head)) {
     began = device::look_up(ranks.status, ranks.limit_ns, began, peer, epoch);
     if (began != device::kOver) return began;
-    report(*context.head, Failure::peer, context.worker, context.task, context.stage, -1, peer, 0, 0);
+    report(*here.head, Failure::peer, here.number, context.task.task, context.task.stage, -1, peer, 0, 0);
   }
-  *const_cast<volatile int*>(context.leave) = 1;
+  *const_cast<volatile int*>(here.leave) = 1;
   return device::kOver;
 }
 
@@ -52,10 +53,11 @@ struct BlockExchange {
 template <Exchange kWhat, device::DType kType, device::ReduceOp kOp, int kRanks>
 ARK_LOOP void exchange(const Context& context, const void* in, void* out, const char* place, const char* number,
                        uint64 half, uint64 part, uint64 begin, uint64 end) {
-  const Ranks& ranks = context.head->ranks;
+  const Worker& here = worker();
+  const Ranks& ranks = here.head->ranks;
   const char* const first = ranks.packets[ranks.rank];
-  const Exchanged with{ranks.packets, place - first + (context.step & 1) * half, ranks.rank,
-                       uint64{context.step} << 32 | static_cast<uint64>(number - first)};
+  const Exchanged with{ranks.packets, place - first + (here.step & 1) * half, ranks.rank,
+                       uint64{here.step} << 32 | static_cast<uint64>(number - first)};
   BlockExchange block{context};
   exchange<kWhat, kType, kOp, kRanks>(block, with, in, out, part, begin, end);
 }

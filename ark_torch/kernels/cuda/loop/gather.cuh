@@ -68,8 +68,9 @@ ARK_LOOP void check_holds(const Context& context, const bool* condition, bool* o
   const bool holds = load_one(condition);
   *out = holds;
   if (holds) return;
-  *const_cast<volatile int*>(context.leave) = 1;
-  fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, 0, 0, 0);
+  const Worker& here = worker();
+  *const_cast<volatile int*>(here.leave) = 1;
+  fail(*here.head, Failure::index_too_large, here.number, context.task.task, context.task.stage, -1, 0, 0, 0);
 }
 
 }  // namespace ark::loop

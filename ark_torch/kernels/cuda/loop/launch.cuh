@@ -122,28 +122,39 @@ ARK_LOOP unsigned long long now_ns() {
   return now;
 }
 
-// What a task's function may need beside its operands.
-struct Context {
+// What a worker's tasks need beside their operands, in shared memory: read from the kernel's parameter, or from where
+// the compiler keeps the tables' addresses, each would wait for the constant cache, which code passes through.
+struct Worker {
   const LaunchHead* head;
-  char* scratch;  // of this worker, in device memory
-  int* leave;     // of this block: not 0 when the launch ends early
+  char* scratch;  // in device memory
+  int* leave;     // not 0 when the launch ends early
   bool* stop;     // no step follows
-  int worker, task, stage;
+  Stamp* stamps;
+  uint32* events;
+  const WaitFor* waits;
+  const int* signals;
+  const LoadEntry* loads;
+  const TaskEntry* task;  // where packets are polled, for reports
+  int number;
   uint32 step;
 };
-
-// What tasks that write or poll packets (packets.cuh) need beside their operands.
-struct Polling {
-  const LaunchHead* head;
-  const TaskEntry* task;  // for reports
-  int* leave;
-  int worker;
-  uint32 step;
-};
-ARK_LOOP Polling& polling() {
-  __shared__ Polling now;
+ARK_LOOP Worker& worker() {
+  __shared__ Worker now;
   return now;
 }
+
+// Of a task's function.
+struct Context {
+  const TaskEntry& task;  // itself in shared memory
+  ARK_LOOP int64_t begin() const { return in_shared().begin; }
+  ARK_LOOP int64_t end() const { return in_shared().end; }
+
+ private:
+  ARK_LOOP const TaskEntry& in_shared() const {
+    __builtin_assume(__isShared(&task));
+    return task;
+  }
+};
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
 // constant cache, which weights' pointers pass through once a step.
@@ -225,8 +236,9 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
-  *const_cast<volatile int*>(context.leave) = 1;
-  fail(*context.head, Failure::index_too_large, context.worker, context.task, context.stage, -1, given, limit,
+  const Worker& here = worker();
+  *const_cast<volatile int*>(here.leave) = 1;
+  fail(*here.head, Failure::index_too_large, here.number, context.task.task, context.task.stage, -1, given, limit,
        dimension);
   return false;
 }

@@ -13,6 +13,7 @@
 namespace ark::loop {
 
 inline constexpr int kMostOperands = 64;  // of a task
+inline constexpr int kEntries = 8;        // that are kept; five are needed, and eight are counted without a division
 inline constexpr int kSlotOperands = 16, kSlotWaits = 8, kSlotSignals = 8, kSlotLoads = 4;
 
 #if defined(__CUDACC__)
@@ -25,7 +26,7 @@ struct TaskSlot {
 };
 
 struct Lookahead {
-  TaskEntry entries[5];
+  TaskEntry entries[kEntries];
   TaskSlot slots[4];  // the last task's is still read (its signals) when one is written
   char* addresses[2][kSlotOperands];
   char* many[kMostOperands];  // of a task whose operands do not fit
@@ -51,61 +52,65 @@ struct Clerk {
   const TaskEntry* tasks;
   int count;
 
-  // Whose errand it is: the last warps, errand 0 is the last one's.
-  ARK_LOOP static bool mine(int errand) { return warp() == kWarps - 1 - errand; }
+  // Of this warp: the last one's is 0. Others have kErrands or more.
+  static constexpr int kErrands = 5;
+  ARK_LOOP static int errand() { return kWarps - 1 - warp(); }
 
   ARK_LOOP void entry(int position) const {
-    if (position < count) copy_ahead<16>(&to.entries[position % 5], tasks + position, 1);
+    if (position < count) copy_ahead<16>(&to.entries[position % kEntries], tasks + position, 1);
   }
   ARK_LOOP void operands_of(int position) const {
-    const TaskEntry& task = to.entries[position % 5];
+    const TaskEntry& task = to.entries[position % kEntries];
     if (position < count)
       copy_ahead<16>(to.slots[position % 4].operands, Plan::operands() + task.operands,
                      least(task.operand_count, kSlotOperands));
   }
   ARK_LOOP void loads_of(int position) const {
-    const TaskEntry& task = to.entries[position % 5];
+    const TaskEntry& task = to.entries[position % kEntries];
     if (position < count)
       copy_ahead<16>(to.slots[position % 4].loads, Plan::loads() + task.loads, least(task.load_count, kSlotLoads));
   }
   ARK_LOOP void events_of(int position) const {
-    const TaskEntry& task = to.entries[position % 5];
+    const TaskEntry& task = to.entries[position % kEntries];
     if (position >= count) return;
     copy_ahead<8>(to.slots[position % 4].waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
     copy_ahead<4>(to.slots[position % 4].signals, Plan::signals() + task.signals,
                   least(task.signal_count, kSlotSignals));
   }
   ARK_LOOP void resolve(int position) const {
-    if (position >= count || lane() >= least(to.entries[position % 5].operand_count, kSlotOperands)) return;
+    if (position >= count || lane() >= least(to.entries[position % kEntries].operand_count, kSlotOperands)) return;
     to.addresses[position % 2][lane()] = address_of(bases, to.slots[position % 4].operands[lane()]);
   }
   ARK_LOOP void landed() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
   // By all threads, before the first task.
   ARK_LOOP void begin() const {
-    if (mine(0)) ARK_ROLLED for (int position = 0; position < 3; ++position) entry(position);
+    const int mine = errand();
+    if (mine == 0) ARK_ROLLED for (int position = 0; position < 3; ++position) entry(position);
     landed();
     sync();
     ARK_ROLLED for (int position = 0; position < 2; ++position) {
-      if (mine(0)) operands_of(position);
-      if (mine(1)) loads_of(position);
-      if (mine(2)) events_of(position);
+      if (mine == 0) operands_of(position);
+      if (mine == 1) loads_of(position);
+      if (mine == 2) events_of(position);
     }
     landed();
     sync();
-    if (mine(0)) resolve(0);
+    if (mine == 0) resolve(0);
     sync();
   }
   // While the task at `position` waits and runs.
   ARK_LOOP void ahead(int position) const {
-    if (mine(0)) entry(position + 3);
-    if (mine(1)) operands_of(position + 2);
-    if (mine(2)) loads_of(position + 2);
-    if (mine(3)) events_of(position + 2);
-    if (mine(4)) resolve(position + 1);
+    const int mine = errand();
+    if (mine >= kErrands) return;
+    if (mine == 0) entry(position + 3);
+    if (mine == 1) operands_of(position + 2);
+    if (mine == 2) loads_of(position + 2);
+    if (mine == 3) events_of(position + 2);
+    if (mine == 4) resolve(position + 1);
   }
   // Where the operands of the task at `position` lie. By all threads, behind a sync().
   ARK_LOOP Operands operands(int position) const {
-    const TaskEntry& task = to.entries[position % 5];
+    const TaskEntry& task = to.entries[position % kEntries];
     if (task.operand_count <= kSlotOperands) return {to.addresses[position % 2]};
     for (int i = thread(); i < task.operand_count; i += kThreads)
       to.many[i] = address_of(bases, Plan::operands()[task.operands + i]);

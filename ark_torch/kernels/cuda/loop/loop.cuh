@@ -66,29 +66,17 @@ static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint
   }
 }
 
-ARK_LOOP bool await(const LaunchHead& head, const uint32* events, const WaitFor& wait, uint32 step, int worker,
-                    const TaskEntry& task) {
-  const uint32* word = events + wait.event * kEventStride;
+ARK_LOOP bool await(const WaitFor& wait, uint32 step, const TaskEntry& task) {
+  const Worker& here = worker();
+  const uint32* word = here.events + wait.event * kEventStride;
   const uint32 target = step * wait.threshold;
   ARK_ROLLED for (int turn = 0; turn < 64; ++turn) if (static_cast<int>(load_event(word) - target) >= 0) return true;
-  return wait_long(head, word, target, worker, task.task, task.stage, wait.event);
+  return wait_long(*here.head, word, target, here.number, task.task, task.stage, wait.event);
 }
-
-// What stays the same through a launch and is needed at every task: read from the kernel's parameter, or from where
-// the compiler keeps the tables' addresses, each would wait for the constant cache, which code passes through.
-struct Lasting {
-  Stamp* stamps;
-  uint32* events;
-  char* scratch;
-  const WaitFor* waits;
-  const int* signals;
-  const LoadEntry* loads;
-};
 
 // What the threads of a block tell each other.
 struct Shared {
   Lookahead ahead;
-  Lasting lasting;
   int leave;  // the launch ends early
   bool stop;  // no step follows
 };
@@ -96,10 +84,14 @@ struct Shared {
 // Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
 // capability 9.0) one warp tells it, a lane each piece, and goes on; it leaves out what is not 16-byte aligned, which
 // is loaded in its turn.
-ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
+ARK_LOOP bool fetches() {
 #if __CUDA_ARCH__ >= 900
-  if (warp() != kWarps / 4) return;
+  return warp() == kWarps / 4;
+#else
+  return true;
 #endif
+}
+ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
@@ -119,47 +111,47 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 // Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
 // own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
 // before.
-ARK_LOOP bool await_all(const LaunchHead& head, const Lasting& lasting, const TaskEntry& task, const TaskSlot& slot,
-                        uint32 step, int worker) {
+ARK_LOOP bool await_all(const TaskEntry& task, const TaskSlot& slot, uint32 step) {
   if (task.wait_count == 0) return true;
-  const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, lasting.waits, task.waits, task.wait_count);
+  const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, worker().waits, task.waits, task.wait_count);
   bool late = false;
-  ARK_ROLLED for (int i = thread(); i < task.wait_count; i += kThreads) late |=
-      !await(head, lasting.events, waits[i], step, worker, task);
+  ARK_ROLLED for (int i = thread(); i < task.wait_count; i += kThreads) late |= !await(waits[i], step, task);
   return !sync_any(late);
 }
 
+// By one warp, and not by the one that waits for the next task's events: a release takes its time.
+ARK_LOOP void bump_all(const TaskEntry& task, const TaskSlot& slot) {
+  if (warp() != kWarps / 2) return;
+  const int* const signals = in_slot(slot.signals, kSlotSignals, worker().signals, task.signals, task.signal_count);
+  ARK_ROLLED for (int i = lane(); i < task.signal_count; i += 32)
+      bump_event(worker().events + signals[i] * kEventStride);
+}
+
+ARK_LOOP void stamp(const TaskEntry& task, unsigned long long Stamp::*when) {
+  if (thread() != 0) return;
+  if (Stamp* const stamps = worker().stamps; stamps != nullptr) stamps[task.task].*when = now_ns();
+}
+
 template <class Plan>
-ARK_LOOP bool run_step(const LaunchHead& head, char* const* bases, const QueueEntry& queue, uint32 step,
-                       Shared& shared) {
-  const int worker = static_cast<int>(blockIdx.x);
+ARK_LOOP bool run_step(char* const* bases, const QueueEntry& queue, uint32 step, Shared& shared) {
   const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
-  const Lasting& lasting = shared.lasting;
-  if (Plan::kPackets && thread() == 0) polling() = {&head, nullptr, &shared.leave, worker, step};
+  if (thread() == 0) worker().step = step;
   clerk.begin();
   for (int position = 0; position < queue.task_count; ++position) {
-    const TaskEntry& task = shared.ahead.entries[position % 5];
+    const TaskEntry& task = shared.ahead.entries[position % kEntries];
     const TaskSlot& slot = shared.ahead.slots[position % 4];
-    const auto stamp = [&](unsigned long long Stamp::*when) {
-      if (thread() == 0 && lasting.stamps != nullptr) lasting.stamps[task.task].*when = now_ns();
-    };
-    stamp(&Stamp::came_ns);
-    if (Plan::kPackets && thread() == 0) *const_cast<const TaskEntry* volatile*>(&polling().task) = &task;
+    stamp(task, &Stamp::came_ns);
+    if (Plan::kPackets && thread() == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
     clerk.ahead(position);
-    fetch(bases, in_slot(slot.loads, kSlotLoads, lasting.loads, task.loads, task.load_count), task.load_count);
-    if (!await_all(head, lasting, task, slot, step, worker)) return false;
-    stamp(&Stamp::begin_ns);
-    const Context context{
-        &head, lasting.scratch, &shared.leave, &shared.stop, worker, task.task, task.stage,
-        step};
-    Plan::run(task.function, context, clerk.operands(position), task.begin, task.end);
+    if (fetches())
+      fetch(bases, in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count), task.load_count);
+    if (!await_all(task, slot, step)) return false;
+    stamp(task, &Stamp::begin_ns);
+    Plan::run(task.function, Context{task}, clerk.operands(position));
     clerk.landed();
     if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
-    stamp(&Stamp::end_ns);
-    const int* const signals = in_slot(slot.signals, kSlotSignals, lasting.signals, task.signals, task.signal_count);
-    // By another warp than the one that waits for the next task's events: a release takes its time.
-    ARK_ROLLED for (int i = thread() ^ (kThreads / 2); i < task.signal_count; i += kThreads)
-        bump_event(lasting.events + signals[i] * kEventStride);
+    stamp(task, &Stamp::end_ns);
+    bump_all(task, slot);
   }
   return true;
 }
@@ -169,33 +161,37 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   __shared__ Shared shared;
   __shared__ Bases<kPointers> bases;
   const LaunchHead& head = launch.head;
-  const int worker = static_cast<int>(blockIdx.x);
-  const QueueEntry queue = Plan::queues()[worker];
+  const int number = static_cast<int>(blockIdx.x);
+  const QueueEntry queue = Plan::queues()[number];
   if (thread() == 0) {
     shared.leave = 0;
     shared.stop = false;
-    shared.lasting = {head.stamps,   head.events,     head.scratch + worker * head.scratch_stride,
-                      Plan::waits(), Plan::signals(), Plan::loads()};
+    worker() = {&head,         head.scratch + number * head.scratch_stride,
+                &shared.leave, &shared.stop,
+                head.stamps,   head.events,
+                Plan::waits(), Plan::signals(),
+                Plan::loads(), nullptr,
+                number,        0};
   }
-  bases.fill(launch, worker);
+  bases.fill(launch, number);
   sync();
-  uint32* const count = head.steps + worker * kEventStride;
+  uint32* const count = head.steps + number * kEventStride;
   const uint32 before = *count;
   uint32 step = before + 1;
   while (true) {
-    const bool leads = Plan::kClosing >= 0 && worker == Plan::kLeader && thread() == 0;
+    const bool leads = Plan::kClosing >= 0 && number == Plan::kLeader && thread() == 0;
     if (leads && *const_cast<volatile uint32*>(&head.report->stop) != 0)
       *const_cast<volatile uint32*>(&head.control->last) = step;
-    if (!run_step<Plan>(head, bases.at, queue, step, shared)) return;
+    if (!run_step<Plan>(bases.at, queue, step, shared)) return;
     if (Plan::kClosing < 0 || step - before == head.most || *const_cast<volatile bool*>(&shared.stop)) break;
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
-    if (sync_any(thread() == 0 && !await(head, head.events, all, step, worker, Plan::tasks()[queue.tasks]))) return;
+    if (sync_any(thread() == 0 && !await(all, step, Plan::tasks()[queue.tasks]))) return;
     if (*const_cast<volatile uint32*>(&head.control->last) == step) break;
     ++step;
   }
   if (thread() != 0) return;
   *count = step;
-  if (Plan::kClosing >= 0 && worker == Plan::kLeader)
+  if (Plan::kClosing >= 0 && number == Plan::kLeader)
     *const_cast<volatile uint32*>(&head.report->steps) = step - before;
 }
 

@@ -28,7 +28,7 @@ struct alignas(2 * sizeof(T)) Packet {
   using Epoch = typename EpochBeside<T>::Type;
   T value;
   Epoch epoch;
-  static ARK_LOOP Epoch now() { return static_cast<Epoch>(polling().step); }
+  static ARK_LOOP Epoch now() { return static_cast<Epoch>(worker().step); }
 };
 
 // 4, 8 or 16 bytes, in which each packet is read as one.
@@ -54,13 +54,13 @@ ARK_LOOP Elements load_packets(const void* from) {
 
 // Whether a poll goes on that began then (0: has just begun); the launch ends early if not. By each thread alone.
 static __device__ __noinline__ unsigned long long poll_on(unsigned long long began) {
-  const Polling& now = polling();
+  const Worker& now = worker();
   const LaunchHead& head = *now.head;
   bool late = aborted(head);
   if (began == 0) began = now_ns();
   if (!late && head.timeout_ns != 0 && now_ns() - began > head.timeout_ns) {
     const TaskEntry& task = *const_cast<const TaskEntry* const volatile&>(now.task);
-    fail(head, Failure::deadline, now.worker, task.task, task.stage, -1, 0, now.step, 0);
+    fail(head, Failure::deadline, now.number, task.task, task.stage, -1, 0, now.step, 0);
     late = true;
   }
   if (late) *const_cast<volatile int*>(now.leave) = 1;
