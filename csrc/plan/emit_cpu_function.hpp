@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <set>
 #include <string>
@@ -37,6 +38,9 @@ class FunctionWriter {
   // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
   // second (join_tasks.hpp).
   void keep(int buffer);
+  // The text's first thread of a block for what few of them do: what stands side by side begins with different ones.
+  void begin_with(int thread) { first_thread_ = thread; }
+  int first_thread() const { return first_thread_; }
   // Elements of the buffer are packets (cuda/loop/packets.cuh).
   void poll(int buffer) { polled_.insert(buffer); }
   bool is_polled(int value) const { return polled_.count(graph_.values()[value].buffer) != 0; }
@@ -81,6 +85,7 @@ class FunctionWriter {
   int64_t kept_end_ = 0;
   std::string text_;
   int depth_ = 1;
+  int first_thread_ = 0;
   int64_t scratch_ = 0;
 };
 
@@ -96,7 +101,8 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // "{.depth = 64, ...}": the product's strides, for all targets' kernels.
 std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul);
 void emit_products(FunctionWriter& to, const ProductsStage& stage);
-void emit_attention(FunctionWriter& to, const AttentionStage& attention);
+// `make`: writes what makes the queries and the position that is added, for one head of keys, tile [begin, end).
+void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});
 // Whether a GPU that has them takes groups of warps for it (kernels/cuda/loop/attention_groups.cuh).
 bool attends_by_groups(const Graph& graph, const AttentionStage& attention);
 void emit_combine(FunctionWriter& to, const CombineStage& combine);

@@ -142,7 +142,30 @@ bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
          one_mask && !attention.causal && attention.states < 0;
 }
 
-void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
+namespace {
+
+// The end of a call for an attention that a position is added to.
+void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::string& call,
+                const std::vector<std::string>& indices, const std::function<void()>& make) {
+  const AttentionStage::Added& added = attention.added;
+  const Value &k = to.value(attention.k), &key = to.value(added.k), &value = to.value(added.v);
+  const std::string position = to.pointer(added.position, false), size = number(added.size);
+  const std::string first =
+      "(" + to.pointer(attention.k, true) + " - " + to.pointer(added.cache, false) + ") / " + number(k.strides[2]);
+  to.open(call + ", " + at(to.pointer(added.k, false), indices, {0, key.strides[1]}) + ", " +
+          at(to.pointer(added.v, false), indices, {0, value.strides[1]}) + ", [&, p]() -> int64_t");
+  to.line("const int64_t given = load_one(" + position + ");");
+  to.line("[[maybe_unused]] const int64_t begin = " + indices[1] + ", end = begin + 1;");
+  make();
+  to.line(std::string("const int64_t index = ") + (added.wrap ? "given < 0 ? given + " + size + " : " : "") + "given;");
+  to.line("return index_fits(context, index, " + size + ", given, " + number(added.dim) + ") ? index - " + first +
+          " : -1;");
+  to.close("});");
+}
+
+}  // namespace
+
+void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make) {
   const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v),
               &out = to.value(attention.out);
   for (const Value* one : {&q, &k, &v, &out}) {
@@ -159,14 +182,15 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   if (columns > most || value_columns > most)
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
+  const bool added = attention.added.k >= 0;
   TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
   const std::vector<std::string>& indices = nest.names();
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
   const std::string q_at = at(to.pointer(attention.q, false), indices, head_strides(q, heads));
-  const std::string k_at = at(to.pointer(attention.k, false), indices, head_strides(k, 1));
-  const std::string v_at = at(to.pointer(attention.v, false), indices, head_strides(v, 1));
+  const std::string k_at = at(to.pointer(attention.k, added), indices, head_strides(k, 1));
+  const std::string v_at = at(to.pointer(attention.v, added), indices, head_strides(v, 1));
   const std::string out_at = at(to.pointer(attention.out, true), indices, head_strides(out, heads));
   std::string mask_at = "static_cast<const NoMask*>(nullptr)";
   int64_t mask_head = 0, mask_row = 0, mask_column = 0;
@@ -206,7 +230,12 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention) {
   const std::string call = !to.cuda()                                 ? "attend<" + sizes + ">(context, s, "
                            : attends_by_groups(to.graph(), attention) ? "attend_by_groups<s>(context, "
                                                                       : "attend<" + sizes + ", s>(context, ";
-  to.line(call + q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at + states_at + ");");
+  const std::string operands = q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at;
+  if (added)
+    emit_added(to, attention, call + operands + (states_at.empty() ? ", static_cast<float*>(nullptr)" : states_at),
+               indices, make);
+  else
+    to.line(call + operands + states_at + ");");
   nest.close();
 }
 

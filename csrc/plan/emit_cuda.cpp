@@ -9,6 +9,7 @@
 
 #include "cuda/loop/group.cuh"
 #include "error.hpp"
+#include "plan/append_positions.hpp"
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
 #include "plan/join_tasks.hpp"
@@ -88,7 +89,7 @@ class CudaEmitter {
     if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
-    include("attention", [](const Stage& one) { return std::holds_alternative<AttentionStage>(one.body); });
+    include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
     include("gather", [](const Stage& one) {
       return std::holds_alternative<GatherStage>(one.body) || std::holds_alternative<ScatterStage>(one.body) ||
              std::holds_alternative<CheckStage>(one.body);

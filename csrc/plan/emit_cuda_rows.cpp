@@ -25,7 +25,9 @@ void RowEmitter::open_threads() {
   const int64_t turns = (nest_.columns() + threads - 1) / threads;
   turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
   in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
-  to_.line(std::string("using Group = ") + (narrow ? "Warp" : several ? "Warps4" : "Block") + ";");
+  const std::string warps =
+      to_.first_thread() == 0 ? "Warp" : "WarpFrom<" + std::to_string(to_.first_thread() / 32) + ">";
+  to_.line("using Group = " + (narrow ? warps : several ? "Warps4" : "Block") + ";");
   to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
   nest_.take_apart("row", false);
 }
@@ -129,7 +131,9 @@ void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& kee
   const bool turns = turns_ > 0;
   const std::string many = "<" + std::to_string(turns_) + ">(first, past";
   const std::string by_columns = in_runs_ ? "for_runs" : "for_columns";
-  const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : "for_elements(" + nest_.count(true))
+  const std::string elements =
+      to_.first_thread() == 0 ? "for_elements(" : "for_elements<" + std::to_string(to_.first_thread()) + ">(";
+  const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : elements + nest_.count(true))
                            : turns ? by_columns + "<Group, " + std::to_string(turns_) + ">(" + nest_.count(true)
                                    : "for_columns<Group>(" + nest_.count(true);
   std::vector<int> runs;  // stored behind the pass

@@ -7,6 +7,7 @@
 
 #include "cuda/loop/group.cuh"
 #include "error.hpp"
+#include "plan/append_positions.hpp"
 #include "plan/join_tasks.hpp"
 
 namespace ark::plan {
@@ -18,7 +19,7 @@ const char* name_of_kind(const Stage& stage) {
                                           "gather",  "scatter", "select",     "scan",      "bag",
                                           "experts", "check",   "collective", "stop"};
   static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
-  return names[stage.body.index()];
+  return attention_of(stage) != nullptr ? "attention" : names[stage.body.index()];
 }
 
 // Whether groups of warps multiply in the stage's function.
@@ -84,7 +85,29 @@ void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
   writer.turn_to(plan_.stages[static_cast<size_t>(unit.stage)]);
 }
 
+// Attention behind the programs that make its queries and a new position (append_positions.hpp): they stand where it
+// asks for them, when it has asked for all else. What they make stays in shared memory. None waits for another: each
+// has threads of its own, from the block's ends.
+void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) {
+  std::vector<const Stage*> programs{&stage};
+  for (size_t i = 0; i + 1 < stage.tail.size(); ++i) programs.push_back(&stage.tail[i]);
+  for (const Stage* const one : programs)
+    for (const RowProgram::Instruction& instruction : std::get<RowProgram>(one->body).code)
+      if (instruction.kind == RowProgram::Instruction::Kind::store) writer.keep(writer.value(instruction.value).buffer);
+  emit_attention(writer, *attention_of(stage), [&] {
+    constexpr int kThreadsOfRow = 64;
+    for (size_t i = 0; i < programs.size(); ++i) {
+      writer.open("");
+      writer.turn_to(*programs[i]);
+      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow);
+      emit_rows(writer, std::get<RowProgram>(programs[i]->body));
+      writer.close();
+    }
+  });
+}
+
 void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
+  if (!stage.tail.empty() && attention_of(stage) != nullptr) return write_appended(writer, stage);
   std::visit(
       [&](const auto& body) {
         using Body = std::decay_t<decltype(body)>;

@@ -38,6 +38,7 @@ class StageFunctions {
   void add(const Unit& unit);
   void write(FunctionWriter& writer, const Stage& stage);
   void write_head(FunctionWriter& writer, const Unit& unit);
+  static void write_appended(FunctionWriter& writer, const Stage& stage);
 
   const Plan& plan_;
   const Code code_;

@@ -5,6 +5,7 @@
 #include <variant>
 #include <vector>
 
+#include "plan/append_positions.hpp"
 #include "plan/events.hpp"
 #include "plan/join_tasks.hpp"
 #include "plan/region.hpp"
@@ -24,6 +25,11 @@ bool writes_packets(const Graph& graph, const Stage& stage, const Access& access
 bool polls_packets(const Graph& graph, const Stage& stage, const Access& access, ScalarType written) {
   const Value& value = graph.values()[access.value];
   if (value.type != written) return false;
+  if (attention_of(stage) != nullptr) {
+    // Not by itself, but by the programs before it.
+    for (const Access& read : (stage.tail.empty() ? stage : stage.tail.back()).accesses)
+      if (graph.values()[read.value].buffer == value.buffer) return false;
+  }
   if (std::holds_alternative<RowProgram>(stage.body)) return true;
   if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {
     const Value& source = graph.values()[scatter->source];

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "error.hpp"
+#include "plan/append_positions.hpp"
 #include "plan/events.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
@@ -50,7 +51,8 @@ Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
     stages = finish_products(graph, std::move(stages));
-    for (const auto split : {split_attention, split_depth, split_products, merge_products, join_pointwise})
+    for (const auto split :
+         {split_attention, append_positions, split_depth, split_products, merge_products, join_pointwise})
       stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
   }

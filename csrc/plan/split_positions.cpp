@@ -16,9 +16,9 @@ constexpr int64_t kPassBytes = 32768;  // of keys, which the threads of a block 
 
 // Positions of a part: enough to keep a block of threads busy, and no more parts than give every worker a tile.
 int64_t positions_of_part(const Graph& graph, const Stage& stage, const AttentionStage& attention, int workers) {
-  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k], &v = graph.values()[attention.v];
-  const int64_t positions = k.shape[2], rows = q.shape[1] / k.shape[1] * q.shape[2];
-  if (attention.causal || rows > kRowsInWarps) return positions;
+  const Value &k = graph.values()[attention.k], &v = graph.values()[attention.v];
+  const int64_t positions = k.shape[2];
+  if (attention.causal || !takes_few_rows(graph, attention)) return positions;
   const int64_t row_bytes = std::max(k.shape[3] * size_of(k.type), v.shape[3] * size_of(v.type));
   const int64_t least = row_bytes <= kPassBytes / 256 ? 256 : 128;
   const int64_t parts = std::clamp<int64_t>(workers / stage.extent, 1, kMostParts);
@@ -73,6 +73,11 @@ Stage combine_stage(Graph& graph, const Stage& attention, const Value& sums, con
 }
 
 }  // namespace
+
+bool takes_few_rows(const Graph& graph, const AttentionStage& attention) {
+  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
+  return q.shape[1] / k.shape[1] * q.shape[2] <= kRowsInWarps;
+}
 
 std::vector<Stage> split_positions(Graph& graph, std::vector<Stage> stages, int workers) {
   std::vector<Stage> split;

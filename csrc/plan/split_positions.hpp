@@ -14,6 +14,9 @@
 
 namespace ark::plan {
 
+// Whether the query rows that share a head of keys are so few that a GPU's warps share out positions.
+bool takes_few_rows(const Graph& graph, const AttentionStage& attention);
+
 // Adds values and buffers to the graph. Other stages stay as they are.
 std::vector<Stage> split_positions(Graph& graph, std::vector<Stage> stages, int workers);
 

@@ -91,6 +91,15 @@ struct AttentionStage {
   // Where it is given, `out` gets sums that are not divided yet, and this each row's greatest score and its total; only
   // split_positions() sets it.
   int states = -1;
+  // Where it is given, a position is added before it is looked at: its key and value, dense rows by head, which the
+  // same task has made, become those of the cache's row `position`, if k and v have that. `cache`: k from the cache's
+  // first row on, of which there are `size`; `dim`: what the user calls them. Only append_positions() makes them.
+  struct Added {
+    int k = -1, v = -1, position = -1, cache = -1;
+    int64_t size = 0;
+    int dim = 0;
+    bool wrap = false;  // negative indices count from the end
+  } added = {};
   // Tiles cut KV heads (their query heads go together) or, where the Access of `out` names dimension 0, the batch;
   // blocks of positions that the mask rules out whole are not read: work follows the actual length.
 };

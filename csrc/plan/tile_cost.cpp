@@ -1,6 +1,7 @@
 // What a tile takes: arithmetic or movement of bytes, whichever is longer. See tile.hpp.
 #include <algorithm>
 
+#include "plan/append_positions.hpp"
 #include "plan/region.hpp"
 #include "plan/split_products.hpp"
 #include "plan/tile.hpp"
@@ -31,8 +32,7 @@ double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target
   const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
   const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
   const bool product = matmul != nullptr || std::holds_alternative<ProductsStage>(stage.body) ||
-                       std::holds_alternative<AttentionStage>(stage.body) ||
-                       std::holds_alternative<ExpertsStage>(stage.body);
+                       attention_of(stage) != nullptr || std::holds_alternative<ExpertsStage>(stage.body);
   const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
   return std::max(compute, pace * move) + target.task_us;
 }

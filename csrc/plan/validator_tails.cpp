@@ -44,7 +44,9 @@ class TailChecker {
         for (const Access& one : stage_.accesses) {
           if (!one.write || buffer_of(one) != buffer_of(access) || !overlap(whole(one), whole(access))) continue;
           own = true;
-          if (!is_one_of(made, one) || !covers(region_of(plan_.graph, stage_, one, task.begin, task.end), region))
+          const bool changed = is_one_of(next.accesses, one);  // by the same stage, where it lies
+          if ((!changed && !is_one_of(made, one)) ||
+              !covers(region_of(plan_.graph, stage_, one, task.begin, task.end), region))
             fail(name + " reads " + place + ", of which another tile of its stage writes a part");
         }
         if (!own && !is_one_of(stage_.accesses, access))

@@ -87,6 +87,26 @@ def test_decode_at_every_position(dtype: torch.dtype, close: float) -> None:
     on_one_kernel(report)
 
 
+@pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 6e-2), (torch.float16, 2e-2)])
+def test_decode_over_blocks_of_positions(dtype: torch.dtype, close: float) -> None:
+    """Tasks that look at positions add the new one themselves: in the block that has it, and nowhere else."""
+    config = models.Config(dim=512, heads=8, kv_heads=2, ffn=512, max_len=600)
+    model = models.Llama(config, 1, dtype).eval().to(DEVICE)
+    for cache in model.caches():
+        cache.normal_()
+    eager = copy.deepcopy(model)
+    call, report = compiled(model, fallback=False)
+    for position in (0, 1, 15, 255, 256, 257, 511, 512, 599, 300):
+        ids, pos = torch.randint(0, 100, (1, 1), device=DEVICE), torch.tensor([position], device=DEVICE)
+        got, wanted = call(ids, pos), eager(ids, pos)
+        assert (got - wanted).abs().max() < close, position
+        for cache, right in zip(model.caches(), eager.caches(), strict=True):
+            assert (cache - right).abs().max() < close, position
+        assert all(torch.equal(call(ids, pos), got) for _ in range(20)), position
+    on_one_kernel(report)
+    assert '"index_copy_"' not in report.graphs[0].pieces[0].region.json(), report
+
+
 @pytest.mark.parametrize(
     "dtype, shared, close", [(torch.float32, 1, 2e-5), (torch.bfloat16, 4, 2e-2), (torch.float16, 2, 3e-3)]
 )
@@ -331,31 +351,54 @@ def test_bits_repeat() -> None:
     assert all(torch.equal(call(ids, pos), first) for _ in range(200))
 
 
+SEES = """
+    torch.cuda.synchronize()
+    call(*good)
+    torch.cuda.synchronize()
+    call(*bad)
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        print("SEEN", type(error).__name__, str(error).splitlines()[0])
+    try:
+        call(*bad)
+    except IndexError as error:
+        print("TOLD", error)
+"""
 INDEX = """
 import torch, sys
 from ark_torch import _C
 table, index = torch.randn(10, 16, device="cuda"), torch.tensor([3, 11], device="cuda")
 from torch.nn.functional import embedding
 call = torch.compile(lambda t, i: embedding(i, t).relu() + 1, backend="ark", options={"choose": "ark"})
+good, bad = (table, index.clamp(max=9)), (table, index)
 with torch.no_grad():
-    call(table, index.clamp(max=9))
-    torch.cuda.synchronize()
-    call(table, index)
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        print("SEEN", type(error).__name__, str(error).splitlines()[0])
-    try:
-        call(table, index)
-    except IndexError as error:
-        print("TOLD", error)
+"""
+# Of a decoding step, whose attention adds the position itself.
+POSITION = """
+import torch, sys
+import models
+model = models.Llama(models.Config(max_len=300), 1, torch.bfloat16).eval().cuda()
+call = torch.compile(model, backend="ark", options={"choose": "ark"}, dynamic=False)
+ids = torch.ones(1, 1, dtype=torch.int64, device="cuda")
+good, bad = ((ids, torch.tensor([at], device="cuda")) for at in (299, 300))
+model.cos, model.sin = (torch.cat((x, x)) for x in (model.cos, model.sin))
+with torch.no_grad():
 """
 
 
-def test_an_index_out_of_range_is_no_wrong_number() -> None:
+@pytest.mark.parametrize(
+    "script, told",
+    [
+        (INDEX, "index 11 is out of bounds for dimension 0 with size 10"),
+        (POSITION, "index 300 is out of bounds for dimension 2 with size 300 in index_copy_"),
+    ],
+)
+def test_an_index_out_of_range_is_no_wrong_number(script: str, told: str) -> None:
     """As in eager the context is lost; unlike there the next call says which index it was."""
-    done = subprocess.run([sys.executable, "-c", INDEX], capture_output=True, text=True, timeout=120)
-    assert "SEEN" in done.stdout and "device-side assert" in done.stdout, done.stdout + done.stderr
-    assert "TOLD" in done.stdout and "index 11 is out of bounds for dimension 0 with size 10" in done.stdout, (
-        done.stdout
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", script + SEES], capture_output=True, text=True, timeout=120, env=environment
     )
+    assert "SEEN" in done.stdout and "device-side assert" in done.stdout, done.stdout + done.stderr
+    assert "TOLD" in done.stdout and told in done.stdout, done.stdout

@@ -30,10 +30,28 @@ inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Val
   });
 }
 
+// The rows of a position that is added first, of the heads of the part.
+inline void add_position(Memory& memory, const AttentionStage& body, const std::vector<Value>& values, Part part) {
+  const AttentionStage::Added& added = body.added;
+  const Value& keys = values[body.k];
+  const Value& place = values[added.position];
+  auto at = static_cast<int64_t>(read_value(memory, place, Shape(place.shape.size(), 0)));
+  if (added.wrap && at < 0) at += added.size;
+  at -= (keys.offset - values[added.cache].offset) / keys.strides[2];
+  if (at < 0 || at >= keys.shape[2]) return;
+  for (const auto& [row, cache] : {std::pair{added.k, body.k}, std::pair{added.v, body.v}}) {
+    const Value &from = values[row], &to = values[cache];
+    each_index(from.shape, [&](const Shape& index) {
+      if (part.has(index)) write_value(memory, to, {0, index[1], at, index[3]}, read_value(memory, from, index));
+    });
+  }
+}
+
 // `part` cuts the batch (axis 0) or the heads of the keys (axis 1).
 inline void run_attention(Memory& memory, const AttentionStage& body, const std::vector<Value>& values, Part part) {
   const Value &q = values[body.q], &k = values[body.k], &v = values[body.v], &out = values[body.out];
   const int64_t group = q.shape[1] / k.shape[1], keys = k.shape[2];
+  if (body.added.k >= 0) add_position(memory, body, values, part);
   each_index({q.shape[0], q.shape[1], q.shape[2]}, [&](const Shape& index) {
     const Shape cut = {index[0], index[1] / group, index[2]};
     if (!part.has(cut)) return;

@@ -12,6 +12,7 @@
 
 #include "graph_builder.hpp"
 #include "interpreter.hpp"
+#include "plan/append_positions.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
 #include "plan/merge_products.hpp"
@@ -46,7 +47,8 @@ inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   std::vector<Stage> stages = make_stages(graph);
   if (workers == 1) return stages;
   stages = finish_products(graph, std::move(stages));
-  for (const auto pass : {split_attention, split_depth, split_products, merge_products, join_pointwise})
+  for (const auto pass :
+       {split_attention, append_positions, split_depth, split_products, merge_products, join_pointwise})
     stages = pass(graph, std::move(stages), workers);
   return stages;
 }

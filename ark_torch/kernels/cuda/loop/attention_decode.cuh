@@ -34,9 +34,24 @@ struct Decode {
   static constexpr int kStates = kWarps * kSums;
 };
 
+// Whether every warp has one block, and goes through its rows once: all that memory has is asked for before the
+// position that is added.
+template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M>
+ARK_LOOP constexpr bool adds_at_once() {
+  if constexpr (kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128 &&
+                Columns % 8 == 0 && ValueColumns % 8 == 0 && s.heads * s.queries <= kDecodeRows) {
+    using Shape = Decode<Columns, ValueColumns, s, M>;
+    return Shape::kWhole && s.keys == Shape::kGroups * Shape::kBlock;
+  } else {
+    return false;
+  }
+}
+
 // What one warp does. Lane 4 i + j: positions i and i + 8 of a unit, rows 2 j and 2 j + 1.
-template <int Columns, int ValueColumns, Attention s, class T, class M>
-ARK_LOOP void decode_rows(const T* q, const T* k, const T* v, const M* mask, int first, float* shared) {
+// Returns where a position was added.
+template <int Columns, int ValueColumns, Attention s, class T, class M, class Added>
+ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, int first, float* shared,
+                             const Added& added) {
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kBiases = Shape::kOneBias ? 1 : 2;
   const int i = lane() >> 2, j = lane() & 3;
@@ -46,11 +61,13 @@ ARK_LOOP void decode_rows(const T* q, const T* k, const T* v, const M* mask, int
   const auto row_at = [](int number) { return AttentionRow(s, number < kRows ? number : kRows - 1); };
 
   Chunk query[Shape::kSteps] = {};
-  {
+  const auto load_query = [&] {
     const AttentionRow row = row_at(first + i);
     ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) query[step] =
         load_part<Columns>(q + row.g * s.q_head + row.t * s.q_row, s.q_column, step * 32 + j * 8, true);
-  }
+  };
+  if constexpr (!Added::kAny) load_query();
+  int64_t added_at = -1;
   const AttentionRow rows[2] = {row_at(first + 2 * j), row_at(first + 2 * j + 1)};
 
   float greatest[2] = {-kInfinity, -kInfinity}, total[2] = {};
@@ -87,6 +104,18 @@ ARK_LOOP void decode_rows(const T* q, const T* k, const T* v, const M* mask, int
         there[u][h] = Shape::kWhole || count >= 8 ? ~0u : count <= 0 ? 0 : (1u << (4 * count)) - 1;
       }
       load(there);
+    }
+    if constexpr (Added::kAny) {  // of one block a warp, for all of them
+      added_at = added.begin();
+      load_query();
+      ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
+        const int64_t at = added_at - (key + u * 16 + h * 8);
+        if (at == i)
+          ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) keys[u][h][step] =
+              load_part<Columns>(added.new_k, 1, step * 32 + j * 8, true);
+        ARK_UNROLL for (int e = 0; e < 2; ++e) if (at == 2 * j + e) values[u][h][e] =
+            load_part<ValueColumns>(added.new_v, 1, part * 64 + i * 8, true);
+      }
     }
     uint32 looks[Shape::kUnits][2];  // who looks where
     uint32 any = 0;
@@ -155,16 +184,19 @@ ARK_LOOP void decode_rows(const T* q, const T* k, const T* v, const M* mask, int
       state[1] = total[r];
     }
   }
+  return added_at;
 }
 
-template <int Columns, int ValueColumns, Attention s, class T, class M, class Out>
-ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, Out* out, float* states) {
+template <int Columns, int ValueColumns, Attention s, class T, class M, class Out, class Added = NothingAdded>
+ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, Out* out, float* states,
+                         const Added& added = {}) {
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kRows = static_cast<int>(s.heads * s.queries), kRuns = (ValueColumns + 31) / 32;  // of 32 columns
   float* const shared = reinterpret_cast<float*>(workspace());
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kDecodeRows) {
-    decode_rows<Columns, ValueColumns, s>(q, k, v, mask, first, shared);
+    const int64_t at = decode_rows<Columns, ValueColumns, s>(q, k, v, mask, first, shared, added);
+    if constexpr (Added::kAny) added.template store<s>(at);
     sync();
     const int rows = kRows - first < kDecodeRows ? kRows - first : kDecodeRows;
 #pragma unroll 1

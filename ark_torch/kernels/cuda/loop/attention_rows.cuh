@@ -117,6 +117,36 @@ ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, flo
   }
 }
 
+// A position that is added to keys and values by the task that looks at them (plan/append_positions.hpp).
+struct NothingAdded {
+  static constexpr bool kAny = false;
+};
+template <int Columns, int ValueColumns, class K, class V, class Make>
+struct AddedPosition {
+  static constexpr bool kAny = true;
+  K* k;
+  V* v;
+  const K* new_k;
+  const V* new_v;
+  Make make;
+
+  ARK_LOOP int64_t begin() const {
+    const int64_t at = make();
+    sync();
+    return at;
+  }
+  template <Attention s>
+  ARK_LOOP void store(int64_t at) const {
+    if (at < 0 || at >= s.keys) return;
+    for (int c = thread(); c < Columns + ValueColumns; c += kThreads) {
+      if (c < Columns)
+        k[at * s.k_row + c * s.k_column] = new_k[c];
+      else
+        v[at * s.v_row + (c - Columns) * s.v_column] = new_v[c - Columns];
+    }
+  }
+};
+
 // Rows of keys or values whose elements can be loaded 16 bytes at a time.
 template <class T>
 ARK_LOOP bool aligned_rows(const T* p, int64_t head, int64_t row, int64_t column) {

@@ -89,6 +89,12 @@ struct Warp {
   }
 };
 
+// The same, the first row by another warp than the first.
+template <int kFirst>
+struct WarpFrom : Warp {
+  static ARK_LOOP int group() { return (warp() + kWarps - kFirst) % kWarps; }
+};
+
 // Columns over all threads; one row after the other.
 struct Block {
   static constexpr int kSize = kThreads, kGroups = 1;
@@ -134,10 +140,10 @@ struct Warps4 {
   static constexpr int kFirstBarrier = 8;  // of four that nobody else uses
 };
 
-// Every element of 0 .. count, each by one thread.
-template <class Body>
+// Every element of 0 .. count, each by one thread, from that thread on.
+template <int kFirst = 0, class Body>
 ARK_LOOP void for_elements(int64_t count, Body body) {
-  for (int64_t i = thread(); i < count; i += kThreads) body(i);
+  for (int64_t i = (thread() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
 }
 
 // The same by blocks of kTurns elements a thread: what is asked for first is under way together.
