@@ -95,16 +95,14 @@ ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int sl
       sync();
       add(first, count, c, batches, parts);
       sync();
-      const auto put_together = [&](int line, int column) {
-        if (line % Rows >= rows || c + column < c0) return;
+      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+        const int line = Rows == 1 && count == 1 ? 0 : i / columns;  // single rows do without a division
+        const int column = i - line * columns;
+        if (line % Rows >= rows || c + column < c0) continue;
         float sum = *parts.at(line, 0, column);
         ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *parts.at(line, slice, column);
         finish(first * Rows + line, c + column, sum);
-      };
-      if (Rows == 1 && count == 1)  // no division on the way of single rows
-        for (int i = thread(); i < columns; i += kThreads) put_together(0, i);
-      else
-        for (int i = thread(); i < count * Rows * columns; i += kThreads) put_together(i / columns, i % columns);
+      }
     }
   }
 }

@@ -145,15 +145,7 @@ ARK_LOOP Worker& worker() {
 
 // Of a task's function.
 struct Context {
-  const TaskEntry& task;  // itself in shared memory
-  ARK_LOOP int64_t begin() const { return in_shared().begin; }
-  ARK_LOOP int64_t end() const { return in_shared().end; }
-
- private:
-  ARK_LOOP const TaskEntry& in_shared() const {
-    __builtin_assume(__isShared(&task));
-    return task;
-  }
+  const TaskEntry& task;
 };
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
