@@ -77,7 +77,7 @@ def test_the_tails_of_gelu(dtype: torch.dtype, close: float) -> None:
     """What a product finishes keeps its significant bits where GELU is near 0, to -5 (-1.4e-6)."""
     x = torch.linspace(-5, 5, 128 * 64, device="cuda").to(dtype).view(128, 64)
     eye = torch.eye(64, dtype=dtype, device="cuda")
-    got, stages = with_stages(lambda x, eye: F.gelu(x @ eye), (x, eye))
+    got, stages = with_stages(lambda x, eye: F.gelu(x @ eye), x, eye)
     assert set(stages) == {"matmul+gelu"}, stages
     want = F.gelu(x.double())
     smallest = torch.finfo(dtype).smallest_normal

@@ -67,10 +67,7 @@ ARK_LOOP void check_holds(const Context& context, const bool* condition, bool* o
   if (thread() != 0) return;
   const bool holds = load_one(condition);
   *out = holds;
-  if (holds) return;
-  const Worker& here = worker();
-  *const_cast<volatile int*>(here.leave) = 1;
-  fail(*here.head, Failure::index_too_large, here.number, context.task.task, context.task.stage, -1, 0, 0, 0);
+  if (!holds) refuse(context.task, 0, 0, 0);
 }
 
 }  // namespace ark::loop

@@ -225,13 +225,17 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
 #endif
 }
 
+// Of the task whose function calls it.
+static __device__ __noinline__ void refuse(const TaskEntry& task, int64_t value, int64_t limit, int dimension) {
+  const Worker& here = worker();
+  *const_cast<volatile int*>(here.leave) = 1;
+  fail(*here.head, Failure::index_too_large, here.number, task.task, task.stage, -1, value, limit, dimension);
+}
+
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
-  const Worker& here = worker();
-  *const_cast<volatile int*>(here.leave) = 1;
-  fail(*here.head, Failure::index_too_large, here.number, context.task.task, context.task.stage, -1, given, limit,
-       dimension);
+  refuse(context.task, given, limit, dimension);
   return false;
 }
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit) {
