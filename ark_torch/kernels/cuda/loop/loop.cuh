@@ -52,7 +52,7 @@ ARK_LOOP void bump_event(uint32* word) {
 }
 
 // False when the launch ends early. By one thread.
-static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint32* word, uint32 target, int worker,
+static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint32* word, uint32 target, int number,
                                               int task, int stage, int event) {
   const unsigned long long began = now_ns();
   while (true) {
@@ -60,7 +60,7 @@ static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint
       if (static_cast<int>(load_event(word) - target) >= 0) return true;
     if (aborted(head)) return false;
     if (head.timeout_ns != 0 && now_ns() - began > head.timeout_ns) {
-      fail(head, Failure::deadline, worker, task, stage, event, load_event(word), target, 0);
+      fail(head, Failure::deadline, number, task, stage, event, load_event(word), target, 0);
       return false;
     }
   }
