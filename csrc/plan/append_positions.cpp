@@ -159,7 +159,7 @@ bool Appender::own_tiles(const Stage& stage) const {
 void Appender::append(size_t first, size_t last) {
   const AttentionStage attention = std::get<AttentionStage>(stages_[first].body);
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
-  const int64_t heads = k.shape[1], kept = loop::kKeptBytes - 48;
+  const int64_t heads = k.shape[1], kept = loop::kKeptBytes - 3 * 16;  // three buffers, each aligned
   if (!takes_few_rows(graph_, attention) || q.shape[0] != 1 || stages_[first].extent != heads) return;
   const auto queries = writer(first, attention.q), keys = writer(first, attention.k),
              values = writer(first, attention.v);
