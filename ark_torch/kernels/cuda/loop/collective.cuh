@@ -19,6 +19,8 @@ static_assert(kMostRanks == device::kMaxRanks);
 static __device__ __noinline__ uint64 wait_for_peer(const Context& context, uint64 began, int peer, uint64 epoch) {
   const Worker& here = worker();
   const Ranks& ranks = here.head->ranks;
+  if (*const_cast<volatile int*>(here.leave) != 0) return device::kOver;
+  if (!is_to_look()) return began == 0 ? now_ns() : began;
   if (!aborted(*here.head)) {
     began = device::look_up(ranks.status, ranks.limit_ns, began, peer, epoch);
     if (began != device::kOver) return began;

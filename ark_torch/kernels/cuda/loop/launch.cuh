@@ -137,7 +137,8 @@ struct Worker {
   const TaskEntry* task;  // where packets are polled, for reports
   int number;
   uint32 step;
-  int rank;  // and what is below: of plans that push sums over ranks (pushed.cuh)
+  uint32 looked;  // when a thread last looked at what the host writes
+  int rank;       // and what is below: of plans that push sums over ranks (pushed.cuh)
   char* packets[kMostRanks];
 };
 ARK_LOOP Worker& worker() {
@@ -182,6 +183,15 @@ struct Operands {
     return one;
   }
 };
+
+// Whether a thread that waits is the one of its block to look at what the host writes: one every 16 us. A look crosses
+// the host's bus, which those of all threads of all blocks would hold for a millisecond: as long as it takes for the
+// other ranks' threads to come and look, too, so that every step would be as slow from then on.
+ARK_LOOP bool is_to_look() {
+  uint32* const looked = &worker().looked;
+  const uint32 now = static_cast<uint32>(now_ns() >> 14), before = *const_cast<volatile uint32*>(looked);
+  return now != before && atomicCAS(looked, before, now) == before;
+}
 
 ARK_LOOP bool aborted(const LaunchHead& head) {
   return *const_cast<const volatile uint32*>(&head.control->abort) != 0;

@@ -69,12 +69,14 @@ ARK_LOOP Elements load_packets(const void* from) {
   return bits_as<Elements>(words);
 }
 
-// Whether a poll goes on that began then (0: has just begun); the launch ends early if not. By each thread alone.
+// When a poll began that goes on (given 0: just now), or 0: the launch ends early. By each thread alone.
 static __device__ __noinline__ unsigned long long poll_on(unsigned long long began) {
   const Worker& now = worker();
+  if (*const_cast<volatile int*>(now.leave) != 0) return 0;
+  if (began == 0) began = now_ns();
+  if (!is_to_look()) return began;
   const LaunchHead& head = *now.head;
   bool late = aborted(head);
-  if (began == 0) began = now_ns();
   if (!late && head.timeout_ns != 0 && now_ns() - began > head.timeout_ns) {
     const TaskEntry& task = *const_cast<const TaskEntry* const volatile&>(now.task);
     fail(head, Failure::deadline, now.number, task.task, task.stage, -1, 0, now.step, 0);
