@@ -33,10 +33,11 @@ NUMBERS = {
     "broadcast_engine_from": FROM,
     "all_to_all_engine_from": FROM,
 }
+IN_LINE = ", in line"  # eager all_reduces on the caller's stream alone
 COUNTS = (33_000, 1_000_003, 3 << 20)  # of a rank's part
 
 
-def _options(in_line: bool) -> Any:
+def _options(in_line: bool = False) -> Any:
     options = complete(ark_torch.Options())
     options.cuda_dispatch = [(8, NUMBERS | {"in_line_to": 1 << 30 if in_line else 0})]
     options.buffer_mb = 8 * WORLD * (WORLD - 1) + 1
@@ -168,10 +169,11 @@ def test_outputs_at_different_places_are_an_error(copying: bool) -> None:
 
 def _loop(rank: Rank, operation: str, how: str) -> float:
     """Operates for ever; when that fails, tells the test process and goes on without the victim, the last rank."""
-    device = _start(rank, timeout=120)
-    n = 8 << 20
+    in_line = operation.endswith(IN_LINE)
+    device = _start(rank, in_line, timeout=120)
+    n = (1 if in_line else 8) << 20  # in line: what needs no slot twice
     out, source = (torch.ones(n * rank.world_size, device=device) for _ in range(2))
-    call = _calls(rank, n)[operation]
+    call = _calls(rank, n)[operation.removesuffix(IN_LINE)]
     call(out, source)
     torch.cuda.synchronize()
     group = dist.new_group(pg_options=_options(), timeout=timedelta(seconds=TIMEOUT_S)) if how == "stop" else None
@@ -191,7 +193,10 @@ def _loop(rank: Rank, operation: str, how: str) -> float:
     return go_on_without_the_last(rank, device)
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "stop"])
+LOST_IN = ("all_reduce", f"all_reduce{IN_LINE}", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "stop")
+
+
+@pytest.mark.parametrize("operation", LOST_IN)
 def test_lost_rank(operation: str) -> None:
     victim, stops = WORLD - 1, operation == "stop"
     with Job(_loop, WORLD, "all_reduce" if stops else operation, "stop" if stops else "kill", env=ENV) as job:
@@ -212,10 +217,12 @@ def test_lost_rank(operation: str) -> None:
 
 def _in_a_copy(rank: Rank, how: str) -> float:
     """The last rank stays away from a collective whose result the others copy to pageable memory."""
-    device = _start(rank, timeout=120)
-    tensor = torch.ones(8 << 20, device=device)
+    in_line = how.endswith(IN_LINE)
+    device = _start(rank, in_line, timeout=120)
+    tensor = torch.ones((2 if in_line else 8) << 20, device=device)
     dist.all_reduce(tensor)
-    group = dist.new_group(pg_options=_options(), timeout=timedelta(seconds=TIMEOUT_S)) if how == "away" else None
+    away = how.startswith("away")
+    group = dist.new_group(pg_options=_options(in_line), timeout=timedelta(seconds=TIMEOUT_S)) if away else None
     dist.all_reduce(tensor, group=group)
     tensor.cpu()
     if rank.rank == rank.world_size - 1:
@@ -232,7 +239,7 @@ def _in_a_copy(rank: Rank, how: str) -> float:
     return go_on_without_the_last(rank, device)
 
 
-@pytest.mark.parametrize("how", ["killed", "away"])
+@pytest.mark.parametrize("how", ["killed", "away", f"away{IN_LINE}"])
 def test_lost_while_the_others_copy_to_the_host(how: str) -> None:
     victim = WORLD - 1
     bound = 5.0 if how == "killed" else TIMEOUT_S + SLACK_S
@@ -248,7 +255,7 @@ def test_lost_while_the_others_copy_to_the_host(how: str) -> None:
             assert f"rank {victim}" in text.partition("] ")[2], text
         record("1" if how == "killed" else "2", f"CUDA copy engines, {how}, in a copy", f"{bound} s", seconds)
         assert max(seconds) < bound
-        if how == "away":
+        if how != "killed":
             job.kill(victim)
         outcomes = job.finish(60, list(range(victim)))
         assert [o.value for o in outcomes] == [sum(range(victim))] * victim, [o.describe() for o in outcomes]
