@@ -90,10 +90,15 @@ std::string FunctionWriter::body() const {
     const Block& block = blocks_[i];
     for (const size_t one : block.named) {
       const std::string element = cpp_type(value(operands_[one]).type), number = std::to_string(one);
+      const auto polled = polled_.find(value(operands_[one]).buffer);
+      const Push pushed = polled == polled_.end() ? Push{} : polled->second;
+      const std::string ranks =
+          pushed.ranks > 0 ? ", " + std::to_string(pushed.ranks) + ", " + std::to_string(pushed.apart) : "";
       const std::string type =
-          (written_[one] ? "" : "const ") + (is_polled(operands_[one]) ? "Packet<" + element + ">" : element);
-      body += block.indent + type + "* const p" + number + " = " + (cuda() ? "in_global<" : "reinterpret_cast<") +
-              type + (cuda() ? ">(p[" : "*>(p[") + number + "]);\n";
+          (written_[one] ? "" : "const ") + (polled != polled_.end() ? "Packet<" + element + ranks + ">" : element);
+      const char* const cast = pushed.ranks > 0 ? "in_turn<" : cuda() ? "in_global<" : "reinterpret_cast<";
+      body += block.indent + type + "* const p" + number + " = " + cast + type + (cuda() ? ">(p[" : "*>(p[") + number +
+              (pushed.ranks > 0 ? "], " + std::to_string(pushed.half) : "]") + ");\n";
     }
     for (const size_t one : block.kept) {
       const Value& value = this->value(kept_values_[one]);

@@ -41,8 +41,8 @@ class FunctionWriter {
   // The text's first thread of a block for what few of them do: what stands side by side begins with different ones.
   void begin_with(int thread) { first_thread_ = thread; }
   int first_thread() const { return first_thread_; }
-  // Elements of the buffer are packets (cuda/loop/packets.cuh).
-  void poll(int buffer) { polled_.insert(buffer); }
+  // Elements of the buffer are packets (cuda/loop/packets.cuh), pushed by ranks where there are any.
+  void poll(int buffer, const Push& pushed) { polled_[buffer] = pushed; }
   bool is_polled(int value) const { return polled_.count(graph_.values()[value].buffer) != 0; }
 
   void line(const std::string& text);  // indented
@@ -79,7 +79,7 @@ class FunctionWriter {
     std::set<size_t> named, kept;  // operands, kept values
   };
   std::vector<Block> blocks_{{0, "  ", {}, {}}};
-  std::set<int> polled_;          // buffers
+  std::map<int, Push> polled_;    // by buffer
   std::map<int, int64_t> kept_;   // buffer -> where it begins
   std::vector<int> kept_values_;  // that have been named
   int64_t kept_end_ = 0;

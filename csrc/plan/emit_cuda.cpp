@@ -79,6 +79,11 @@ class CudaEmitter {
                        [](const Placement& one) { return one.packets; });
   }
 
+  bool has_pushes() const {
+    return std::any_of(plan_.placements.begin(), plan_.placements.end(),
+                       [](const Placement& one) { return one.pushed.ranks > 0; });
+  }
+
   // Headers of kernels that not all plans have: what is not needed is not compiled.
   std::string rare_includes() const {
     std::string text;
@@ -87,6 +92,7 @@ class CudaEmitter {
         text += std::string("#include \"cuda/loop/") + header + ".cuh\"\n";
     };
     if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
+    if (has_pushes()) text += "#include \"cuda/loop/pushed.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
@@ -105,6 +111,7 @@ class CudaEmitter {
   std::string operand(int value, int64_t extra = 0) const {
     const Place place = place_of(plan_, value, extra);
     if (place.base == Place::arena) return "{Operand::arena, 0, " + std::to_string(place.offset) + "}";
+    if (place.base == Place::packets) return "{Operand::packets, 0, " + std::to_string(place.offset) + "}";
     if (place.base == Place::own) return "{Operand::own, 0, " + std::to_string(place.offset) + "}";
     const int index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
     return "{Operand::pointer, " + std::to_string(index) + ", " + std::to_string(place.offset) + "}";
@@ -181,7 +188,8 @@ class CudaEmitter {
     const Closing closing = closing_of(plan_);
     out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
         << ", kLeader = " << closing.leader << ";\n"
-        << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false") << ";\n"
+        << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false")
+        << ", kPushes = " << (has_pushes() ? "true" : "false") << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"

@@ -13,6 +13,7 @@ Place place_of(const Plan& plan, int index, int64_t extra) {
   if (buffer.kind == Buffer::Kind::input) return {Place::input, buffer.argument, offset};
   if (buffer.kind == Buffer::Kind::output) return {Place::output, buffer.argument, offset};
   const Placement& placement = plan.placements.at(static_cast<size_t>(value.buffer));
+  if (placement.pushed.ranks > 0) return {Place::packets, 0, placement.pushed.place + offset * 2};
   return {placement.own ? Place::own : Place::arena, 0, placement.offset + offset * (placement.packets ? 2 : 1)};
 }
 

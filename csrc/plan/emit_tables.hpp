@@ -12,7 +12,7 @@ namespace ark::plan {
 
 // Where the first element of a value (that is no literal) lies, and `extra` bytes behind it.
 struct Place {
-  enum Base : uint8_t { input, output, arena, own } base = arena;
+  enum Base : uint8_t { input, output, arena, own, packets } base = arena;
   int argument = 0;    // of inputs or outputs
   int64_t offset = 0;  // in bytes
 };

@@ -19,6 +19,8 @@
 
 namespace ark::plan {
 
+// Which buffers cannot, however the stages are cut: what kernels do not write and poll, what is large.
+std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& stages, const Target& target);
 // Which buffers become packets; none where the target has no packets or steps are chained. `own`: by buffer.
 std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own);
 // Fills in waits, signals and events of a plan that has tasks, queues and stages. `own`, `packets`: by buffer.

@@ -8,6 +8,7 @@
 #include "plan/append_positions.hpp"
 #include "plan/events.hpp"
 #include "plan/join_tasks.hpp"
+#include "plan/push_sums.hpp"
 #include "plan/region.hpp"
 #include "plan/region_history.hpp"
 
@@ -38,9 +39,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
   }
   if (rows_of(stage) != access.value) return false;
   // Each element by one thread, where the depth of `b` is adjacent.
-  std::vector<MatmulStage> products;
-  if (const auto* several = std::get_if<ProductsStage>(&stage.body)) products = several->products;
-  if (const auto* one = std::get_if<MatmulStage>(&stage.body)) products = {*one};
+  const auto products = matmuls_of(stage);
   return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
     const Value& b = graph.values()[one.b];
     return b.buffer != value.buffer && b.strides[b.strides.size() - 2] == 1;
@@ -49,43 +48,49 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
 
 }  // namespace
 
-std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
-  const std::vector<Buffer>& buffers = plan.graph.buffers();
-  std::vector<bool> chosen(buffers.size(), false);
-  if (!plan.target.packets || plan.chained) return chosen;
+std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& stages, const Target& target) {
+  const std::vector<Buffer>& buffers = graph.buffers();
   // One stage writes the whole of it and does not read it.
   std::vector<int> writer(buffers.size(), -1);
   std::vector<char> plain(buffers.size(), 0);
-  for (int index = 0; index < static_cast<int>(plan.stages.size()); ++index) {
-    for (const Access& access : plan.stages[index].accesses) {
-      const int buffer = plan.graph.values()[access.value].buffer;
-      if (std::holds_alternative<CollectiveStage>(plan.stages[index].body)) plain[buffer] = 1;
+  for (int index = 0; index < static_cast<int>(stages.size()); ++index) {
+    for (const Access& access : stages[index].accesses) {
+      const int buffer = graph.values()[access.value].buffer;
+      if (std::holds_alternative<CollectiveStage>(stages[index].body)) plain[buffer] = 1;
       if (access.write && std::exchange(writer[buffer], index) != -1) plain[buffer] = 1;
       if (!access.write && writer[buffer] == index) plain[buffer] = 1;
     }
-    for (const Access& access : plan.stages[index].accesses) {  // what is read before it is written
-      const int buffer = plan.graph.values()[access.value].buffer;
+    for (const Access& access : stages[index].accesses) {  // what is read before it is written
+      const int buffer = graph.values()[access.value].buffer;
       if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
     }
   }
   std::vector<ScalarType> written(buffers.size(), ScalarType::f32);
   for (const bool write : {true, false}) {
-    for (const Stage& stage : plan.stages) {
+    for (const Stage& stage : stages) {
       for (const Access& access : stage.accesses) {
-        if (!plan.target.packets_of_rows || access.write != write) continue;
-        const Value& value = plan.graph.values()[access.value];
+        if (!target.packets_of_rows || access.write != write) continue;
+        const Value& value = graph.values()[access.value];
         if (write) written[value.buffer] = value.type;
-        if (write ? !writes_packets(plan.graph, stage, access)
-                  : !polls_packets(plan.graph, stage, access, written[value.buffer]))
+        if (write ? !writes_packets(graph, stage, access) : !polls_packets(graph, stage, access, written[value.buffer]))
           plain[value.buffer] = 1;
       }
     }
   }
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
-    if (buffers[buffer].kind != Buffer::Kind::temporary || own[buffer] || buffers[buffer].bytes > most_packet_bytes) {
-      plain[buffer] = 1;
-    }
+    if (buffers[buffer].kind != Buffer::Kind::temporary || buffers[buffer].bytes > most_packet_bytes) plain[buffer] = 1;
   }
+  return plain;
+}
+
+std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
+  std::vector<bool> chosen(plan.graph.buffers().size(), false);
+  if (!plan.target.packets || plan.chained) return chosen;
+  std::vector<char> plain = plain_buffers(plan.graph, plan.stages, plan.target);
+  for (size_t buffer = 0; buffer < own.size(); ++buffer)
+    if (own[buffer]) plain[buffer] = 1;
+  const std::vector<Push> pushed = pushed_buffers(plan.graph, plan.stages);
+  for (size_t buffer = 0; buffer < pushed.size(); ++buffer) chosen[buffer] = pushed[buffer].ranks > 0;
   // And some tile reads what another worker has written.
   RegionHistory history(plan.graph, plan.stages);
   const auto tasks = static_cast<int>(plan.tasks.size());

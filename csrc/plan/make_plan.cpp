@@ -12,6 +12,7 @@
 #include "plan/merge_products.hpp"
 #include "plan/place.hpp"
 #include "plan/plan.hpp"
+#include "plan/push_sums.hpp"
 #include "plan/split_attention.hpp"
 #include "plan/split_depth.hpp"
 #include "plan/split_products.hpp"
@@ -55,6 +56,7 @@ Plan make_plan(Graph graph, const Target& target, bool chained) {
          {split_attention, append_positions, split_depth, split_products, merge_products, join_pointwise})
       stages = split(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
+    if (!chained) stages = push_sums(graph, std::move(stages), target);
   }
   return plan_stages(std::move(graph), std::move(stages), target, chained);
 }

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "plan/events_order.hpp"
+#include "plan/push_sums.hpp"
 
 namespace ark::plan {
 
@@ -131,13 +132,15 @@ void place_buffers(Plan& plan, const std::vector<bool>& own, const std::vector<b
     plan.placements[buffer].own = own[buffer];
     plan.placements[buffer].packets = packets[buffer];
   }
+  const std::vector<Push> pushed = pushed_buffers(plan.graph, plan.stages);
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) plan.placements[buffer].pushed = pushed[buffer];
   std::vector<Tenant> all(buffers.size());
   std::vector<std::vector<int64_t>> first_of(buffers.size());  // of own buffers, by worker: place of the first
   for (int index = 0; index < static_cast<int>(plan.tasks.size()); ++index) {
     const Task& task = plan.tasks[index];
     for (const Access& access : plan.stages[task.stage].accesses) {
       const int buffer = plan.graph.values()[access.value].buffer;
-      if (buffer < 0 || buffers[buffer].kind != Buffer::Kind::temporary) continue;
+      if (buffer < 0 || buffers[buffer].kind != Buffer::Kind::temporary || pushed[buffer].ranks > 0) continue;
       Tenant& tenant = all[buffer];
       if (tenant.buffer < 0) {
         tenant.buffer = buffer;

@@ -80,6 +80,7 @@ struct Placement {
   bool own = false;      // one copy a worker (replicated stages)
   bool packets = false;  // {value, epoch} packets: twice the bytes, shared with no other buffer in the step
   bool parity = false;   // two copies that take turns, step by step
+  Push pushed = {};      // packets of all ranks, in the memory that they share: no place in the arena
 };
 
 struct Plan {

@@ -2,6 +2,7 @@
 #include "plan/spread_collectives.hpp"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -116,19 +117,27 @@ Exchanges exchanges_of(const Graph& graph, const std::vector<Stage>& stages) {
     all.fingerprint = (all.fingerprint ^ word) * 0x9e3779b97f4a7c15u;
     all.fingerprint ^= all.fingerprint >> 29;
   };
+  std::map<int, std::pair<Push, int>> exchanges;  // by number; of each what it moves, a value, which tells the type
   for (const Stage& stage : stages) {
-    if (!is_spread(stage)) continue;
-    const auto& body = std::get<CollectiveStage>(stage.body);
-    const Node& node = graph.nodes()[static_cast<size_t>(stage.node)];
+    if (const auto* one = std::get_if<CollectiveStage>(&stage.body); one != nullptr && one->ranks > 0)
+      exchanges[one->number] = {{stage.node, one->ranks, one->number, one->place, one->half, 0, stage.extent},
+                                one->input};
+    for (const MatmulStage& one : matmuls_of(stage))
+      if (one.push.ranks > 0) exchanges[one.push.number] = {one.push, one.out};
+  }
+  for (const auto& [number, exchange] : exchanges) {
+    const auto& [body, value] = exchange;
+    const Node& node = graph.nodes()[static_cast<size_t>(body.node)];
     const int64_t group = node.integer("group");
     if (all.ranks != 0 && group != all.group) refuse_exchange(node, "the region has collectives of another group too");
     all.group = group;
     all.ranks = body.ranks;
     all.bytes = 2 * body.half;
-    const auto type = static_cast<int64_t>(graph.values()[body.input].type);
+    const auto type = static_cast<int64_t>(graph.values()[value].type);
     for (const char letter : node.op + "/" + (node.attributes.count("reduce_op") != 0 ? node.text("reduce_op") : ""))
       note(static_cast<uint64_t>(letter));
-    for (const int64_t word : {type, stage.extent, int64_t{body.number}, body.place, body.half, int64_t{body.ranks}})
+    for (const int64_t word :
+         {type, body.elements, int64_t{number}, body.place, body.half, int64_t{body.ranks}, body.apart})
       note(static_cast<uint64_t>(word));
   }
   return all;

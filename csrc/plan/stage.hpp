@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -65,6 +66,15 @@ struct RowProgram {
   std::vector<Instruction> code;
 };
 
+// An all_reduce that is no stage: who makes a rank's part sends it to all ranks, and who reads the sum adds their
+// parts. Only push_sums() makes them. `ranks` 0: there is none.
+struct Push {
+  int node = -1;                           // the all_reduce
+  int ranks = 0, number = 0;               // these and the places as of a CollectiveStage
+  int64_t place = 0, half = 0, apart = 0;  // `apart`: bytes from the packets of one rank to those of the next
+  int64_t elements = 0;
+};
+
 struct MatmulStage {
   int a = -1, b = -1, out = -1, bias = -1;  // values; bias -1: none
   int64_t batch = 1, m = 1, n = 1, k = 1;
@@ -75,6 +85,8 @@ struct MatmulStage {
   // What is done to each element before it is stored: its load stands for the element, rounded to its type, its store
   // for `out`. Empty: nothing. See finish_products.hpp.
   std::vector<RowProgram::Instruction> finish = {};
+  // What lies at `out` is the sum over ranks.
+  Push push = {};
 };
 
 // Several that share `a`, each with columns as tiles' axis; only merge_products() makes them. Tiles take their part of
@@ -196,6 +208,13 @@ struct Stage {
   std::string origin;   // of its nodes
   std::string indexed;  // for people: the operator among several that takes an index, and its origin
 };
+
+// Of a MatmulStage or a ProductsStage; else none.
+inline std::span<const MatmulStage> matmuls_of(const Stage& stage) {
+  if (const auto* several = std::get_if<ProductsStage>(&stage.body)) return several->products;
+  if (const auto* one = std::get_if<MatmulStage>(&stage.body)) return {one, 1};
+  return {};
+}
 
 // Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what
 // has no stage (the front end asks supported() before).

@@ -22,8 +22,24 @@ std::string describe_task(const Plan& plan, int task) {
 }  // namespace
 
 std::string describe_left(const Plan& plan, const StepFailure& failure) {
+  std::string sums;  // that it may have been waiting for
+  const auto add_sums = [&](int task) {
+    for (const Access& access :
+         plan.stages[static_cast<size_t>(plan.tasks[static_cast<size_t>(task)].stage)].accesses) {
+      const auto buffer = static_cast<size_t>(plan.graph.values()[static_cast<size_t>(access.value)].buffer);
+      const Push& pushed = plan.placements[buffer].pushed;
+      if (access.write || pushed.ranks == 0) continue;
+      const Node& node = plan.graph.nodes()[static_cast<size_t>(pushed.node)];
+      sums += (sums.empty() ? " of " : " or of ") + node.op + " (" + node.origin + ")";
+    }
+  };
+  if (failure.task >= 0 && failure.task < static_cast<int>(plan.tasks.size())) {
+    const int head = plan.tasks[static_cast<size_t>(failure.task)].head;
+    for (const int task : {head, failure.task})
+      if (task >= 0) add_sums(task);
+  }
   return "worker " + std::to_string(failure.worker) + " left " + describe_task(plan, failure.task) +
-         " without the part of rank " + std::to_string(failure.value);
+         " without the part of rank " + std::to_string(failure.value) + sums;
 }
 
 void raise_step_failure(const Plan& plan, const StepFailure& failure) {

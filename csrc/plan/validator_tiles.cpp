@@ -91,6 +91,14 @@ void check_placements(const Plan& plan) {
   }
   for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
     const Placement& placement = plan.placements[buffer];
+    if (const Push& pushed = placement.pushed; pushed.ranks > 0) {
+      const int64_t bytes = 2 * buffers[buffer].bytes;
+      if (!placement.packets || placement.own || placement.offset != -1 || plan.chained)
+        tiles_error("buffer " + to_string(buffer) + " is pushed by ranks, but is no packets, or has a place here too");
+      if (bytes > pushed.apart || pushed.place + pushed.ranks * pushed.apart > pushed.half)
+        tiles_error("buffer " + to_string(buffer) + " is pushed by ranks beyond its place");
+      continue;
+    }
     if (placement.offset == -1 && !placement.own && !placement.packets) continue;
     const std::string name = "buffer " + to_string(buffer);
     if (buffers[buffer].kind != Buffer::Kind::temporary) {
@@ -114,7 +122,8 @@ void check_placements(const Plan& plan) {
       const Placement& placement = plan.placements[value.buffer];
       const std::string name = describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") +
                                " value " + to_string(access.value) + " in buffer " + to_string(value.buffer);
-      if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0) tiles_error(name + ", which has no place");
+      if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0 && placement.pushed.ranks == 0)
+        tiles_error(name + ", which has no place");
       const Region region = region_of(value);
       if (region.offset < 0 || region.end() > buffer.bytes) {
         tiles_error(name + " beyond its " + to_string(buffer.bytes) + " bytes");

@@ -231,3 +231,39 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     _jit.configure()
     _, [kernel] = _C._compile_kernel(_C.plan.cuda_source(graph, arch, MULTIPROCESSORS), arch, fuse=True)
     assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
+
+
+@pytest.mark.parametrize(
+    "arch, ranks, dtype, size", [("sm_90a", 2, "bfloat16", 2), ("sm_90a", 8, "float16", 2), ("sm_80", 4, "float32", 4)]
+)
+def test_pushed_sums(arch: str, ranks: int, dtype: str, size: int) -> None:
+    """A product's parts, added by a norm and a pass over the elements."""
+    graph, width = _C.plan.Graph(), 1024
+
+    def value(kind: str, argument: int, rows: int = 1, turned: bool = False) -> int:
+        strides = [1, width] if turned else [width, 1]
+        return graph.value(graph.buffer(kind, argument, rows * width * size), dtype, [rows, width], strides)
+
+    inputs = [value("input", 0), value("input", 1, width, True), value("input", 2, width, True)]
+    for one in inputs:
+        graph.argument(one)
+    x, first, then = inputs
+    part, total, moved = (value("temporary", -1) for _ in range(3))
+    square = value("temporary", -1)
+    mean = graph.value(graph.buffer("temporary", -1, size), dtype, [1, 1], [1, 1])
+    results = [value("output", i) for i in range(3)]
+    graph.node("matmul", [x, first], [part], {}, "first")
+    graph.node("all_reduce", [part], [total], {"group": 0, "ranks": ranks, "reduce_op": "sum"}, "sum")
+    graph.node("add", [x, total], [moved], {}, "moved")
+    graph.node("mul", [moved, moved], [square], {}, "moved")
+    graph.node("mean", [square], [mean], {"dims": [1], "keepdim": True}, "norm")
+    graph.node("div", [moved, mean], [results[0]], {}, "norm")
+    graph.node("neg", [total], [results[1]], {}, "neg")
+    graph.node("matmul", [results[0], then], [results[2]], {}, "then")
+    for one in results:
+        graph.output(one)
+    _jit.configure()
+    source = _C.plan.cuda_source(graph, arch, MULTIPROCESSORS)
+    assert source.count("in_turn<const Packet<") >= 2 and "exchange<" not in source
+    _, [kernel] = _C._compile_kernel(source, arch, fuse=True)
+    assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0

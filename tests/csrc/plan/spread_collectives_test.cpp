@@ -26,12 +26,12 @@ Attributes of_ranks(int64_t ranks, const std::string& reduce_op = "", int64_t gr
 }
 
 // A layer of a parallel model: a product, its sum over the ranks, a norm's reduction, the next product and sum.
-Graph layer(int64_t hidden, int64_t ranks) {
+Graph layer(int64_t hidden, int64_t ranks, const std::string& reduce_op = "sum", int64_t rows = 1) {
   GraphBuilder make;
-  int x = make.input({1, hidden});
+  int x = make.input({rows, hidden});
   for (int i = 0; i < 2; ++i) {
     const int product = make.matmul(x, make.transpose(make.parameter({hidden, hidden})));
-    const int sum = make.into(make.temporary({1, hidden}), "all_reduce", {product}, of_ranks(ranks, "sum"));
+    const int sum = make.into(make.temporary({rows, hidden}), "all_reduce", {product}, of_ranks(ranks, reduce_op));
     x = make.pointwise("div", {sum, make.reduce("sum", make.pointwise("mul", {sum, sum}), {1})});
   }
   make.copy_out(x);
@@ -61,7 +61,7 @@ std::string refused(const std::function<void()>& act) {
 
 // Who made a tile pushes it: there is nothing to wait for but the peers.
 TEST(SpreadCollectivesTest, TilesFollowTheProducts) {
-  const Plan plan = on_gpu(layer(2048, 4));
+  const Plan plan = on_gpu(layer(2048, 4, "avg"));
   constexpr int64_t kPlace = 4 * 2 * 2048 * 4;  // packets of four ranks
   int collectives = 0;
   for (size_t stage = 0; stage < plan.stages.size(); ++stage) {
@@ -149,10 +149,12 @@ TEST(SpreadCollectivesTest, RanksCompareWhatTheyExchange) {
   EXPECT_EQ(of(2048, 4, 132), of(2048, 4, 100));
   EXPECT_NE(of(2048, 4, 132), of(2049, 4, 132));
   EXPECT_NE(of(2048, 4, 132), of(2048, 3, 132));
-  Plan plan = on_gpu(layer(2048, 4));
-  const uint64_t before = exchanges_of(plan.graph, plan.stages).fingerprint;
-  plan.stages.erase(std::find_if(plan.stages.begin(), plan.stages.end(), is_spread));
-  EXPECT_NE(exchanges_of(plan.graph, plan.stages).fingerprint, before);
+  for (const char* const op : {"sum", "avg"}) {
+    Plan plan = on_gpu(layer(2048, 4, op));
+    const uint64_t before = exchanges_of(plan.graph, plan.stages).fingerprint;
+    plan.stages.erase(plan.stages.begin(), plan.stages.begin() + 2);  // a product, and its collective where it has one
+    EXPECT_NE(exchanges_of(plan.graph, plan.stages).fingerprint, before);
+  }
 }
 
 TEST(SpreadCollectivesTest, WhatCannotBeExchangedIsRefused) {
@@ -222,7 +224,7 @@ TEST(SpreadCollectivesTest, LargeOnesTakeTurns) {
 
 // Another rank's plan may have them the other way round.
 TEST(SpreadCollectivesTest, TwoTilesOnOneWorkerAreNoPlan) {
-  Plan plan = on_gpu(layer(2048, 4));
+  Plan plan = on_gpu(layer(2048, 4, "avg"));
   validate(plan);
   const auto stage = std::find_if(plan.stages.begin(), plan.stages.end(), is_spread) - plan.stages.begin();
   const std::vector<int> tiles = tiles_of(plan, static_cast<int>(stage));

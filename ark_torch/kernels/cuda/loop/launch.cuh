@@ -137,6 +137,8 @@ struct Worker {
   const TaskEntry* task;  // where packets are polled, for reports
   int number;
   uint32 step;
+  int rank;  // and what is below: of plans that push sums over ranks (pushed.cuh)
+  char* packets[kMostRanks];
 };
 ARK_LOOP Worker& worker() {
   __shared__ Worker now;

@@ -166,12 +166,15 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   if (thread() == 0) {
     shared.leave = 0;
     shared.stop = false;
-    worker() = {&head,         head.scratch + number * head.scratch_stride,
-                &shared.leave, &shared.stop,
-                head.stamps,   head.events,
-                Plan::waits(), Plan::signals(),
-                Plan::loads(), nullptr,
-                number,        0};
+    worker() = {&head,          head.scratch + number * head.scratch_stride,
+                &shared.leave,  &shared.stop,
+                head.stamps,    head.events,
+                Plan::waits(),  Plan::signals(),
+                Plan::loads(),  nullptr,
+                number,         0,
+                head.ranks.rank};
+    if (Plan::kPushes)
+      ARK_UNROLL for (int rank = 0; rank < kMostRanks; ++rank) worker().packets[rank] = head.ranks.packets[rank];
   }
   bases.fill(launch, number);
   sync();

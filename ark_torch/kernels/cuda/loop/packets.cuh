@@ -6,6 +6,9 @@
 // which is what the plan's validator reckons with. Every word is written once in every step, and nothing but packets
 // ever lies there, so a word that is not of this step is of the one before, or zero, which is what memory is at first
 // and after a failure; steps count from 1. Who overwrites a packet is of the next step, and that is another launch.
+//
+// Where several ranks each push their part of a sum (pushed.cuh), an element is one packet of each, kApart bytes apart,
+// and whoever reads it adds them, in order of ranks, and rounds once.
 #pragma once
 
 #include "cuda/loop/lanes.cuh"
@@ -23,29 +26,43 @@ template <>
 struct EpochBeside<float> {
   using Type = uint32;
 };
-template <class T>
+template <class T, int kRanks = 1, int64_t kApart = 0>
 struct alignas(2 * sizeof(T)) Packet {
   using Epoch = typename EpochBeside<T>::Type;
   T value;
   Epoch epoch;
   static ARK_LOOP Epoch now() { return static_cast<Epoch>(worker().step); }
+  ARK_LOOP bool has_come() const { return epoch == now(); }
 };
 
-// 4, 8 or 16 bytes, in which each packet is read as one.
-template <class Elements>
+template <class T, int kRanks, int64_t kApart>
+ARK_LOOP const void* of_rank(const Packet<T, kRanks, kApart>* from, int rank) {
+  return reinterpret_cast<const char*>(from) + rank * kApart;
+}
+
+// 4, 8 or 16 bytes, in which each packet is read as one; from other ranks, too.
+template <class Elements, bool kFromRanks = false>
 ARK_LOOP Elements load_packets(const void* from) {
   struct alignas(sizeof(Elements)) Words {
     uint32 at[sizeof(Elements) / 4];
   } words;
   if constexpr (sizeof(Elements) == 16) {
     uint64 low, high;
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+    if constexpr (kFromRanks)
+      asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
+    else
+      asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(from) : "memory");
     words = {static_cast<uint32>(low), static_cast<uint32>(low >> 32), static_cast<uint32>(high),
              static_cast<uint32>(high >> 32)};
   } else if constexpr (sizeof(Elements) == 8) {
     uint64 both;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+    if constexpr (kFromRanks)
+      asm volatile("ld.relaxed.sys.global.b64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
+    else
+      asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(both) : "l"(from) : "memory");
     words = {static_cast<uint32>(both), static_cast<uint32>(both >> 32)};
+  } else if constexpr (kFromRanks) {
+    asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(words.at[0]) : "l"(from) : "memory");
   } else {
     asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(words.at[0]) : "l"(from) : "memory");
   }
@@ -67,65 +84,100 @@ static __device__ __noinline__ unsigned long long poll_on(unsigned long long beg
   return late ? 0 : began;
 }
 
-// Calls `load`, which loads packets and only then looks whether all are of this step, until they are.
-template <class Load>
-ARK_LOOP void poll(Load load) {
-  unsigned long long began = 0;
-  ARK_ROLLED for (uint32 turn = 1; !load(); ++turn) if (turn % 256 == 0 && (began = poll_on(began)) == 0) break;
+// How many ranks packets come from. Of several: whose have not come is told, and pushed.cuh has what is done then.
+template <int kRanks>
+struct FromRanks {};
+ARK_LOOP unsigned long long poll_on(unsigned long long began, int, FromRanks<1>) {
+  return poll_on(began);
 }
 
-// What they hold; whether all are of this step.
-template <int kCount, class... T>
-ARK_LOOP bool take(float (&to)[kCount], const Packet<T>&... packet) {
-  bool all = true;
-  int i = 0;
-  ((all = all && packet.epoch == Packet<T>::now(), to[i++] = widen(packet.value)), ...);
-  return all;
+// Calls `load`, which loads packets and only then looks whether all are of this step, until they are (kAllCame): else
+// it gives a rank whose are not. kOwn: packets that come from this rank alone.
+inline constexpr int kAllCame = -1, kOwn = -2;
+template <int kRanks, class Load>
+ARK_LOOP void poll(Load load) {
+  unsigned long long began = 0;
+  int missing;
+  ARK_ROLLED for (uint32 turn = 1; (missing = load()) != kAllCame;
+                  ++turn) if (turn % 256 == 0 && (began = poll_on(began, missing, FromRanks<kRanks>{})) == 0) break;
+}
+
+// An element's packets, of every rank.
+template <class T, int kRanks, int64_t kApart>
+struct Fetched {
+  using P = Packet<T, kRanks, kApart>;
+  P of[kRanks];
+
+  ARK_LOOP explicit Fetched(const P* from) {
+    ARK_UNROLL for (int rank = 0; rank < kRanks; ++rank) of[rank] = load_packets<P, (kRanks > 1)>(of_rank(from, rank));
+  }
+  ARK_LOOP void look(int& missing) const {
+    ARK_UNROLL for (int rank = 0; rank < kRanks; ++rank) if (!of[rank].has_come()) missing = kRanks > 1 ? rank : kOwn;
+  }
+  ARK_LOOP float element() const {
+    float sum = widen(of[0].value);
+    ARK_UNROLL for (int rank = 1; rank < kRanks; ++rank) sum += widen(of[rank].value);
+    return kRanks == 1 ? sum : round_to(sum, T{});
+  }
+};
+
+// What they hold; a rank whose have not come.
+template <int kCount, class... F>
+ARK_LOOP int take(float (&to)[kCount], const F&... fetched) {
+  int missing = kAllCame, i = 0;
+  ((fetched.look(missing), to[i++] = fetched.element()), ...);
+  return missing;
 }
 // One from each place.
-template <int kCount, class... T>
-ARK_LOOP void poll_each(float (&to)[kCount], const Packet<T>*... from) {
-  poll([&] { return take(to, load_packets<Packet<T>>(from)...); });
+template <int kCount, class... T, int... kRanks, int64_t... kApart>
+ARK_LOOP void poll_each(float (&to)[kCount], const Packet<T, kRanks, kApart>*... from) {
+  poll<((kRanks > 1) || ...) ? kMostRanks : 1>([&] { return take(to, Fetched<T, kRanks, kApart>(from)...); });
 }
-template <class T>
-static __device__ __noinline__ float load_one(const Packet<T>* from) {
+template <class T, int kRanks, int64_t kApart>
+static __device__ __noinline__ float load_one(const Packet<T, kRanks, kApart>* from) {
   float one[1];
   poll_each(one, from);
   return one[0];
 }
 
-// The kRun from `from` on, which lies as a run does.
-template <int kRun, class T>
-ARK_LOOP void poll_run(const Packet<T>* from, float (&to)[kRun]) {
-  using P = Piece<Packet<T>, kRun>;
-  constexpr int kPieces = kRun / P::kEach;
-  typename P::Elements pieces[kPieces];
-  poll([&] {
-    ARK_UNROLL for (int i = 0; i < kPieces; ++i) pieces[i] = load_packets<typename P::Elements>(from + i * P::kEach);
-    bool all = true;
-    ARK_UNROLL for (int i = 0; i < kRun; ++i) all =
-        all && pieces[i / P::kEach].at[i % P::kEach].epoch == Packet<T>::now();
-    return all;
+// The first `there` of kCount, kEach of them loaded as one; zeros behind them. Ranks from kFirst on: of few at once,
+// for which there are registers.
+template <int kEach, int kFirst = 0, int kCount, class T, int kRanks, int64_t kApart>
+ARK_LOOP void poll_pieces(const Packet<T, kRanks, kApart>* from, int64_t stride, int there, float (&to)[kCount]) {
+  using Elements = typename Piece<Packet<T, kRanks, kApart>, kEach>::Elements;
+  constexpr int kHere = kRanks - kFirst < 4 ? kRanks - kFirst : 4;
+  Elements pieces[kHere][kCount / kEach];
+  poll<kRanks>([&] {
+    int missing = kAllCame;
+    ARK_UNROLL for (int i = 0; i < kCount; i += kEach) ARK_UNROLL for (int r = 0; r < kHere; ++r) if (i < there)
+        pieces[r][i / kEach] = load_packets<Elements, (kRanks > 1)>(of_rank(from + i * stride, kFirst + r));
+    ARK_UNROLL for (int i = 0; i < kCount; ++i)
+        ARK_UNROLL for (int r = 0; r < kHere; ++r) if (i < there && !pieces[r][i / kEach].at[i % kEach].has_come())
+            missing = kFirst + r;
+    return missing;
   });
-  ARK_UNROLL for (int i = 0; i < kRun; ++i) to[i] = widen(pieces[i / P::kEach].at[i % P::kEach].value);
+  ARK_UNROLL for (int i = 0; i < kCount; ++i) {
+    const auto part = [&](int r) { return i < there ? widen(pieces[r][i / kEach].at[i % kEach].value) : 0; };
+    to[i] = kFirst == 0 ? part(0) : to[i] + part(0);
+    ARK_UNROLL for (int r = 1; r < kHere; ++r) to[i] += part(r);
+    if constexpr (kRanks > 1 && kFirst + kHere == kRanks) to[i] = round_to(to[i], T{});
+  }
+  if constexpr (kFirst + kHere < kRanks) poll_pieces<kEach, kFirst + kHere>(from, stride, there, to);
 }
-// The first `there` of kCount that lie anyhow; zeros behind them.
-template <int kCount, class T>
-ARK_LOOP void poll_apart(const Packet<T>* from, int64_t stride, int there, float (&to)[kCount]) {
-  Packet<T> packets[kCount];
-  poll([&] {
-    bool all = true;
-    ARK_UNROLL for (int i = 0; i < kCount; ++i) packets[i] =
-        i < there ? load_packets<Packet<T>>(from + i * stride) : Packet<T>{T{}, Packet<T>::now()};
-    ARK_UNROLL for (int i = 0; i < kCount; ++i) all = all && packets[i].epoch == Packet<T>::now();
-    return all;
-  });
-  ARK_UNROLL for (int i = 0; i < kCount; ++i) to[i] = widen(packets[i].value);
+// The kRun from `from` on, which lies as a run does.
+template <int kRun, class T, int kRanks, int64_t kApart>
+ARK_LOOP void poll_run(const Packet<T, kRanks, kApart>* from, float (&to)[kRun]) {
+  poll_pieces<Piece<Packet<T, kRanks, kApart>, kRun>::kEach>(from, 1, kRun, to);
+}
+// The first `there` of kCount that lie anyhow.
+template <int kCount, class T, int kRanks, int64_t kApart>
+ARK_LOOP void poll_apart(const Packet<T, kRanks, kApart>* from, int64_t stride, int there, float (&to)[kCount]) {
+  poll_pieces<1>(from, stride, there, to);
 }
 
 // As those of plain elements in runs.cuh and lanes.cuh.
-template <class Group, int kRun, class T>
-ARK_LOOP void load_run(float (&to)[kRun], const Packet<T>* row, int64_t count) {
+template <class Group, int kRun, class T, int kRanks, int64_t kApart>
+ARK_LOOP void load_run(float (&to)[kRun], const Packet<T, kRanks, kApart>* row, int64_t count) {
   const int64_t first = Group::rank() * kRun;
   if (first >= count) return;
   if (run_fits<kRun>(row)) {
@@ -154,8 +206,8 @@ ARK_LOOP void store_one(Packet<T>* to, float x) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(to), "l"(bits_as<uint64>(packet)) : "memory");
 }
 
-template <class Group, int kRun, class T>
-ARK_LOOP void store_run(Packet<T>* row, const float (&from)[kRun], int64_t count) {
+template <class Group, int kRun, class T, int kRanks, int64_t kApart>
+ARK_LOOP void store_run(Packet<T, kRanks, kApart>* row, const float (&from)[kRun], int64_t count) {
   for_runs<Group, kRun>(count, [&](int64_t column, int turn) { store_one(row + column, from[turn]); });
 }
 
@@ -167,9 +219,9 @@ ARK_LOOP void copy_runs(T* to, const Packet<T>* from, uint32 runs, uint32 length
     int64_t to_at, from_at;
     if (!place(run, to_at, from_at)) return;
     Packet<T> packet;
-    poll([&] {
+    poll<1>([&] {
       packet = load_packets<Packet<T>>(from + from_at + column * kFrom);
-      return packet.epoch == Packet<T>::now();
+      return packet.has_come() ? kAllCame : kOwn;
     });
     to[to_at + column * kTo] = packet.value;
   });
