@@ -64,15 +64,18 @@ CopyEngine::CopyEngine(int rank, int device, std::vector<char*> memory, uint64_t
   };
   for (CUstream* stream : {&link_, &awaiting_, &telling_}) create(*stream, greatest);
   for (CUstream& stream : work_) create(stream, greatest);
-  check(driver().event_create(&event_, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
-  for (CUevent& event : done_) check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  const auto create_event = [](CUevent& event) {
+    check(driver().event_create(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  };
+  create_event(event_), create_event(idle_);
+  for (CUevent& event : done_) create_event(event);
 }
 
 CopyEngine::~CopyEngine() {
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
-    driver().event_destroy(event_);
+    for (CUevent event : {event_, idle_}) driver().event_destroy(event);
     for (CUevent event : done_) driver().event_destroy(event);
     for (CUstream stream : work_) driver().stream_destroy(stream);
     for (CUstream stream : {link_, awaiting_, telling_}) driver().stream_destroy(stream);

@@ -14,6 +14,10 @@
 // and the last copy then take 10 us longer, and beside computation more waiting streams cost more: on their own streams
 // in all calls, a step of GPT-2 XL with buckets of 50 MB took 73.7 ms instead of 66.7.
 //
+// All these streams cost the thread that issues a call, and where that thread is the limit, as in a step of DDP without
+// graphs, the whole step. So eager all_reduces of up to in_line_to bytes are in line (copy_engine_call.hpp): on the
+// caller's stream alone, in which the link waits while pieces are added up.
+//
 // From three ranks on ranks drift apart until two of them do use one link. So the right to it goes round: a word "turn"
 // for each link, which starts at the rank before the link's own and is passed on behind each rank's copy (or where it
 // has nothing to copy) to the rank before, and has come back when all have had it. It is passed while the last
@@ -125,6 +129,8 @@ class CopyEngine {
 
   uint64_t pull_below = 128 << 20;  // all_reduces up to here, not registered; tests choose others
 
+  uint64_t in_line_to = 0;  // eager all_reduces up to here that use no slot twice
+
   uint64_t tail_bytes = 4 << 20;  // what is still on its way when a turn is passed
   uint64_t apart_from = 8;        // copies of a call whose waits and words are on streams of their own
 
@@ -170,6 +176,8 @@ class CopyEngine {
   CUstream link_ = nullptr, awaiting_ = nullptr, telling_ = nullptr, work_[kWorkers] = {};
   CUevent event_ = nullptr;
   CUevent done_[kSlots] = {};  // a piece's sum, until it is handed out
+  CUevent idle_ = nullptr;     // where the end of the last call was told to the host, if that was beside its stream
+  bool told_idle_ = false;
   uint32_t calls_ = 0;
 };
 

@@ -5,53 +5,80 @@
 
 namespace ark {
 
-CopyEngine::Call::Call(CopyEngine& engine, CUstream stream, uint64_t copies)
-    : engine_(engine),
-      stream_(stream),
-      awaiting_(copies >= engine.apart_from ? engine.awaiting_ : engine.link_),
-      telling_(copies >= engine.apart_from ? engine.telling_ : engine.link_),
-      awaits_(awaiting_),
-      tells_(telling_) {
+namespace {
+
+bool is_captured(CUstream stream) {
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().stream_is_capturing(stream, &capturing), "cuStreamIsCapturing");
-  captured_ = capturing != CU_STREAM_CAPTURE_STATUS_NONE;
-  check(driver().event_record(engine.event_, stream), "cuEventRecord");
-  const auto join = [&](CUstream own) {
-    check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
-  };
-  join(engine.link_);
-  if (awaiting_ != engine.link_) join(awaiting_), join(telling_);
-  for (CUstream own : engine.work_) {
-    work_.emplace_back(own);
-    join(own);
+  return capturing != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+}  // namespace
+
+// A graph's launch is one call of the driver anyway. Of the default stream other streams wait for each operation.
+CopyEngine::Call::Call(CopyEngine& engine, CUstream stream, uint64_t copies, bool in_line)
+    : engine_(engine),
+      stream_(stream),
+      captured_(is_captured(stream)),
+      in_line_(in_line && !captured_ && stream != nullptr),
+      link_(in_line_ ? stream : engine.link_),
+      awaiting_(!in_line_ && copies >= engine.apart_from ? engine.awaiting_ : link_),
+      telling_(!in_line_ && copies >= engine.apart_from ? engine.telling_ : link_),
+      words_([&] {
+        std::vector<StreamWords> words{StreamWords(awaiting_)};
+        if (in_line_) return words;
+        words.emplace_back(telling_);
+        for (CUstream own : engine.work_) words.emplace_back(own);
+        return words;
+      }()),
+      awaits_(words_.front()),
+      tells_(in_line_ ? awaits_ : words_[1]) {
+  const CUstream last = engine.work_[kWorkers - 1];
+  if (in_line_) {
+    if (std::exchange(engine.told_idle_, false))
+      check(driver().stream_wait_event(stream, engine.idle_, 0), "cuStreamWaitEvent");
+  } else {
+    check(driver().event_record(engine.event_, stream), "cuEventRecord");
+    const auto join = [&](CUstream own) {
+      check(driver().stream_wait_event(own, engine.event_, 0), "cuStreamWaitEvent");
+    };
+    join(link_);
+    if (awaiting_ != link_) join(awaiting_), join(telling_);
+    for (CUstream own : engine.work_) join(own);
   }
   // That a call begins, on the stream that has nothing to do for longest. In a graph a constant would say so only once,
   // so replays copy what the host's clock is then.
-  work_.back().tell(engine.told(&device::EngineStatus::busy));
-  if (!captured_) work_.back().tell(engine.told(&device::EngineStatus::beat), ++engine.calls_);
-  work_.back().enqueue();
+  StreamWords& words = words_of(kWorkers - 1);
+  words.tell(engine.told(&device::EngineStatus::busy));
+  if (!captured_) words.tell(engine.told(&device::EngineStatus::beat), ++engine.calls_);
+  if (in_line_) return;
+  words.enqueue();
   if (!captured_) return;
-  const CUstream idle = engine.work_[kWorkers - 1];
   char* const relay = engine.memory_[engine.rank_];
-  engine.copy(idle, relay, &engine.status_->clock, sizeof engine.status_->clock);
-  engine.copy(idle, &engine.status_->beat, relay, sizeof engine.status_->beat);
+  engine.copy(last, relay, &engine.status_->clock, sizeof engine.status_->clock);
+  engine.copy(last, &engine.status_->beat, relay, sizeof engine.status_->beat);
 }
 
 void CopyEngine::Call::finish() {
   step();
-  const CUstream last = engine_.work_[kWorkers - 1];
+  StreamWords& words = words_of(kWorkers - 1);
+  words.tell(engine_.told(&device::EngineStatus::busy), 0);
+  if (in_line_) return words.enqueue();
+  const CUstream last = worker(kWorkers - 1);
   const auto join = [&](CUstream own) {
     engine_.follow(last, own);
     if (!captured_) check(driver().stream_wait_event(stream_, engine_.event_, 0), "cuStreamWaitEvent");
   };
-  join(engine_.link_);
-  if (awaiting_ != engine_.link_) join(awaiting_), join(telling_);
-  for (int i = 0; i + 1 < kWorkers; ++i) join(engine_.work_[i]);
-  // Nobody needs to wait for what is only told to the host, but a graph refuses a stream that does not end in it.
+  join(link_);
+  if (awaiting_ != link_) join(awaiting_), join(telling_);
+  for (int i = 0; i + 1 < kWorkers; ++i) join(worker(i));
+  // Nobody needs to wait for what is only told to the host but a call in line, and a graph, which refuses a stream that
+  // does not end in it.
   if (!captured_) engine_.follow(stream_, last);
-  work_.back().tell(engine_.told(&device::EngineStatus::busy), 0);
-  work_.back().enqueue();
-  if (captured_) engine_.follow(stream_, last);
+  words.enqueue();
+  if (captured_) return engine_.follow(stream_, last);
+  check(driver().event_record(engine_.idle_, last), "cuEventRecord");
+  engine_.told_idle_ = true;
 }
 
 void CopyEngine::Call::enter(MaybeOutputs outputs, uint32_t senders) {
@@ -73,7 +100,7 @@ void CopyEngine::Call::await_entered(MaybeOutputs outputs, uint32_t receivers) {
 void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t receivers) {
   if (outputs == nullptr || receivers == 0) return;
   const uint32_t mark = outputs->mark & kMarkBits;
-  StreamWords& words = work_[worker(0)];
+  StreamWords& words = words_of(0);
   words.tell(engine_.told(&device::EngineStatus::expected), receivers << kMarkShift | mark);
   for_each(receivers, [&](int r) { words.await(engine_.word(engine_.rank_, entered, r, 0), mark); });
   words.tell(engine_.told(&device::EngineStatus::expected), 0);
@@ -83,17 +110,17 @@ void CopyEngine::Call::await_entered_to_add(MaybeOutputs outputs, uint32_t recei
 void CopyEngine::Call::over_link(void* to, const void* from, uint64_t bytes) {
   tells_.enqueue();
   awaits_.enqueue();
-  engine_.follow(engine_.link_, awaiting_);
+  engine_.follow(link_, awaiting_);
   const uint64_t tail = passing_ >= 0 && bytes >= 2 * engine_.tail_bytes ? engine_.tail_bytes : 0;
   if (tail != 0) {
-    engine_.copy(engine_.link_, to, from, bytes - tail);
-    engine_.follow(telling_, engine_.link_);
+    engine_.copy(link_, to, from, bytes - tail);
+    engine_.follow(telling_, link_);
     tell_turn(tells_);
     tells_.enqueue();
     to = static_cast<char*>(to) + bytes - tail, from = static_cast<const char*>(from) + bytes - tail;
   }
-  engine_.copy(engine_.link_, to, from, tail != 0 ? tail : bytes);
-  engine_.follow(telling_, engine_.link_);
+  engine_.copy(link_, to, from, tail != 0 ? tail : bytes);
+  engine_.follow(telling_, link_);
   tell_turn(tells_);
 }
 
@@ -122,10 +149,10 @@ void CopyEngine::Call::push_part(int owner, uint64_t piece, const void* from, ui
 
 void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64_t bytes, const Add& add,
                               bool fetched) {
-  tells_.enqueue();
   const int rank = engine_.rank_;
-  StreamWords& words = work_[worker(piece)];
-  const CUstream stream = engine_.work_[worker(piece)];
+  StreamWords& words = words_of(piece);
+  const CUstream stream = worker(piece);
+  order(tells_, words);
   const void* contributions[device::kMaxRanks] = {};
   for_each(engine_.others(), [&](int r) {
     words.await(engine_.word(rank, arrived, r, piece));
@@ -137,10 +164,10 @@ void CopyEngine::Call::add_up(uint64_t piece, const void* own, void* sum, uint64
   add(contributions, sum, fetched ? engine_.slot(rank, sums, rank, piece) : nullptr, bytes, stream);
   if (fetched)
     for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, came, rank, piece)); });
-  else
+  else if (!in_line_)
     check(driver().event_record(engine_.done_[piece % engine_.slots_], stream), "cuEventRecord");
   for_each(engine_.others(), [&](int r) { words.tell(engine_.word(r, free_slot, rank, piece)); });
-  words.enqueue();
+  if (!in_line_) words.enqueue();
 }
 
 void CopyEngine::Call::fetch_sum(int owner, uint64_t piece, void* to, uint64_t bytes) {
@@ -150,7 +177,8 @@ void CopyEngine::Call::fetch_sum(int owner, uint64_t piece, void* to, uint64_t b
 }
 
 void CopyEngine::Call::await_sum(uint64_t piece) {
-  check(driver().stream_wait_event(engine_.link_, engine_.done_[piece % engine_.slots_], 0), "cuStreamWaitEvent");
+  if (in_line_) return;
+  check(driver().stream_wait_event(link_, engine_.done_[piece % engine_.slots_], 0), "cuStreamWaitEvent");
 }
 
 void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const void* from, uint64_t bytes) {
@@ -161,12 +189,12 @@ void CopyEngine::Call::send(int receiver, uint64_t piece, void* place, const voi
 }
 
 void CopyEngine::Call::receive(int sender, uint64_t piece, void* to, uint64_t bytes, bool straight) {
-  tells_.enqueue();
-  StreamWords& words = work_[worker(piece)];
+  StreamWords& words = words_of(piece);
+  order(tells_, words);
   words.await(engine_.word(engine_.rank_, came, sender, piece));
   if (!straight) {
     words.enqueue();
-    engine_.copy(engine_.work_[worker(piece)], to, engine_.slot(engine_.rank_, messages, sender, piece), bytes);
+    engine_.copy(worker(piece), to, engine_.slot(engine_.rank_, messages, sender, piece), bytes);
   }
   words.tell(engine_.word(sender, taken, engine_.rank_, piece));
 }
@@ -182,24 +210,25 @@ void CopyEngine::Call::forward(int sender, uint64_t piece, void* to, uint64_t by
   }
   tells_.enqueue();
   awaits_.enqueue();
-  const CUstream stream = engine_.work_[worker(piece)];
+  const CUstream stream = worker(piece);
   const char* const here = engine_.slot(engine_.rank_, messages, sender, piece);
   engine_.follow(stream, awaiting_);
   engine_.copy(stream, to, here, bytes);
   send(next, piece, place, here, bytes);
-  engine_.follow(stream, engine_.link_);
-  work_[worker(piece)].tell(it_was_taken);
+  engine_.follow(stream, link_);
+  words_of(piece).tell(it_was_taken);
 }
 
 void CopyEngine::Call::copy_own(void* to, const void* from, uint64_t bytes) {
-  if (bytes != 0 && to != from) engine_.copy(engine_.work_[0], to, from, bytes);
+  if (bytes != 0 && to != from) engine_.copy(worker(0), to, from, bytes);
 }
 
 void CopyEngine::Call::step() {
   tell_turn(awaits_);
+  if (in_line_) return;  // what gathers is enqueued before the next operation
   tells_.enqueue();
   awaits_.enqueue();
-  for (StreamWords& words : work_) words.enqueue();
+  for (StreamWords& words : words_) words.enqueue();
 }
 
 }  // namespace ark

@@ -2,6 +2,11 @@
 // has the words of that slot and is handled by worker i % kWorkers. Between two calls of step() the host waits for
 // nothing but full queues of the driver; what a peer may wait for is enqueued by then. On one stream or another, what
 // this rank tells is enqueued before it awaits what answers it (copy_engine.hpp: one queue).
+//
+// In line: all of it is on the caller's stream, in the order of these calls, which is what one queue for all streams
+// makes of them anyway, so that it does not matter what the other ranks do. Nothing is to be joined, and words gather
+// from one copy or kernel to the next: an all_reduce of two ranks in two pieces is 13 calls of the driver instead
+// of 32.
 #pragma once
 
 #include "dma/copy_engine.hpp"
@@ -10,8 +15,9 @@ namespace ark {
 
 class CopyEngine::Call {
  public:
-  Call(CopyEngine& engine, CUstream stream, uint64_t copies);  // so many over the link
+  Call(CopyEngine& engine, CUstream stream, uint64_t copies, bool in_line = false);  // so many over the link
   void finish();
+  bool in_line() const { return in_line_; }
   // Tells those who send to this rank that it has come; awaits those to whom it sends. Bit r: rank r.
   void enter(MaybeOutputs outputs, uint32_t senders);
   void await_entered(MaybeOutputs outputs, uint32_t receivers);
@@ -35,7 +41,8 @@ class CopyEngine::Call {
   void step();
 
  private:
-  static int worker(uint64_t piece) { return static_cast<int>(piece % kWorkers); }
+  CUstream worker(uint64_t piece) const { return in_line_ ? stream_ : engine_.work_[piece % kWorkers]; }
+  StreamWords& words_of(uint64_t piece) { return in_line_ ? awaits_ : words_[2 + piece % kWorkers]; }  // its worker's
   template <class Do>
   void for_each(uint32_t ranks, const Do& what) const {
     for (int r = 0; r < engine_.size_; ++r)
@@ -44,14 +51,19 @@ class CopyEngine::Call {
 
   void over_link(void* to, const void* from, uint64_t bytes);  // behind what is awaited; what is told next follows
   void tell_turn(StreamWords& words);
+  // What is in `earlier` is enqueued before anything that gathers in `later`.
+  static void order(StreamWords& earlier, StreamWords& later) {
+    if (&earlier != &later) earlier.enqueue();
+  }
 
   CopyEngine& engine_;
   const CUstream stream_;
-  const CUstream awaiting_, telling_;  // the link's own where there are few copies
-  bool captured_ = false, expecting_ = false;
-  int passing_ = -1;            // whose turn is to be told
-  StreamWords awaits_, tells_;  // on the engine's streams
-  std::vector<StreamWords> work_;
+  const bool captured_, in_line_;
+  const CUstream link_, awaiting_, telling_;  // the link's own where there are few copies
+  bool expecting_ = false;
+  int passing_ = -1;                // whose turn is to be told
+  std::vector<StreamWords> words_;  // of those two streams and of the workers'; in line the one of all
+  StreamWords &awaits_, &tells_;
 };
 
 }  // namespace ark

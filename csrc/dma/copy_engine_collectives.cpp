@@ -53,7 +53,9 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
   uint32_t owners = 0;
   for (int r = 0; r < size_; ++r) owners |= static_cast<uint32_t>(size_of(r) != 0) << r;
 
-  Call call(*this, stream, 2 * pieces * (size_ - 1));
+  Call call(*this, stream, 2 * pieces * (size_ - 1), bytes <= in_line_to && pieces <= ahead + 1);
+  // In line all parts leave before the first sum, as none waits for a slot that this call has used.
+  const uint64_t behind = call.in_line() ? pieces - 1 : 0;
   call.enter(outputs, owners);
   for (uint64_t t = 0; t < pieces + ahead; ++t) {
     for (int k = 1; k < size_ && t < pieces; ++k) {
@@ -63,9 +65,10 @@ void CopyEngine::all_reduce(const void* in, void* out, uint64_t bytes, uint64_t 
       if (length(owner, t) != 0) call.push_part(owner, t, at(in, offset(owner, t)), length(owner, t));
     }
     call.step();
-    if (const uint64_t mine = length(rank_, t); mine != 0) {
-      if (fetched && t == 0) call.await_entered_to_add(outputs, others());
-      call.add_up(t, at(in, offset(rank_, t)), at(out, offset(rank_, t)), mine, add, fetched);
+    const uint64_t sum = t - behind;
+    if (const uint64_t mine = t < behind ? 0 : length(rank_, sum); mine != 0) {
+      if (fetched && sum == 0) call.await_entered_to_add(outputs, others());
+      call.add_up(sum, at(in, offset(rank_, sum)), at(out, offset(rank_, sum)), mine, add, fetched);
     }
     if (t < ahead) continue;
     const uint64_t i = t - ahead;

@@ -36,17 +36,19 @@ NUMBERS = {
 COUNTS = (33_000, 1_000_003, 3 << 20)  # of a rank's part
 
 
-def _options() -> Any:
+def _options(in_line: bool) -> Any:
     options = complete(ark_torch.Options())
-    options.cuda_dispatch = [(8, NUMBERS)]
+    options.cuda_dispatch = [(8, NUMBERS | {"in_line_to": 1 << 30 if in_line else 0})]
     options.buffer_mb = 8 * WORLD * (WORLD - 1) + 1
     return options
 
 
-def _start(rank: Rank, **options: Any) -> torch.device:
+def _start(rank: Rank, in_line: bool = False, **options: Any) -> torch.device:
     device = torch.device("cuda", rank.rank)
     torch.cuda.set_device(device)
-    rank.init(pg_options=_options(), **options)
+    if in_line:
+        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream is not taken
+    rank.init(pg_options=_options(in_line), **options)
     return device
 
 
@@ -97,8 +99,8 @@ def _check(rank: Rank, out: torch.Tensor, source: torch.Tensor, what: str, captu
         dist.barrier()
 
 
-def _plain(rank: Rank, captured: bool) -> None:
-    device = _start(rank)
+def _plain(rank: Rank, captured: bool, in_line: bool) -> None:
+    device = _start(rank, in_line)
     backend: Any = dist.group.WORLD._get_backend(device)  # type: ignore[union-attr]
     dist.all_reduce(torch.ones(16, device=device))
     small = backend.cuda_shared_bytes
@@ -114,9 +116,11 @@ def _plain(rank: Rank, captured: bool) -> None:
     assert backend.cuda_shared_bytes == idle, "all share the memory that the first has brought"
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_same_bits(captured: bool) -> None:
-    run(_plain, captured, own=True)
+@pytest.mark.parametrize(
+    ("captured", "in_line"), [(False, False), (False, True), (True, False)], ids=["eager", "in line", "graph"]
+)
+def test_same_bits(captured: bool, in_line: bool) -> None:
+    run(_plain, captured, in_line, own=True)
 
 
 def _registered(rank: Rank) -> None:

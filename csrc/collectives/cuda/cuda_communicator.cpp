@@ -17,7 +17,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // products: 64 MB ends 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a
   // graph (rings 40); into plain memory rings are sooner up to 64 MB, but at 256 MB they slow products down threefold.
   // Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose below 16 MB, where lines are there sooner than an
-  // announcement. Rings in bulk are not measured yet.
+  // announcement. Rings in bulk are not measured yet, nor copy engines in line.
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
   return {.one_shot_to = one_shot_to,
           .chunks_from = 8 << 20,
@@ -26,6 +26,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
           .bulk_from = kNever,
           .ring_blocks = 16,
           .copy_engine_from = ranks <= 4 ? 24 << 20 : kNever,
+          .in_line_to = 0,
           .reduce_scatter_engine_from = kNever,
           .all_gather_engine_from = ranks <= 2 ? 64 << 20 : kNever,
           .registered_all_gather_engine_from = ranks <= 2 ? 12 << 20 : kNever,

@@ -36,6 +36,7 @@ struct CudaDispatch {
   uint64_t bulk_from;         // sums of so many bytes from every rank: from here rings in bulk, of few blocks
   uint64_t ring_blocks;       // so many
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
+  uint64_t in_line_to;        // of these, eager ones up to here are on one stream, for the sake of the host
   // The same, by the bytes of one rank's part or message.
   uint64_t reduce_scatter_engine_from;
   uint64_t all_gather_engine_from;

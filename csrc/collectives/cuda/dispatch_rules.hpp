@@ -33,6 +33,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"bulk_from", &CudaDispatch::bulk_from},
     {"ring_blocks", &CudaDispatch::ring_blocks},
     {"copy_engine_from", &CudaDispatch::copy_engine_from},
+    {"in_line_to", &CudaDispatch::in_line_to},
     {"reduce_scatter_engine_from", &CudaDispatch::reduce_scatter_engine_from},
     {"registered_all_gather_engine_from", &CudaDispatch::registered_all_gather_engine_from},
     {"all_gather_engine_from", &CudaDispatch::all_gather_engine_from},

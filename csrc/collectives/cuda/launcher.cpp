@@ -74,6 +74,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       chunks_from_(options.dispatch->chunks_from),
       landings_from_(options.dispatch->landings_from),
       bulk_from_(options.dispatch->bulk_from),
+      in_line_to_(options.dispatch->in_line_to),
       buffer_bytes_(options.dispatch->buffer_bytes) {
   shared_bytes_ = memory_[rank].size();
 }

@@ -66,6 +66,7 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   }
   engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, std::move(words),
                                          &device_status()->engine, &host_status()->engine, shared);
+  engine_->in_line_to = in_line_to_;
   shared_bytes_ += shared->slots[rank_].size();
   watch_.watch_engine(
       &host_status()->engine, [this] { engine_->release_all(); }, [this] { return engine_->diagnose(); });

@@ -79,6 +79,7 @@ class Group {
       engines_.back()->pull_below = kPullBelow[seed % 3];
       engines_.back()->tail_bytes = 512;
       engines_.back()->apart_from = seed % 2 == 0 ? 0 : 6;
+      engines_.back()->in_line_to = seed % 3 == 0 && r % 2 == 0 ? 0 : 1 << 30;  // each rank as it likes
       check(driver().stream_create_with_priority(&streams_.emplace_back(), 0, -1), "stream");
     }
   }

@@ -54,6 +54,41 @@ INSTANTIATE_TEST_SUITE_P(Ranks, CopyEngineOneQueueTest, testing::Combine(testing
                                   (std::get<1>(tested.param) ? "Registered" : "Plain");
                          });
 
+// What an eager all_reduce in two pieces costs the thread that issues it, two launches that add left out.
+TEST(CopyEngineInLine, TakesFewCallsOfTheDriver) {
+  Group group(2, 2, false);  // sums are fetched
+  group.engines_[1]->in_line_to = 0;
+  for (int i = 0; i < 2; ++i) group.prepare({Kind::all_reduce, 12'000, true, 0, 7, false});
+  const auto calls_of = [&](int rank, int step) {
+    const int before = test::g_calls;
+    group.issue(rank, group.steps_[step], group.tensors_[step]);
+    return test::g_calls - before;
+  };
+  for (int step : {0, 1}) {
+    EXPECT_EQ(calls_of(0, step), 11);
+    EXPECT_GE(calls_of(1, step), 30);
+  }
+  for (int r : {0, 1}) driver().stream_synchronize(group.streams_[r]);
+  group.check_results();
+}
+
+// The end of a call on the engine's own streams is told to the host beside the caller's stream.
+TEST(CopyEngineInLine, IsBusyBehindOthers) {
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    Group group(2, seed, false);
+    group.prepare({Kind::all_gather, 900, false, 0, 7, false});
+    group.prepare({Kind::all_reduce, 900, true, 0, 7, false});
+    for (auto [rank, step] : {std::pair(0, 0), {1, 0}, {0, 1}})
+      group.issue(rank, group.steps_[step], group.tensors_[step]);
+    test::wait_until("the second call", [&] { return protocol::load_relaxed(group.status_[0].beat) == 2; });
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    EXPECT_EQ(protocol::load_relaxed(group.status_[0].busy), 1u) << seed;
+    group.issue(1, group.steps_[1], group.tensors_[1]);
+    for (int r : {0, 1}) driver().stream_synchronize(group.streams_[r]);
+    group.check_results();
+  }
+}
+
 TEST(CopyEngineMemory, IsLimited) {
   EXPECT_EQ(CopyEngine::memory_bytes(2, 0), 0u);
   EXPECT_EQ(CopyEngine::memory_bytes(2, 5 << 20), 0u);

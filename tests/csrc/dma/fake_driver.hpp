@@ -94,9 +94,11 @@ inline std::atomic<bool> g_capturing{false};
 inline std::atomic<bool> g_garbage{false};  // waits are let go: bytes are not moved any more, as that would be a race
 inline FakeStream* g_queue = nullptr;       // of the streams that are made now
 inline std::shared_mutex g_context;         // held by whoever copies to pageable memory
+inline std::atomic<int> g_calls{0};         // of the functions that follow
 
 // In a function of the driver.
 struct InContext {
+  InContext() { ++g_calls; }
   std::shared_lock<std::shared_mutex> lock{g_context};
 };
 
