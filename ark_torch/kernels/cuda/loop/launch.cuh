@@ -185,8 +185,8 @@ struct Operands {
 };
 
 // Whether a thread that waits is the one of its block to look at what the host writes: one every 16 us. A look crosses
-// the host's bus, which those of all threads of all blocks would hold for a millisecond: as long as it takes for the
-// other ranks' threads to come and look, too, so that every step would be as slow from then on.
+// the host's bus. With those of all threads of all blocks a step took 29 ms instead of 0.6 from a first long wait on:
+// they keep the bus for as long as it takes the other ranks' threads to come and look, too.
 ARK_LOOP bool is_to_look() {
   uint32* const looked = &worker().looked;
   const uint32 now = static_cast<uint32>(now_ns() >> 14), before = *const_cast<volatile uint32*>(looked);

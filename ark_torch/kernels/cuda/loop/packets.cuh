@@ -95,8 +95,9 @@ ARK_LOOP unsigned long long poll_on(unsigned long long began, int, FromRanks<1>)
 
 // Calls `load`, which loads packets and only then looks whether all are of this step, until they are (kAllCame): else
 // it gives a rank whose are not. kOwn: packets that come from this rank alone. Who waits for longer than packets take
-// pauses: the loads of all threads of all blocks fill the second-level cache's queues, and what peers write would not
-// come in between (one rank 10 us late, and each of a step's sums took 200 us more in this and the next steps).
+// pauses: without, a step of a tensor parallel Llama took 6 ms instead of 0.6 once a rank had come late, and the next
+// ones, too (supposedly the loads of all threads keep what peers write out of the second-level cache); 200 ns do not
+// do.
 inline constexpr int kAllCame = -1, kOwn = -2;
 inline constexpr uint32 kTurns = 4, kPauseNs = 1000;
 template <int kRanks, class Load>
