@@ -28,6 +28,7 @@ from llama.model import Llama, LlamaConfig, shard
 from torch import Tensor
 
 from ark_torch.compile.report import Report
+from ark_torch.tools.bench import report
 
 LLAMA_1B = LlamaConfig(hidden=2048, layers=16, heads=32, kv_heads=8, ffn=8192, vocabulary=128256, max_len=1024)
 SMALL = LlamaConfig(hidden=64, layers=2, heads=8, kv_heads=4, ffn=128, vocabulary=512, max_len=1024, head_dim=8)
@@ -155,6 +156,9 @@ def main(arguments: argparse.Namespace) -> int:
     arguments.device = gpu_models.device_of(arguments).type
     arguments.ways = [way for way in arguments.ways if way in WAYS]
     about, rows, problem = on_gpus.measure(body, arguments)
+    if arguments.beside:
+        about |= gpu_models.beside(arguments)
+        report.write_json(arguments.output, about, rows)
     print(table({**about, "rows": rows}))
     print(f"# written to {arguments.output}")
     return int(bool(problem) or not rows)

@@ -6,6 +6,9 @@ graph by hand, which torch.compile's modes without graphs need to be quick; mode
 Errors are relative to the model in float64. Compile times are of fresh processes: cold, with an empty cache, and again
 with what the first one left.
 
+--beside PROGRAM runs another program first and keeps what it prints: a bare loop over the same bytes, say, which tells
+what this very machine allows.
+
 With --device as-cuda all of it runs on the CPU with small models, to see that it works.
 """
 
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=1200, help="on a GPU: after so many nothing is begun, nor compiled further"
     )
     parser.add_argument("--no-compile-times", action="store_true", help="on a GPU: no compiling in fresh processes")
+    parser.add_argument("--beside", type=Path, metavar="PROGRAM", help="on a GPU: run first, and kept with the results")
     parser.add_argument("--compile-once", default="", help=argparse.SUPPRESS)
 
 
@@ -212,7 +216,15 @@ def compile_once(arguments: argparse.Namespace) -> None:
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
     import on_gpus  # not before: it sets variables that ranks on a CPU do without
 
-    return on_gpus.surroundings(device_of(arguments).type)
+    return on_gpus.surroundings(device_of(arguments).type) | beside(arguments)
+
+
+def beside(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the other program says, line by line."""
+    if not arguments.beside:
+        return {}
+    done = subprocess.run([arguments.beside], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    return {"beside": {"program": arguments.beside.name, "lines": done.stdout.splitlines()}}
 
 
 def slug(device: str) -> str:
@@ -264,7 +276,7 @@ def table(about: dict[str, Any]) -> str:
             lines.append(
                 f"| {row['model']}, {row['dtype']} | {name} | {times['median']:.0f} | {spread} | {error} | {seconds} |"
             )
-    lines += ["", *(sentence(row) for row in about["rows"])]
+    lines += ["", *(sentence(row) for row in about["rows"]), *about.get("beside", {}).get("lines", [])]
     return "\n".join(lines)
 
 

@@ -73,10 +73,15 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
 
 
 def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None:
-    options = ["--device", "as-cuda", "--ranks", "2", "--ways", "eager", "ark", "--turns", "2"]
+    other = tmp_path / "bare_loop"
+    other.write_text("#!/bin/sh\necho 645 us\n")
+    other.chmod(0o700)
+    options = ["--device", "as-cuda", "--ranks", "2", "--ways", "eager", "ark", "--turns", "2", "--beside", str(other)]
     done = run("decode.py", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads((tmp_path / "out.json" / "decode_ranks_rehearsal.json").read_text())["rows"]
+    found = json.loads((tmp_path / "out.json" / "decode_ranks_rehearsal.json").read_text())
+    assert found["beside"] == {"program": "bare_loop", "lines": ["645 us"]}
+    rows = found["rows"]
     assert [(row["ranks"], row["contender"]) for row in rows] == [(2, "eager"), (2, "ark")]
     for row in rows:
         assert row["microseconds"]["p90"] >= row["microseconds"]["p10"] > 0 and 0 < row["error"] < 0.02, row
