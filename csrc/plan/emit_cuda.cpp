@@ -14,6 +14,7 @@
 #include "plan/emit_tables.hpp"
 #include "plan/join_tasks.hpp"
 #include "plan/share_loads.hpp"
+#include "plan/workspace.hpp"
 
 namespace ark::plan {
 
@@ -60,18 +61,20 @@ class CudaEmitter {
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
         << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "")
+        << (shared_bytes() == loop::kSmallWorkspaceBytes ? "#define ARK_LOOP_SMALL_WORKSPACE\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
     for (const std::string& text : functions_.texts()) out << "\n" << text;
     out << "\n";
     tables(out);
     frame(out);
-    return {out.str(), functions_.scratch_bytes(), pointers(),
-            functions_.by_groups() ? loop::kGroupWorkspaceBytes : loop::kWorkspaceBytes,
+    return {out.str(), functions_.scratch_bytes(), pointers(), shared_bytes(),
             kMostSpilled * (1 + functions_.inlined())};
   }
 
  private:
+  int shared_bytes() const { return functions_.by_groups() ? loop::kGroupWorkspaceBytes : workspace_bytes(plan_); }
+
   int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
 
   bool has_packets() const {

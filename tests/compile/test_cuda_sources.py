@@ -127,6 +127,8 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
         assert stages.count("matmul, matmul, swiglu") == config.layers and "swiglu" not in stages
         assert stages.count("matmul") == 2 * config.layers + 1
     call(torch.randint(0, 1024, (1, 100)), torch.arange(100))
+    small = ["#define ARK_LOOP_SMALL_WORKSPACE" in source for source in sources.found]
+    assert small == [True, False], "a decoding step leaves shared memory to the first-level cache, a prompt needs it"
     sources.check()
 
 

@@ -32,6 +32,7 @@ struct Decode {
   // Of shared memory, in floats: sums of a warp (16 registers, a bank apart), and of each row greatest and total.
   static constexpr int kSums = 16 * 33;
   static constexpr int kStates = kWarps * kSums;
+  static_assert((kStates + kWarps * kDecodeRows * 2) * 4 <= kWorkspaceBytes);
 };
 
 // Whether every warp has one block, and goes through its rows once: all that memory has is asked for before the

@@ -11,8 +11,14 @@ namespace ark::loop {
 inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
 
-// Bytes of shared memory that a task may use as it likes.
+// Bytes of shared memory that a task may use as it likes: of plans that need no more (csrc/plan/workspace.hpp) the
+// fewer, so that the first-level cache is larger.
+inline constexpr int kSmallWorkspaceBytes = 36 * 1024;
+#if defined(ARK_LOOP_SMALL_WORKSPACE)
+inline constexpr int kWorkspaceBytes = kSmallWorkspaceBytes;
+#else
 inline constexpr int kWorkspaceBytes = 96 * 1024;
+#endif
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
