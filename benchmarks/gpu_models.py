@@ -216,7 +216,7 @@ def compile_once(arguments: argparse.Namespace) -> None:
 def surroundings(arguments: argparse.Namespace) -> dict[str, Any]:
     import on_gpus  # not before: it sets variables that ranks on a CPU do without
 
-    return on_gpus.surroundings(device_of(arguments).type) | beside(arguments)
+    return on_gpus.surroundings(device_of(arguments).type)
 
 
 def beside(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def main(name: str, chosen: list[tuple[str, torch.dtype | None]], arguments: arg
         return 0
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"{name}.py: this PyTorch sees no GPU")
-    about = surroundings(arguments)
+    about = surroundings(arguments) | beside(arguments)
     path = arguments.output / f"{name}_{slug(arguments.device)}.json"
     ends = time.time() + arguments.seconds
     rows = []

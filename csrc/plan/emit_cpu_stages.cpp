@@ -25,7 +25,7 @@ std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
          ", .b_column = " + number(stride(b, 1, 1)) +
          ",\n                      .out_row = " + number(stride(out, 2, 0)) +
          ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
-         ", .bias_column = " + number(bias_column) + "}";
+         ", .bias_column = " + number(bias_column) + (matmul.early ? ", .early = true}" : "}");
 }
 
 namespace {

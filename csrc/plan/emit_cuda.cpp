@@ -7,9 +7,10 @@
 #include <variant>
 #include <vector>
 
-#include "cuda/loop/group.cuh"
+#include "cuda/loop/early_weights.cuh"
 #include "error.hpp"
 #include "plan/append_positions.hpp"
+#include "plan/early_weights.hpp"
 #include "plan/emit_functions.hpp"
 #include "plan/emit_tables.hpp"
 #include "plan/join_tasks.hpp"
@@ -60,18 +61,23 @@ class CudaEmitter {
     out << "// Made by ark_torch from a plan of " << plan_.stages.size() << " stages, " << plan_.tasks.size()
         << " tasks and " << plan_.events.size() << " events for " << plan_.queues.size() << " workers.\n"
         << (functions_.by_groups() ? "#define ARK_LOOP_TRAPS\n" : "")
+        << (has_early_weights(plan_) ? "#define ARK_LOOP_EARLY\n" : "")
         << "#include \"cuda/loop/loop.cuh\"\n#include \"cuda/loop/ops.cuh\"\n#include \"cuda/loop/reduce.cuh\"\n"
         << rare_includes() << "\nnamespace {\n\nusing namespace ark::loop;\n";
     for (const std::string& text : functions_.texts()) out << "\n" << text;
     out << "\n";
     tables(out);
     frame(out);
-    return {out.str(), functions_.scratch_bytes(), pointers(),
-            functions_.by_groups() ? loop::kGroupWorkspaceBytes : loop::kWorkspaceBytes,
+    return {out.str(), functions_.scratch_bytes(), pointers(), shared_bytes(),
             kMostSpilled * (1 + functions_.inlined())};
   }
 
  private:
+  int shared_bytes() const {
+    if (has_early_weights(plan_)) return loop::kEarlyWorkspaceBytes + 2 * loop::kEarlyBytes;
+    return functions_.by_groups() ? loop::kGroupWorkspaceBytes : loop::kWholeWorkspaceBytes;
+  }
+
   int pointers() const { return std::max(1, plan_.graph.inputs() + plan_.graph.outputs()); }
 
   bool has_packets() const {
@@ -142,7 +148,7 @@ class CudaEmitter {
         << events.waits << "{}};\n__device__ const int kSignals[] = {\n"
         << events.signals << "-1};\n\n"
         << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
-           "loads.\n__device__ const TaskEntry kTasks[] = {\n";
+           "loads; whether weights are early.\n__device__ const TaskEntry kTasks[] = {\n";
     std::ostringstream queues, loads;
     const std::vector<Queue> asking = share_loads(plan_);
     size_t task_count = 0, load_count = 0;
@@ -158,7 +164,8 @@ class CudaEmitter {
         out << "    {" << task.begin << ", " << task.end << ", " << functions_.function_of(unit) << ", " << index
             << ", " << task.stage << ", " << first[unit] << ", " << first[unit + 1] - first[unit] << ", "
             << events.first_wait[waiting] << ", " << events.wait_count[waiting] << ", " << events.first_signal[t]
-            << ", " << events.signal_count[t] << ", " << load_count << ", " << asked[position] << "},\n";
+            << ", " << events.signal_count[t] << ", " << load_count << ", " << asked[position] << ", "
+            << !early_parts(plan_, task).empty() << "},\n";
         load_count += static_cast<size_t>(asked[position]);
       }
       task_count += queue.tasks.size();
@@ -170,18 +177,45 @@ class CudaEmitter {
 
   // By position: how many are asked for when that task's turn comes.
   std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
-    std::vector<int> asked;
     const int64_t page = plan_.target.page_bytes;
-    for (const std::vector<Load>& some : loads_ahead(queue, kPagesAhead * page, kPagesBeside * page)) {
-      asked.push_back(static_cast<int>(some.size()));
-      for (const Load& load : some) {
-        // Its offset is of the value's buffer.
-        const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
-        out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
-            << ", " << load.bytes << ", " << load.stride << "},\n";
-      }
+    const std::vector<std::vector<Load>> ahead =
+        loads_ahead(without_early(plan_, queue), kPagesAhead * page, kPagesBeside * page);
+    // The first task's at once, and each other's when the one before has its turn: the one before that has ended then.
+    std::vector<int> asked(queue.tasks.size(), 0), early;
+    for (size_t position = 0; position < queue.tasks.size(); ++position)
+      if (!early_parts(plan_, task_at(queue, position)).empty()) early.push_back(static_cast<int>(position));
+    size_t next = 0;
+    for (size_t position = 0; position < asked.size(); ++position) {
+      const auto is_due = [&] {
+        return next < early.size() &&
+               (next == 0 || static_cast<size_t>(early[next - 1]) == position);
+      };
+      for (; is_due(); ++next) asked[position] += write_early(task_at(queue, static_cast<size_t>(early[next])), out);
+      for (const Load& load : ahead[position])
+        out << "    {" << operand_at(load.value, load.offset) << ", " << load.stride << ", " << load.rows << ", "
+            << load.bytes << "},\n";
+      asked[position] += static_cast<int>(ahead[position].size());
     }
     return asked;
+  }
+
+  const Task& task_at(const Queue& queue, size_t position) const {
+    return plan_.tasks.at(static_cast<size_t>(queue.tasks[position]));
+  }
+
+  // Where a byte of the value's buffer lies.
+  std::string operand_at(int value, int64_t offset) const {
+    const Value& of = plan_.graph.values()[static_cast<size_t>(value)];
+    return operand(value, offset - of.offset * size_of(of.type));
+  }
+
+  int write_early(const Task& task, std::ostream& out) const {
+    const std::vector<EarlyPart> parts = early_parts(plan_, task);
+    for (size_t i = 0; i < parts.size(); ++i)
+      out << "    {" << operand_at(parts[i].value, parts[i].offset) << ", " << parts[i].stride << ", " << parts[i].rows
+          << ", " << parts[i].bytes << ", " << (i + 1 == parts.size() ? loop::kLastEarly : loop::kEarly) << ", "
+          << parts[i].to << ", " << parts[i].pitch << "},\n";
+    return static_cast<int>(parts.size());
   }
 
   void frame(std::ostream& out) {

@@ -4,6 +4,7 @@
 
 #include "error.hpp"
 #include "plan/append_positions.hpp"
+#include "plan/early_weights.hpp"
 #include "plan/events.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
@@ -44,6 +45,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
   for (Queue& queue : plan.queues) {
     for (const int task : queue.tasks) add_loads(plan, task, queue.loads);
   }
+  mark_early_weights(plan);
   validate(plan);
   return plan;
 }

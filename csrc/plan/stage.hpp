@@ -87,6 +87,8 @@ struct MatmulStage {
   std::vector<RowProgram::Instruction> finish = {};
   // What lies at `out` is the sum over ranks.
   Push push = {};
+  // The end of b is in shared memory before a task's turn. See early_weights.hpp.
+  bool early = false;
 };
 
 // Several that share `a`, each with columns as tiles' axis; only merge_products() makes them. Tiles take their part of

@@ -31,13 +31,15 @@ DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
-def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def fresh(tmp_path: Path) -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32  # of no plain module: pytest 9.2's monkeypatch cannot put it back
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch._dynamo.reset()
     torch.manual_seed(0)
     with torch.no_grad():
         yield
     torch._dynamo.reset()
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def compiled(model: Any, **chosen: Any) -> tuple[Any, Report]:

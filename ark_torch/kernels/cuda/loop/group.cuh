@@ -12,7 +12,15 @@ inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
 
 // Bytes of shared memory that a task may use as it likes.
-inline constexpr int kWorkspaceBytes = 96 * 1024;
+inline constexpr int kWholeWorkspaceBytes = 96 * 1024;
+// The same in kernels whose products find the end of their weights in shared memory (early_weights.cuh), and what each
+// of two such ends may take.
+inline constexpr int kEarlyWorkspaceBytes = 36 * 1024, kEarlyBytes = 56 * 1024;
+#if defined(ARK_LOOP_EARLY)
+inline constexpr int kWorkspaceBytes = kEarlyWorkspaceBytes;
+#else
+inline constexpr int kWorkspaceBytes = kWholeWorkspaceBytes;
+#endif
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;

@@ -71,13 +71,17 @@ struct alignas(16) TaskEntry {
   int waits, wait_count;        // likewise
   int signals, signal_count;
   int loads, load_count;  // asked for when the task's turn comes
+  int early;              // 1: the end of its weights is in shared memory by then (early_weights.cuh)
 };
 static_assert(sizeof(TaskEntry) == 64);
 
-// Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart.
+// Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart. `early` as in early_weights.cuh:
+// where not 0, it comes into the area of shared memory, from byte `to` on, the pieces `pitch` apart.
 struct LoadEntry {
   Operand operand;
-  long long rows, bytes, stride, spare;
+  long long stride;
+  int rows, bytes;
+  int early, to, pitch, spare;
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 

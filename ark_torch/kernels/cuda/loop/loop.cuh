@@ -30,6 +30,7 @@
 // order launches, but not the replays of graphs.
 #pragma once
 
+#include "cuda/loop/early_weights.cuh"
 #include "cuda/loop/lookahead.cuh"
 
 namespace ark::loop {
@@ -96,6 +97,10 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
 #if __CUDA_ARCH__ >= 900
+    if (load.early != kNotEarly) {
+      ask_early(from, load);
+      continue;
+    }
     if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
     ARK_ROLLED for (int row = lane(); row < load.rows; row += 32) asm volatile(
         "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
@@ -148,8 +153,10 @@ ARK_LOOP bool run_step(char* const* bases, const QueueEntry& queue, uint32 step,
     if (!await_all(task, slot, step)) return false;
     stamp(task, &Stamp::begin_ns);
     Plan::run(task.function, Context{task}, clerk.operands(position));
+    if (task.early != 0) end_early();
     clerk.landed();
     if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
+    if (task.early != 0 && thread() == 0) count_early();
     stamp(task, &Stamp::end_ns);
     bump_all(task, slot);
   }
@@ -179,6 +186,7 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
                 .rank = head.ranks.rank};
     if (Plan::kPushes)
       ARK_UNROLL for (int rank = 0; rank < kMostRanks; ++rank) worker().packets[rank] = head.ranks.packets[rank];
+    begin_early();
   }
   bases.fill(launch, number);
   sync();
@@ -189,7 +197,7 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
     const bool leads = Plan::kClosing >= 0 && number == Plan::kLeader && thread() == 0;
     if (leads && *const_cast<volatile uint32*>(&head.report->stop) != 0)
       *const_cast<volatile uint32*>(&head.control->last) = step;
-    if (!run_step<Plan>(bases.at, queue, step, shared)) return;
+    if (!run_step<Plan>(bases.at, queue, step, shared)) return leave_early();
     if (Plan::kClosing < 0 || step - before == head.most || *const_cast<volatile bool*>(&shared.stop)) break;
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
     if (sync_any(thread() == 0 && !await(all, step, Plan::tasks()[queue.tasks]))) return;

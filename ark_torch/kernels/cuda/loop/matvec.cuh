@@ -6,6 +6,7 @@
 // forty; slices meet in shared memory.
 #pragma once
 
+#include "cuda/loop/early_weights.cuh"
 #include "cuda/loop/lanes.cuh"
 
 namespace ark::loop {
@@ -44,10 +45,16 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
   const int step = split.slices * 32 * kPer;
   const int my_depth = (slice * 32 + lane()) * kPer;
 
+  // Whether a batch is in shared memory. There, too, a column's part of this pass is `step` elements.
+  auto is_early = [&](int pass, int batch) {
+    return s.early && kFast && pass == split.passes - 1 && batch == batches - 1;
+  };
   // The next batch of columns to be loaded.
+  constexpr int kEarlyHere = kEarlyColumns<kTogether>;
   struct {
     int batch = 0, pass = 0, segment = 0;
     int left;  // of its columns
+    bool early;
     int d;
     const B* from = nullptr;
   } next;
@@ -55,6 +62,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
     const int column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * step;
     next.left = next.segment < segments && next.d < s.depth ? columns.left(column) : 0;
+    next.early = is_early(next.pass, next.batch);
     if (next.left > 0) next.from = columns.from(column) + at.b(first_segment + next.segment) + next.d * s.b_depth;
   };
   auto advance = [&] {
@@ -68,7 +76,8 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
     place();
   };
   auto load = [&](int u) {
-    return load_column<kFast>(s, read_once, next.from + u * s.b_column, next.d, u < next.left);
+    return load_column<kFast>(s, read_once, next.from + u * s.b_column, next.d,
+                              u < next.left && !(u < kEarlyHere && next.early));
   };
 
   Chunk ring[kTogether];
@@ -81,6 +90,9 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
       ARK_UNROLL for (int r = 0; r < Rows; ++r) load_run(
           s, a + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
       for (int batch = 0; batch < batches; ++batch) {
+        if (is_early(pass, batch))
+          take_early<kEarlyHere>(ring, (group * kEarlyHere * step + my_depth) * static_cast<int>(sizeof(B)),
+                                 step * static_cast<int>(sizeof(B)), d < s.depth);
         advance();
         float sums[Rows][kTogether] = {};
         ARK_UNROLL for (int u = 0; u < kTogether; ++u) {

@@ -13,6 +13,7 @@ struct Product {
   int64_t b_depth, b_column;
   int64_t out_row, out_column;
   int64_t bias_row, bias_column;
+  bool early = false;  // the end of b is in shared memory, see early_weights.cuh
 };
 
 struct NoBias {};
