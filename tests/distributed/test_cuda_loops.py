@@ -25,8 +25,8 @@ pytestmark = [ark_only]
 TOO_SMALL = {
     "shared memory": (
         "pretend_shared",
-        49152,
-        r"needs \d{5,6} bytes of shared memory a block, and the device has 49152",
+        32768,
+        r"needs \d{5,6} bytes of shared memory a block, and the device has 32768",
     ),
     "registers": ("pretend_local", 4096, r"keeps 4096 bytes of each thread in memory: .* registers"),
     "blocks": ("pretend_resident", 0, r"needs \d+ blocks at once, and the device holds 0"),
