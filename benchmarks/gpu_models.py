@@ -6,7 +6,7 @@ graph by hand, which torch.compile's modes without graphs need to be quick; mode
 Errors are relative to the model in float64. Compile times are of fresh processes: cold, with an empty cache, and again
 with what the first one left.
 
---beside PROGRAM runs another program first and keeps what it prints: a bare loop over the same bytes, say, which tells
+--beside PROGRAM runs another program, too, and keeps what it prints: a bare loop over the same bytes, say, which tells
 what this very machine allows.
 
 With --device as-cuda all of it runs on the CPU with small models, to see that it works.
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, default=1200, help="on a GPU: after so many nothing is begun, nor compiled further"
     )
     parser.add_argument("--no-compile-times", action="store_true", help="on a GPU: no compiling in fresh processes")
-    parser.add_argument("--beside", type=Path, metavar="PROGRAM", help="on a GPU: run first, and kept with the results")
+    parser.add_argument("--beside", type=Path, metavar="PROGRAM", help="on a GPU: run too; what it prints is kept")
     parser.add_argument("--compile-once", default="", help=argparse.SUPPRESS)
 
 
