@@ -174,7 +174,7 @@ void StageFunctions::add(const Unit& unit) {
                              : "") +
           "void " + names_[known->second] +
           (cuda ? "([[maybe_unused]] Context context, Operands p) {\n"
-                  "  [[maybe_unused]] const int64_t begin = context.task.begin, end = context.task.end;\n"
+                  "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n"
                 : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
                   "[[maybe_unused]] int64_t end) {\n") +
           body + "}\n";

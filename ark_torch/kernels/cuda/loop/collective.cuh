@@ -16,7 +16,7 @@ namespace ark::loop {
 static_assert(kMostRanks == device::kMaxRanks);
 
 // The slow part of a wait: when it began, or device::kOver when it is time to leave.
-static __device__ __noinline__ uint64 wait_for_peer(const Context& context, uint64 began, int peer, uint64 epoch) {
+static __device__ __noinline__ uint64 wait_for_peer(Context context, uint64 began, int peer, uint64 epoch) {
   const Worker& here = worker();
   const Ranks& ranks = here.head->ranks;
   if (*const_cast<volatile int*>(here.leave) != 0) return device::kOver;
@@ -24,7 +24,7 @@ static __device__ __noinline__ uint64 wait_for_peer(const Context& context, uint
   if (!aborted(*here.head)) {
     began = device::look_up(ranks.status, ranks.limit_ns, began, peer, epoch);
     if (began != device::kOver) return began;
-    report(*here.head, Failure::peer, here.number, context.task.task, context.task.stage, -1, peer, 0, 0);
+    report(*here.head, Failure::peer, here.number, context.task().task, context.task().stage, -1, peer, 0, 0);
   }
   *const_cast<volatile int*>(here.leave) = 1;
   return device::kOver;
@@ -32,7 +32,7 @@ static __device__ __noinline__ uint64 wait_for_peer(const Context& context, uint
 
 struct BlockExchange {
   static constexpr int kThreads = loop::kThreads;
-  const Context& context;
+  const Context context;
   uint64 began = 0;
   uint32 turns = 0;
 

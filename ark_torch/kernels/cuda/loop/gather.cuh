@@ -67,7 +67,7 @@ ARK_LOOP void check_holds(const Context& context, const bool* condition, bool* o
   if (thread() != 0) return;
   const bool holds = load_one(condition);
   *out = holds;
-  if (!holds) refuse(context.task, 0, 0, 0);
+  if (!holds) refuse(context, 0, 0, 0);
 }
 
 }  // namespace ark::loop

@@ -33,6 +33,15 @@ ARK_LOOP char* workspace() {
   return dynamic_shared;
 }
 
+// Shared memory by 32 bits, where a pointer takes two registers.
+ARK_LOOP uint32 shared_address(const void* at) {
+  return static_cast<uint32>(__cvta_generic_to_shared(at));
+}
+template <class T>
+ARK_LOOP T* in_shared(uint32 at) {
+  return static_cast<T*>(__cvta_shared_to_generic(at));
+}
+
 ARK_LOOP char* kept_bytes() {
   __shared__ __align__(16) char kept[kKeptBytes];
   return kept;
@@ -56,6 +65,13 @@ ARK_LOOP int thread() {
   __builtin_assume(threadIdx.x < kThreads);  // nobody asks whether there is a column for the last thread
   return static_cast<int>(threadIdx.x);
 }
+// The same, asked anew, so that nothing computed from it is kept in registers until then.
+ARK_LOOP int thread_anew() {
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  __builtin_assume(number >= 0 && number < kThreads);
+  return number;
+}
 ARK_LOOP int lane() {
   return thread() & 31;
 }
@@ -63,6 +79,10 @@ ARK_LOOP int warp() {
   return thread() >> 5;
 }
 
+// What all lanes have alike, and so the compiler knows: a branch on it does not keep who is to meet behind it.
+ARK_LOOP int uniform(int x) {
+  return __reduce_min_sync(~0u, x);
+}
 ARK_LOOP float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(~0u, x, mask);
 }

@@ -134,8 +134,11 @@ struct Worker {
   const WaitFor* waits;
   const int* signals;
   const LoadEntry* loads;
-  const TaskEntry* task;  // where packets are polled, for reports
+  const TaskEntry* task;   // where packets are polled, for reports
+  const TaskEntry* tasks;  // its queue
+  int task_count;
   int number;
+  uint32 before;  // steps before this launch
   uint32 step;
   uint32 looked;  // when a thread last looked at what the host writes
   int rank;       // and what is below: of plans that push sums over ranks (pushed.cuh)
@@ -145,10 +148,21 @@ ARK_LOOP Worker& worker() {
   __shared__ Worker now;
   return now;
 }
+// Loads and stores that the compiler does where they stand: what is read before a task's function and behind it is in
+// no register meanwhile.
+template <class T>
+ARK_LOOP T read_now(const T& of) {
+  return *const_cast<const volatile T*>(&of);
+}
+template <class T>
+ARK_LOOP void write_now(T& to, T x) {
+  *const_cast<volatile T*>(&to) = x;
+}
 
-// Of a task's function.
+// Of a task's function: the task, by where it lies in shared memory.
 struct Context {
-  const TaskEntry& task;
+  uint32 at;
+  ARK_LOOP const TaskEntry& task() const { return *in_shared<const TaskEntry>(at); }
 };
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
@@ -175,10 +189,9 @@ ARK_LOOP char* address_of(char* const* bases, const Operand& one) {
 
 // Where the operands of a task lie, all in global memory; itself in shared memory.
 struct Operands {
-  char* const* at;
+  uint32 at;
   ARK_LOOP char* operator[](int i) const {
-    __builtin_assume(__isShared(at));
-    char* const one = at[i];
+    char* const one = in_shared<char* const>(at)[i];
     __builtin_assume(__isGlobal(one));
     return one;
   }
@@ -238,8 +251,9 @@ static __device__ __noinline__ void fail(const LaunchHead& head, Failure failure
 }
 
 // Of the task whose function calls it.
-static __device__ __noinline__ void refuse(const TaskEntry& task, int64_t value, int64_t limit, int dimension) {
+static __device__ __noinline__ void refuse(Context context, int64_t value, int64_t limit, int dimension) {
   const Worker& here = worker();
+  const TaskEntry& task = context.task();
   *const_cast<volatile int*>(here.leave) = 1;
   fail(*here.head, Failure::index_too_large, here.number, task.task, task.stage, -1, value, limit, dimension);
 }
@@ -247,7 +261,7 @@ static __device__ __noinline__ void refuse(const TaskEntry& task, int64_t value,
 // True when the index may be used for that dimension of a table. `given` is what the user wrote for it.
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit, int64_t given, int dimension) {
   if (static_cast<uint64>(index) < static_cast<uint64>(limit)) return true;
-  refuse(context.task, given, limit, dimension);
+  refuse(context, given, limit, dimension);
   return false;
 }
 ARK_LOOP bool index_fits(const Context& context, int64_t index, int64_t limit) {

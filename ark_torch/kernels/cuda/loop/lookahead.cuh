@@ -34,10 +34,10 @@ struct Lookahead {
 
 // `count` of them, by the lanes of a warp, kBytes (4, 8, 16) at a time.
 template <int kBytes, class T>
-ARK_LOOP void copy_ahead(T* to, const T* from, int count) {
+ARK_LOOP void copy_ahead(int lane, T* to, const T* from, int count) {
   static_assert(sizeof(T) % kBytes == 0 && alignof(T) % kBytes == 0);
   constexpr int kParts = static_cast<int>(sizeof(T)) / kBytes;
-  ARK_ROLLED for (int i = lane(); i < count * kParts; i += 32) {
+  ARK_ROLLED for (int i = lane; i < count * kParts; i += 32) {
     const uint32 at = static_cast<uint32>(__cvta_generic_to_shared(reinterpret_cast<char*>(to) + i * kBytes));
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at),
                  "l"(reinterpret_cast<const char*>(from) + i * kBytes), "n"(kBytes)
@@ -49,39 +49,39 @@ template <class Plan>
 struct Clerk {
   Lookahead& to;
   char* const* bases;
-  const TaskEntry* tasks;
-  int count;
+  int self, count;  // the thread's number; the tasks of the queue
 
   // Of this warp: the last one's is 0. Others have kErrands or more.
   static constexpr int kErrands = 5;
-  ARK_LOOP static int errand() { return kWarps - 1 - warp(); }
+  ARK_LOOP int errand() const { return kWarps - 1 - self / 32; }
+  ARK_LOOP int lane() const { return self % 32; }
 
   ARK_LOOP void entry(int position) const {
-    if (position < count) copy_ahead<16>(&to.entries[position % kEntries], tasks + position, 1);
+    if (position < count) copy_ahead<16>(lane(), &to.entries[position % kEntries], worker().tasks + position, 1);
   }
   ARK_LOOP void operands_of(int position) const {
     const TaskEntry& task = to.entries[position % kEntries];
     if (position < count)
-      copy_ahead<16>(to.slots[position % 4].operands, Plan::operands() + task.operands,
+      copy_ahead<16>(lane(), to.slots[position % 4].operands, Plan::operands() + task.operands,
                      least(task.operand_count, kSlotOperands));
   }
   ARK_LOOP void loads_of(int position) const {
     const TaskEntry& task = to.entries[position % kEntries];
     if (position < count)
-      copy_ahead<16>(to.slots[position % 4].loads, Plan::loads() + task.loads, least(task.load_count, kSlotLoads));
+      copy_ahead<16>(lane(), to.slots[position % 4].loads, Plan::loads() + task.loads,
+                     least(task.load_count, kSlotLoads));
   }
   ARK_LOOP void events_of(int position) const {
     const TaskEntry& task = to.entries[position % kEntries];
     if (position >= count) return;
-    copy_ahead<8>(to.slots[position % 4].waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
-    copy_ahead<4>(to.slots[position % 4].signals, Plan::signals() + task.signals,
+    copy_ahead<8>(lane(), to.slots[position % 4].waits, Plan::waits() + task.waits, least(task.wait_count, kSlotWaits));
+    copy_ahead<4>(lane(), to.slots[position % 4].signals, Plan::signals() + task.signals,
                   least(task.signal_count, kSlotSignals));
   }
   ARK_LOOP void resolve(int position) const {
     if (position >= count || lane() >= least(to.entries[position % kEntries].operand_count, kSlotOperands)) return;
     to.addresses[position % 2][lane()] = address_of(bases, to.slots[position % 4].operands[lane()]);
   }
-  ARK_LOOP void landed() const { asm volatile("cp.async.wait_all;" ::: "memory"); }
   // By all threads, before the first task.
   ARK_LOOP void begin() const {
     const int mine = errand();
@@ -108,14 +108,15 @@ struct Clerk {
     if (mine == 3) events_of(position + 2);
     if (mine == 4) resolve(position + 1);
   }
+  static ARK_LOOP void landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
   // Where the operands of the task at `position` lie. By all threads, behind a sync().
   ARK_LOOP Operands operands(int position) const {
     const TaskEntry& task = to.entries[position % kEntries];
-    if (task.operand_count <= kSlotOperands) return {to.addresses[position % 2]};
-    for (int i = thread(); i < task.operand_count; i += kThreads)
+    if (task.operand_count <= kSlotOperands) return {shared_address(to.addresses[position % 2])};
+    for (int i = self; i < task.operand_count; i += kThreads)
       to.many[i] = address_of(bases, Plan::operands()[task.operands + i]);
     sync();
-    return {to.many};
+    return {shared_address(to.many)};
   }
 };
 

@@ -74,35 +74,43 @@ ARK_LOOP bool await(const WaitFor& wait, uint32 step, const TaskEntry& task) {
   return wait_long(*here.head, word, target, here.number, task.task, task.stage, wait.event);
 }
 
-// What the threads of a block tell each other.
+// What the threads of a block tell each other, and what each keeps for itself while a task's function runs.
+template <int kPointers>
 struct Shared {
   Lookahead ahead;
-  int leave;  // the launch ends early
-  bool stop;  // no step follows
+  Bases<kPointers> bases;
+  int leave;                // the launch ends early
+  bool stop;                // no step follows
+  int positions[kThreads];  // in the queue; each thread's own, as some are still at a task when others have left it
 };
+template <int kPointers>
+ARK_LOOP Shared<kPointers>& shared() {
+  __shared__ Shared<kPointers> now;
+  return now;
+}
 
 // Asks for what tasks to come read of parameters. By all threads. Where the bulk copy engine does it (compute
 // capability 9.0) one warp tells it, a lane each piece, and goes on; it leaves out what is not 16-byte aligned, which
 // is loaded in its turn.
-ARK_LOOP bool fetches() {
+ARK_LOOP bool fetches(int self) {
 #if __CUDA_ARCH__ >= 900
-  return warp() == kWarps / 4;
+  return self / 32 == kWarps / 4;
 #else
   return true;
 #endif
 }
-ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
+ARK_LOOP void fetch(int self, char* const* bases, const LoadEntry* loads, int count) {
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
 #if __CUDA_ARCH__ >= 900
     if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
-    ARK_ROLLED for (int row = lane(); row < load.rows; row += 32) asm volatile(
+    ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) asm volatile(
         "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
         "r"(static_cast<uint32>(load.bytes)));
 #else
     const uint32 lines = static_cast<uint32>((load.bytes + kLine - 1) / kLine);
-    for (uint32 i = threadIdx.x; i < lines * static_cast<uint32>(load.rows); i += kThreads)
+    for (uint32 i = static_cast<uint32>(self); i < lines * static_cast<uint32>(load.rows); i += kThreads)
       asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / lines * load.stride + i % lines * kLine));
 #endif
   }
@@ -111,95 +119,143 @@ ARK_LOOP void fetch(char* const* bases, const LoadEntry* loads, int count) {
 // Returns when all of a task's events are there; false when the launch ends early. Each is awaited by a thread of its
 // own, so that they are under way together. Without any the threads need not meet: they did at the end of the task
 // before.
-ARK_LOOP bool await_all(const TaskEntry& task, const TaskSlot& slot, uint32 step) {
+ARK_LOOP bool await_all(int self, const TaskEntry& task, const TaskSlot& slot) {
   if (task.wait_count == 0) return true;
   const WaitFor* const waits = in_slot(slot.waits, kSlotWaits, worker().waits, task.waits, task.wait_count);
   bool late = false;
-  ARK_ROLLED for (int i = thread(); i < task.wait_count; i += kThreads) late |= !await(waits[i], step, task);
+  ARK_ROLLED for (int i = self; i < task.wait_count; i += kThreads) late |= !await(waits[i], worker().step, task);
   return !sync_any(late);
 }
 
 // By one warp, and not by the one that waits for the next task's events: a release takes its time.
-ARK_LOOP void bump_all(const TaskEntry& task, const TaskSlot& slot) {
-  if (warp() != kWarps / 2) return;
+ARK_LOOP void bump_all(int self, const TaskEntry& task, const TaskSlot& slot) {
+  if (self / 32 != kWarps / 2) return;
   const int* const signals = in_slot(slot.signals, kSlotSignals, worker().signals, task.signals, task.signal_count);
-  ARK_ROLLED for (int i = lane(); i < task.signal_count; i += 32)
+  ARK_ROLLED for (int i = self % 32; i < task.signal_count; i += 32)
       bump_event(worker().events + signals[i] * kEventStride);
 }
 
-ARK_LOOP void stamp(const TaskEntry& task, unsigned long long Stamp::*when) {
-  if (thread() != 0) return;
+ARK_LOOP void stamp(int self, const TaskEntry& task, unsigned long long Stamp::*when) {
+  if (self != 0) return;
   if (Stamp* const stamps = worker().stamps; stamps != nullptr) stamps[task.task].*when = now_ns();
 }
 
-template <class Plan>
-ARK_LOOP bool run_step(char* const* bases, const QueueEntry& queue, uint32 step, Shared& shared) {
-  const Clerk<Plan> clerk{shared.ahead, bases, Plan::tasks() + queue.tasks, queue.task_count};
-  if (thread() == 0) worker().step = step;
-  clerk.begin();
-  for (int position = 0; position < queue.task_count; ++position) {
-    const TaskEntry& task = shared.ahead.entries[position % kEntries];
-    const TaskSlot& slot = shared.ahead.slots[position % 4];
-    stamp(task, &Stamp::came_ns);
-    if (Plan::kPackets && thread() == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
-    clerk.ahead(position);
-    if (fetches())
-      fetch(bases, in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count), task.load_count);
-    if (!await_all(task, slot, step)) return false;
-    stamp(task, &Stamp::begin_ns);
-    Plan::run(task.function, Context{task}, clerk.operands(position));
+// What a task's function is called with.
+struct Turn {
+  int function;  // kStepDone, kLeave: none
+  Context context;
+  Operands operands;
+};
+inline constexpr int kStepDone = -1, kLeave = -2;
+
+template <class Plan, int kPointers>
+ARK_LOOP Clerk<Plan> clerk_of(int self) {
+  Shared<kPointers>& here = shared<kPointers>();
+  return {here.ahead, here.bases.at, self, read_now(worker().task_count)};
+}
+
+// Ends the task whose function has returned, and comes to the next: it returns when that one may run.
+//
+// A function of its own, as tasks' are, which each need all registers: the loop that calls them in turn needs none
+// meanwhile.
+template <class Plan, int kPointers>
+static __device__ __noinline__ Turn next_task() {
+  Shared<kPointers>& here = shared<kPointers>();
+  const int self = thread(), last = here.positions[self], position = last + 1;
+  const Clerk<Plan> clerk = clerk_of<Plan, kPointers>(self);
+  if (last >= 0) {
     clerk.landed();
-    if (sync_any(*const_cast<volatile int*>(&shared.leave) != 0)) return false;
-    stamp(task, &Stamp::end_ns);
-    bump_all(task, slot);
+    if (sync_any(read_now(here.leave) != 0)) return {kLeave, {}, {}};
+    const TaskEntry& ended = here.ahead.entries[last % kEntries];
+    stamp(self, ended, &Stamp::end_ns);
+    bump_all(self, ended, here.ahead.slots[last % 4]);
   }
-  return true;
+  here.positions[self] = position;
+  if (position >= clerk.count) return {kStepDone, {}, {}};
+  const TaskEntry& task = here.ahead.entries[position % kEntries];
+  const TaskSlot& slot = here.ahead.slots[position % 4];
+  stamp(self, task, &Stamp::came_ns);
+  if (Plan::kPackets && self == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
+  clerk.ahead(position);
+  if (fetches(self))
+    fetch(self, clerk.bases, in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
+          task.load_count);
+  if (!await_all(self, task, slot)) return {kLeave, {}, {}};
+  stamp(self, task, &Stamp::begin_ns);
+  return {task.function, {shared_address(&task)}, clerk.operands(position)};
+}
+
+template <class Plan, int kPointers>
+static __device__ __noinline__ void begin_step() {
+  clerk_of<Plan, kPointers>(thread()).begin();
+  shared<kPointers>().positions[thread()] = -1;
+}
+
+// False when the launch ends early.
+template <class Plan, int kPointers>
+ARK_LOOP bool run_step() {
+  begin_step<Plan, kPointers>();
+  while (true) {
+    const Turn turn = next_task<Plan, kPointers>();
+    const int function = uniform(turn.function);
+    if (function < 0) return function == kStepDone;
+    Plan::run(__shfl_sync(~0u, function, 0), turn.context, turn.operands);
+  }
+}
+
+// Whether it is the thread that asks and tells the host about steps.
+template <class Plan>
+ARK_LOOP bool leads() {
+  return read_now(worker().number) == Plan::kLeader && thread_anew() == 0;
 }
 
 template <class Plan, int kPointers>
 ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
-  __shared__ Shared shared;
-  __shared__ Bases<kPointers> bases;
   const LaunchHead& head = launch.head;
-  const int number = static_cast<int>(blockIdx.x);
-  const QueueEntry queue = Plan::queues()[number];
-  if (thread() == 0) {
-    shared.leave = 0;
-    shared.stop = false;
-    worker() = {.head = &head,
-                .scratch = head.scratch + number * head.scratch_stride,
-                .leave = &shared.leave,
-                .stop = &shared.stop,
-                .stamps = head.stamps,
-                .events = head.events,
-                .waits = Plan::waits(),
-                .signals = Plan::signals(),
-                .loads = Plan::loads(),
-                .number = number,
-                .rank = head.ranks.rank};
-    if (Plan::kPushes)
-      ARK_UNROLL for (int rank = 0; rank < kMostRanks; ++rank) worker().packets[rank] = head.ranks.packets[rank];
+  {
+    const int number = static_cast<int>(blockIdx.x);
+    const QueueEntry queue = Plan::queues()[number];
+    const uint32 before = head.steps[number * kEventStride];
+    shared<kPointers>().bases.fill(launch, number);
+    if (thread_anew() == 0) {
+      shared<kPointers>().leave = 0;
+      shared<kPointers>().stop = false;
+      worker() = {.head = &head,
+                  .scratch = head.scratch + number * head.scratch_stride,
+                  .leave = &shared<kPointers>().leave,
+                  .stop = &shared<kPointers>().stop,
+                  .stamps = head.stamps,
+                  .events = head.events,
+                  .waits = Plan::waits(),
+                  .signals = Plan::signals(),
+                  .loads = Plan::loads(),
+                  .tasks = Plan::tasks() + queue.tasks,
+                  .task_count = queue.task_count,
+                  .number = number,
+                  .before = before,
+                  .step = before + 1,
+                  .rank = head.ranks.rank};
+      if (Plan::kPushes)
+        ARK_UNROLL for (int rank = 0; rank < kMostRanks; ++rank) worker().packets[rank] = head.ranks.packets[rank];
+    }
   }
-  bases.fill(launch, number);
   sync();
-  uint32* const count = head.steps + number * kEventStride;
-  const uint32 before = *count;
-  uint32 step = before + 1;
   while (true) {
-    const bool leads = Plan::kClosing >= 0 && number == Plan::kLeader && thread() == 0;
-    if (leads && *const_cast<volatile uint32*>(&head.report->stop) != 0)
-      *const_cast<volatile uint32*>(&head.control->last) = step;
-    if (!run_step<Plan>(bases.at, queue, step, shared)) return;
-    if (Plan::kClosing < 0 || step - before == head.most || *const_cast<volatile bool*>(&shared.stop)) break;
+    if (Plan::kClosing >= 0 && leads<Plan>() && read_now(head.report->stop) != 0)
+      write_now(head.control->last, read_now(worker().step));
+    if (!run_step<Plan, kPointers>()) return;
+    const uint32 step = read_now(worker().step);
+    if (Plan::kClosing < 0 || step - read_now(worker().before) == head.most || read_now(shared<kPointers>().stop))
+      break;
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
-    if (sync_any(thread() == 0 && !await(all, step, Plan::tasks()[queue.tasks]))) return;
-    if (*const_cast<volatile uint32*>(&head.control->last) == step) break;
-    ++step;
+    if (sync_any(thread_anew() == 0 && !await(all, step, *worker().tasks))) return;
+    if (read_now(head.control->last) == step) break;
+    if (thread_anew() == 0) write_now(worker().step, step + 1);  // which tasks ask for behind the next sync()
   }
-  if (thread() != 0) return;
-  *count = step;
-  if (Plan::kClosing >= 0 && number == Plan::kLeader)
-    *const_cast<volatile uint32*>(&head.report->steps) = step - before;
+  if (thread_anew() != 0) return;
+  const uint32 step = read_now(worker().step);
+  head.steps[read_now(worker().number) * kEventStride] = step;
+  if (Plan::kClosing >= 0 && leads<Plan>()) write_now(head.report->steps, step - read_now(worker().before));
 }
 
 #endif

@@ -66,9 +66,6 @@ class ReadOnce {
 
 // ---- Copies into shared memory that nobody waits for until wait_copies.
 
-ARK_LOOP uint32 shared_address(const void* at) {
-  return static_cast<uint32>(__cvta_generic_to_shared(at));
-}
 // The number, which is not computed anew where it is used.
 ARK_LOOP uint32 pinned(uint32 x) {
   asm volatile("" : "+r"(x));

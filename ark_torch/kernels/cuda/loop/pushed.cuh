@@ -58,8 +58,8 @@ ARK_LOOP void store_one(Packet<T, kRanks, kApart>* to, float x) {
 static __device__ __noinline__ unsigned long long poll_on_ranks(unsigned long long began, int missing) {
   const Worker& now = worker();
   if (missing == kOwn || missing == now.rank) return poll_on(began);
-  const TaskEntry& task = *const_cast<const TaskEntry* const volatile&>(now.task);
-  began = wait_for_peer(Context{task}, began, missing, now.step);
+  const TaskEntry* const task = read_now(now.task);
+  began = wait_for_peer(Context{shared_address(task)}, began, missing, now.step);
   return began == device::kOver ? 0 : began;
 }
 template <int kRanks>

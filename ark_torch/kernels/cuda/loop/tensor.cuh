@@ -29,13 +29,6 @@ ARK_LOOP float fast_exp(float x) {
   return y;
 }
 
-// thread(), asked anew, so that nothing computed from it is kept in registers until then.
-ARK_LOOP int thread_anew() {
-  int number;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
-  return number;
-}
-
 ARK_LOOP uint32 ballot(bool condition) {
   return __ballot_sync(~0u, condition);
 }
