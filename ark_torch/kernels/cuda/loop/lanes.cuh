@@ -65,6 +65,13 @@ struct Parts {
   ARK_LOOP float* at(int line, int slice, int column) const {
     return data + line * line_words + slice * width + column;
   }
+  // The same, of which nothing can have been computed before: what adds up slices needs their places, and what makes
+  // them all registers.
+  ARK_LOOP Parts anew() const {
+    Parts same = *this;
+    asm volatile("" : "+r"(same.line_words), "+r"(same.width));
+    return same;
+  }
 };
 
 // Columns [c0, c1) of one b.
@@ -95,12 +102,13 @@ ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int sl
       sync();
       add(first, count, c, batches, parts);
       sync();
-      for (int i = thread(); i < count * Rows * columns; i += kThreads) {
+      const Parts made = parts.anew();
+      for (int i = thread_anew(); i < count * Rows * columns; i += kThreads) {
         const int line = Rows == 1 && count == 1 ? 0 : i / columns;  // single rows do without a division
         const int column = i - line * columns;
         if (line % Rows >= rows || c + column < c0) continue;
-        float sum = *parts.at(line, 0, column);
-        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *parts.at(line, slice, column);
+        float sum = *made.at(line, 0, column);
+        ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *made.at(line, slice, column);
         finish(first * Rows + line, c + column, sum);
       }
     }

@@ -23,11 +23,11 @@ ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B*
   }
 }
 
-// That a warp takes together: as many as there are registers for.
-template <int Rows, bool kFast>
-inline constexpr int kDotColumns = !kFast      ? 1
-                                   : Rows <= 2 ? 8
-                                               : 4;
+// That a warp takes together: as many as there are registers for, beside the rows.
+template <int Rows, bool kFast, class B>
+inline constexpr int kDotColumns = !kFast                     ? 1
+                                   : Rows * kPerChunk<B> <= 8 ? 8
+                                                              : 4;
 
 // Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
 // are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
@@ -104,7 +104,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
 template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                           int rows, int segments, int c0, int c1) {
-  constexpr int kTogether = kDotColumns<Rows, kFast>;
+  constexpr int kTogether = kDotColumns<Rows, kFast, B>;
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
   in_slices<Rows>(
       rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,

@@ -72,7 +72,7 @@ struct Runs<kTogether, First, Rest...> {
 
 template <int kRows, bool kFast, Product s, class A, class First, class... Rest>
 ARK_LOOP void dot_runs(const A* a, const First& first, const Rest&... rest) {
-  constexpr int kTogether = kDotColumns<kRows, kFast>;
+  constexpr int kTogether = kDotColumns<kRows, kFast, typename First::Element>;
   const Runs<kTogether, First, Rest...> runs(0, first, rest...);
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<typename First::Element>);
   in_slices<kRows>(
