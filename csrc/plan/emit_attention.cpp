@@ -28,8 +28,8 @@ void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::
   const AttentionStage::Added& added = attention.added;
   const Value &k = to.value(attention.k), &key = to.value(added.k), &value = to.value(added.v);
   const std::string position = to.pointer(added.position, false), size = number(added.size);
-  const std::string first =
-      "(" + to.pointer(attention.k, true) + " - " + to.pointer(added.cache, false) + ") / " + number(k.strides[2]);
+  const std::string first = "(now(" + to.pointer_later(attention.k, true) + ") - now(" +
+                            to.pointer_later(added.cache, false) + ")) / " + number(k.strides[2]);
   to.open(call + ", " + at(to.pointer(added.k, false), indices, {0, key.strides[1]}) + ", " +
           at(to.pointer(added.v, false), indices, {0, value.strides[1]}) + ", [&, p]() -> int64_t");
   to.line("const int64_t given = load_one(" + position + ");");
@@ -67,9 +67,13 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
   const std::string q_at = at(to.pointer(attention.q, false), indices, head_strides(q, heads));
-  const std::string k_at = at(to.pointer(attention.k, added), indices, head_strides(k, 1));
-  const std::string v_at = at(to.pointer(attention.v, added), indices, head_strides(v, 1));
-  const std::string out_at = at(to.pointer(attention.out, true), indices, head_strides(out, heads));
+  // What is used behind the programs that make a position (make) is asked for there.
+  const auto pointer = [&](int value, bool write) {
+    return added ? to.pointer_later(value, write) : to.pointer(value, write);
+  };
+  const std::string k_at = at(pointer(attention.k, added), indices, head_strides(k, 1));
+  const std::string v_at = at(pointer(attention.v, added), indices, head_strides(v, 1));
+  const std::string out_at = at(pointer(attention.out, true), indices, head_strides(out, heads));
   std::string mask_at = "static_cast<const NoMask*>(nullptr)";
   int64_t mask_head = 0, mask_row = 0, mask_column = 0;
   if (attention.mask >= 0) {
@@ -82,7 +86,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   }
   std::string states_at;
   if (attention.states >= 0)
-    states_at = ", " + at(to.pointer(attention.states, true), indices, head_strides(to.value(attention.states), heads));
+    states_at = ", " + at(pointer(attention.states, true), indices, head_strides(to.value(attention.states), heads));
   auto head = [&](const Value& value) { return heads == 1 ? 0 : stride(value, 1); };
   Value scale;
   scale.literal = attention.scale;

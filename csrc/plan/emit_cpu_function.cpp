@@ -17,6 +17,18 @@ std::string FunctionWriter::pointer(int value, bool write) {
     blocks_.back().kept.insert(static_cast<size_t>(at));
     return "kept" + std::to_string(at);
   }
+  const size_t i = operand(value, write);
+  blocks_.back().named.insert(i);
+  return "p" + std::to_string(i);
+}
+
+std::string FunctionWriter::pointer_later(int value, bool write) {
+  if (!cuda() || is_polled(value) || kept_.count(graph_.values()[value].buffer) != 0) return pointer(value, write);
+  return std::string("later<") + (write ? "" : "const ") + cpp_type(this->value(value).type) + ">(p, " +
+         std::to_string(operand(value, write)) + ")";
+}
+
+size_t FunctionWriter::operand(int value, bool write) {
   size_t i = 0;
   while (i < operands_.size() && operands_[i] != value) ++i;
   if (i == operands_.size()) {
@@ -24,8 +36,7 @@ std::string FunctionWriter::pointer(int value, bool write) {
     written_.push_back(false);
   }
   written_[i] = written_[i] || write;
-  blocks_.back().named.insert(i);
-  return "p" + std::to_string(i);
+  return i;
 }
 
 void FunctionWriter::turn_to(const Stage& stage) {

@@ -35,6 +35,8 @@ class FunctionWriter {
 
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
+  // The same on a GPU, asked for where it is used (Later of cuda/loop/launch.cuh) if the value is a plain operand.
+  std::string pointer_later(int value, bool write);
   // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
   // second (join_tasks.hpp).
   void keep(int buffer);
@@ -67,6 +69,7 @@ class FunctionWriter {
 
  private:
   std::string scaled(const std::string& name, int64_t length) const;
+  size_t operand(int value, bool write);
 
   const Graph& graph_;
   const Stage* stage_;

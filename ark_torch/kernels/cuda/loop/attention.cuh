@@ -41,19 +41,23 @@ ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M
 
 // The same of a cache that a position is added to first. `make` computes q, its key and its value by all threads, and
 // returns which position of k and v it is; any other number: none of these.
-template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out, class Make>
-ARK_LOOP void attend(const Context& context, const Q* q, K* k, V* v, const M* mask, Out* out, float* states,
+template <int Columns, int ValueColumns, Attention s, class Q, class KAt, class VAt, class M, class OutAt,
+          class StatesAt, class K, class V, class Make>
+ARK_LOOP void attend(const Context& context, const Q* q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states,
                      const K* new_k, const V* new_v, Make make) {
-  const AddedPosition<Columns, ValueColumns, K, V, Make> added{k, v, new_k, new_v, make};
+  const AddedPosition<Columns, ValueColumns, KAt, VAt, K, V, Make> added{k, v, new_k, new_v, make};
   if constexpr (adds_at_once<Columns, ValueColumns, s, Q, K, V, M>()) {
-    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
-        aligned_rows(v, 0, s.v_row, s.v_column))
-      return attend_few<Columns, ValueColumns, s>(q, k, v, mask, out, states, added);
+    const K* const keys = now(k);
+    const V* const values = now(v);
+    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(keys, 0, s.k_row, s.k_column) &&
+        aligned_rows(values, 0, s.v_row, s.v_column))
+      return attend_few<Columns, ValueColumns, s>(q, keys, values, mask, out, states, added);
   }
   const int64_t at = added.begin();
   added.template store<s>(at);
   sync();
-  attend<Columns, ValueColumns, s>(context, q, k, v, mask, out, states);
+  attend<Columns, ValueColumns, s>(context, q, static_cast<const K*>(now(k)), static_cast<const V*>(now(v)), mask,
+                                   now(out), now(states));
 }
 
 }  // namespace ark::loop

@@ -55,8 +55,14 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
                              const Added& added) {
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kBiases = Shape::kOneBias ? 1 : 2;
-  const int i = lane() >> 2, j = lane() & 3;
-  const int part = warp() / Shape::kGroups, group = warp() % Shape::kGroups;
+  int i, j, part;
+  const auto place = [&](int self) {
+    i = self % 32 >> 2;
+    j = self & 3;
+    part = self / 32 / Shape::kGroups;
+  };
+  place(thread());
+  const int group = warp() % Shape::kGroups;
   constexpr int kRows = static_cast<int>(s.heads * s.queries);
   const int limit = limit_of(s, first + kDecodeRows < kRows ? first + kDecodeRows : kRows);
   const auto row_at = [](int number) { return AttentionRow(s, number < kRows ? number : kRows - 1); };
@@ -108,6 +114,7 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
     }
     if constexpr (Added::kAny) {  // of one block a warp, for all of them
       added_at = added.begin();
+      place(thread_anew());  // in no register meanwhile
       load_query();
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
         const int64_t at = added_at - (key + u * 16 + h * 8);
@@ -188,8 +195,9 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
   return added_at;
 }
 
-template <int Columns, int ValueColumns, Attention s, class T, class M, class Out, class Added = NothingAdded>
-ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, Out* out, float* states,
+template <int Columns, int ValueColumns, Attention s, class T, class M, class OutAt, class StatesAt,
+          class Added = NothingAdded>
+ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, OutAt out, StatesAt states,
                          const Added& added = {}) {
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kRows = static_cast<int>(s.heads * s.queries), kRuns = (ValueColumns + 31) / 32;  // of 32 columns
@@ -208,7 +216,7 @@ ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, Out*
                                 ((c % 8 / 2) * 4 + c % 2 * 2 + r % 2) * 33 + c % 64 / 8 * 4 + r / 2;
       float sum = 0;
       ARK_UNROLL for (int g = 0; g < Shape::kGroups; ++g) sum = fused(part[g * Shape::kSums], parts.of(g), sum);
-      if (c < ValueColumns) store_result<s>(out, states, AttentionRow(s, first + r), c, sum, parts);
+      if (c < ValueColumns) store_result<s>(now(out), now(states), AttentionRow(s, first + r), c, sum, parts);
     }
     sync();
   }

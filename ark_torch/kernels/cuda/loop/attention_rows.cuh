@@ -121,11 +121,11 @@ ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, flo
 struct NothingAdded {
   static constexpr bool kAny = false;
 };
-template <int Columns, int ValueColumns, class K, class V, class Make>
+template <int Columns, int ValueColumns, class KAt, class VAt, class K, class V, class Make>
 struct AddedPosition {
   static constexpr bool kAny = true;
-  K* k;
-  V* v;
+  KAt k_at;
+  VAt v_at;
   const K* new_k;
   const V* new_v;
   Make make;
@@ -138,7 +138,9 @@ struct AddedPosition {
   template <Attention s>
   ARK_LOOP void store(int64_t at) const {
     if (at < 0 || at >= s.keys) return;
-    for (int c = thread(); c < Columns + ValueColumns; c += kThreads) {
+    K* const k = now(k_at);
+    V* const v = now(v_at);
+    for (int c = thread_anew(); c < Columns + ValueColumns; c += kThreads) {
       if (c < Columns)
         k[at * s.k_row + c * s.k_column] = new_k[c];
       else

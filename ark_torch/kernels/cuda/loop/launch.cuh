@@ -197,6 +197,28 @@ struct Operands {
   }
 };
 
+// One of them that is asked for where it is used: no register holds it until then.
+template <class T>
+struct Later {
+  Operands operands;
+  int number;
+  int64_t offset;  // in elements
+  ARK_LOOP Later operator+(int64_t more) const { return {operands, number, offset + more}; }
+  ARK_LOOP T* now() const { return in_global<T>(read_now(in_shared<char* const>(operands.at)[number])) + offset; }
+};
+template <class T>
+ARK_LOOP Later<T> later(Operands operands, int number) {
+  return {operands, number, 0};
+}
+template <class T>
+ARK_LOOP T* now(T* at) {
+  return at;
+}
+template <class T>
+ARK_LOOP T* now(const Later<T>& one) {
+  return one.now();
+}
+
 // Whether a thread that waits is the one of its block to look at what the host writes: one every 16 us. A look crosses
 // the host's bus. With those of all threads of all blocks a step took 29 ms instead of 0.6 from a first long wait on:
 // they keep the bus for as long as it takes the other ranks' threads to come and look, too.
