@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-SPILLED = 168  # bytes, by a function of these models (rows that add up parts); the build allows more (kMostSpilled)
+SPILLED = 24  # bytes, by a function of these models or their loop; the build allows more (kMostSpilled)
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:
@@ -84,7 +84,8 @@ class Sources:
             assert cubin[:4] == b"\x7fELF"
             [kernel] = kernels
             assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128
-            assert all(bytes <= SPILLED for bytes in kernel["spilled_by_function"].values()), kernel
+            spilled = kernel["spilled_by_function"].values()
+            assert max(spilled, default=0) <= SPILLED and kernel["spilled"] - sum(spilled) <= SPILLED, kernel
             # What the compiler takes for impossible it drops without a word: 32 bytes are then left.
             tasks = {name: size for name, size in code_bytes(cubin).items() if "loop7Context" in name}
             assert all(size > 64 for size in tasks.values()), tasks

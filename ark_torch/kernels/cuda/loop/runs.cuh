@@ -50,6 +50,7 @@ ARK_LOOP void load_run(V (&to)[kRun], const T* row, int64_t count) {
 // The same of kParts rows, `apart` elements apart, added up in order; `round` is for each sum.
 template <class Group, int kRun, int kParts, class Round>
 ARK_LOOP void load_run_of_parts(float (&to)[kRun], const float* row, int64_t apart, int64_t count, Round round) {
+  if (Group::rank() * kRun >= count) return;  // what is not loaded would be kept from row to row
   float parts[kParts][kRun];
   ARK_UNROLL for (int i = 0; i < kParts; ++i) load_run<Group>(parts[i], row + i * apart, count);
   ARK_UNROLL for (int j = 0; j < kRun; ++j) {
