@@ -22,6 +22,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     spin_us: int
     buffer_mb: int
     reduction: str
+    share_gpu: bool
     timing: bool
     flight_record: int
     flight_dump: str

@@ -174,6 +174,13 @@ VARIABLES = (
         choices=("exact", "fast"),
     ),
     Variable(
+        "ARK_SHARE_GPU",
+        "bool",
+        False,
+        "Ranks may have the same GPU, which gives each process a slice of time in turn: a program for several GPUs can "
+        "be tried on one, slowly. Without it a rank that has another's GPU is an error.",
+    ),
+    Variable(
         "ARK_CACHE",
         "folder",
         "",
@@ -244,6 +251,7 @@ class Settings:
     dispatch: str
     buffer_mb: int
     reduction: str
+    share_gpu: bool
     cache: str
     costs: str
     trace: str

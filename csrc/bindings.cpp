@@ -224,6 +224,7 @@ PYBIND11_MODULE(_C, m) {
               throw py::value_error("reduction is '" + reduction + "': it takes 'exact' or 'fast'");
             self.fast_reduction = reduction == "fast";
           })
+      .def_readwrite("share_gpu", &Options::share_gpu)
       .def_readwrite("timing", &Options::timing)
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)

@@ -80,6 +80,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction
+        options.share_gpu = settings.share_gpu
         options.timing = settings.timing
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump

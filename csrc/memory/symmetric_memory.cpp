@@ -37,7 +37,8 @@ void check_devices(MemoryMeeting& meeting, int device, bool device_each) {
       throw Error(ErrorKind::invalid_argument,
                   "rank " + std::to_string(peer) + " uses the same GPU as rank " + std::to_string(meeting.rank()),
                   ErrorContext{meeting.rank(), peer, "", 0,
-                               "Give every rank a GPU of its own (torch.cuda.set_device(local_rank))."});
+                               "Give every rank a GPU of its own (torch.cuda.set_device(local_rank)). To try a "
+                               "program of several GPUs on one, slowly: ARK_SHARE_GPU=1."});
     }
     if (std::memcmp(&own, &theirs, sizeof own) == 0) continue;
     for (int ordinal = 0; ordinal < count; ++ordinal) {

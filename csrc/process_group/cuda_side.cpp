@@ -93,6 +93,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       CudaCommunicator::Options options;
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
+      options.device_each = !options_->share_gpu;
       options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
         check();
         raise_peers_cuda_failure(*store, rank);
@@ -162,6 +163,7 @@ void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
 
 std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {
   if (size_ == 1 || !options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return nullptr;
+  if (options_->share_gpu) return nullptr;  // NCCL refuses ranks on one GPU
   NcclEntry::Options options;
   options.rank = rank_;
   options.size = size_;

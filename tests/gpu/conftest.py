@@ -12,7 +12,7 @@ from pathlib import Path
 
 import native
 import pytest
-import torch
+from on_gpu import GPUS, SHARED, WORLD
 from support import crew
 
 from ark_torch import _C
@@ -33,24 +33,41 @@ _NEED_TWO = [
         "registered",
     )
 ]
-collect_ignore_glob = ["test_*.py"] if not _C._has_cuda_driver() else _NEED_TWO if torch.cuda.device_count() < 2 else []
+# Ranks that share a GPU (ARK_TEST_RANKS): NCCL and PyTorch's symmetric memory refuse them.
+_NEED_GPUS = [
+    f"test_{name}.py"
+    for name in (
+        "channels",
+        "nccl_entry",
+        "libraries",
+        "pytorch_suite",
+        "against_nccl",
+        "tune_cuda",
+        "symmetric_memory",
+        "endurance",
+    )
+]
+_LEFT_OUT = _NEED_TWO if WORLD < 2 else _NEED_GPUS if GPUS < 2 else []
+collect_ignore_glob = _LEFT_OUT if _C._has_cuda_driver() else ["test_*.py"]
 
 
 def pytest_report_header() -> str:
     if not _C._has_cuda_driver():
         return "tests/gpu: no CUDA driver, none collected"
-    left_out = f", so without {', '.join(_NEED_TWO)}" if collect_ignore_glob == _NEED_TWO else ""
-    return f"tests/gpu: {torch.cuda.device_count()} GPUs{left_out}"
+    left_out = f", so without {', '.join(_LEFT_OUT)}" if _LEFT_OUT else ""
+    return f"tests/gpu: {GPUS} GPUs, {WORLD} ranks{left_out}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    if SHARED:
+        items[:] = [item for item in items if here not in item.path.parents or "nccl" not in item.name]
     shard = os.environ.get("ARK_TEST_SHARD", "")
     if not shard:
         return
     index, _, count = shard.partition("/")
     if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
         raise pytest.UsageError(f"SHARD={shard}: it is i/n with 1 <= i <= n, such as 2/3")
-    here = Path(__file__).parent
     mine = [item for item in items if here in item.path.parents]
     kept = set(mine[int(index) - 1 :: int(count)])
     items[:] = [item for item in items if item not in mine or item in kept]

@@ -1,4 +1,4 @@
-"""What the rank bodies of tests/gpu share: one rank a GPU, and the CPU path of the same group as the reference.
+"""What the rank bodies of tests/gpu share: a GPU for each rank, and the CPU path of the same group as the reference.
 
 The law of the project is that a result has the same bits whatever computed it: so every collective on CUDA tensors is
 compared with the same call on CPU copies, which tests/distributed compares with NumPy.
@@ -18,11 +18,14 @@ from support.rank import Rank
 from support.reference import ALL_DTYPES, assert_same_bits, supported
 
 GPUS = torch.cuda.device_count()
-WORLD = 4 if GPUS >= 4 else 2 if GPUS >= 2 else 1
+# Ranks of a test. ARK_TEST_RANKS may ask for more than there are GPUs: they take turns on them, slowly.
+WORLD = int(os.environ.get("ARK_TEST_RANKS") or (4 if GPUS >= 4 else 2 if GPUS >= 2 else 1))
+SHARED = 0 < GPUS < WORLD
 ENV: dict[str, str | None] = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "ARK_TEST_DEVICE": "cuda",  # for the scripts of tests/distributed
+    **({"ARK_SHARE_GPU": "1"} if SHARED else {}),
 }
 OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 SPREAD = (torch.float32, torch.bfloat16, torch.int64, torch.float8_e4m3fn, torch.complex64, torch.bool)
@@ -40,9 +43,13 @@ def run(
     return run_ranks(body, world, *args, env=env, timeout=timeout, **options)
 
 
+def device_of(rank: Rank) -> torch.device:
+    return torch.device("cuda", rank.rank % GPUS)
+
+
 def start(rank: Rank, **options: Any) -> torch.device:
     """Takes the rank's GPU and joins the group."""
-    device = torch.device("cuda", rank.rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     rank.init(**options)
     return device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import GPUS, run, same
+from on_gpu import WORLD, device_of, run, same
 from support.rank import Rank
 from support.reference import make_input
 
@@ -17,7 +17,7 @@ LARGE = 24 << 20  # bytes: from here copy engines carry all_reduces of two ranks
 
 
 def _shared(rank: Rank, limit_mb: int) -> int:
-    torch.cuda.set_device(rank.rank)
+    torch.cuda.set_device(device_of(rank))
     options = complete(ark_torch.Options())
     options.buffer_mb = limit_mb if rank.rank == 0 else 512  # rank 0's counts
     rank.init(pg_options=options)
@@ -37,6 +37,6 @@ def _shared(rank: Rank, limit_mb: int) -> int:
 
 @pytest.mark.parametrize(("limit_mb", "made"), [(0, False), (5, False), (24, True), (512, True)])
 def test_large_buckets_share_memory_under_a_limit(limit_mb: int, made: bool) -> None:
-    assert GPUS >= 2
+    assert WORLD >= 2
     for grown in run(_shared, limit_mb, world=2, own=True):
         assert (0 < grown <= limit_mb << 20) if made else grown == 0, f"{grown >> 20} MB of {limit_mb}"

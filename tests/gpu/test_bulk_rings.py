@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, SPREAD, WORLD, go_on_without_the_last, op, run, same
+from on_gpu import ENV, SPREAD, WORLD, device_of, go_on_without_the_last, op, run, same
 from support.failures import record
 from support.launcher import Job
 from support.layouts import Placed
@@ -29,7 +29,7 @@ COUNTS = (1, 1023, 65537, (1 << 20) + 3, 12 << 20)
 
 
 def _start(rank: Rank, blocks: int, **options: Any) -> torch.device:
-    device = torch.device("cuda", rank.rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     chosen = complete(ark_torch.Options())
     numbers = {"one_shot_to": 0, "bulk_from": 1, "ring_blocks": blocks, "copy_engine_from": NEVER, "landings_from": 1}

@@ -184,7 +184,7 @@ def _for_long(rank: Rank, steps: int) -> float:
     return seconds
 
 
-@pytest.mark.parametrize("world", [world for world in (2, 4) if world <= GPUS])
+@pytest.mark.parametrize("world", [world for world in (2, 4) if world <= max(GPUS, WORLD)])
 def test_ten_thousand_steps(world: int) -> None:
     assert max(run(_for_long, 10_000, world=world, timeout=120)) < 30
 

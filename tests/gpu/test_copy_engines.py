@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, go_on_without_the_last, run, same
+from on_gpu import ENV, WORLD, device_of, go_on_without_the_last, run, same
 from support.failures import SLACK_S, TIMEOUT_S, record
 from support.launcher import Job
 from support.rank import Rank
@@ -45,7 +45,7 @@ def _options(in_line: bool = False) -> Any:
 
 
 def _start(rank: Rank, in_line: bool = False, **options: Any) -> torch.device:
-    device = torch.device("cuda", rank.rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     if in_line:
         torch.cuda.set_stream(torch.cuda.Stream())  # the default stream is not taken

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import GPUS, WORLD, resources, run, same, start
+from on_gpu import WORLD, device_of, resources, run, same, start
 from support.rank import Rank
 from torch import nn
 
@@ -28,7 +28,7 @@ _EARLY = [(8, {"one_shot_to": 0, "landings_from": 1024, "copy_engine_from": (1 <
 
 
 def _begin(rank: Rank, early: bool) -> tuple[torch.device, Any]:
-    device = torch.device("cuda", rank.rank)
+    device = device_of(rank)
     torch.cuda.set_device(device)
     options = complete(ark_torch.Options())
     if early:
@@ -198,7 +198,7 @@ def _out_of_memory(rank: Rank) -> None:
     total = torch.cuda.get_device_properties(device).total_memory
     with torch.cuda.use_mem_pool(pool()), pytest.raises(torch.OutOfMemoryError):
         torch.empty(total + (1 << 30), dtype=torch.uint8, device=device)
-    assert pool() is pool(device) is pool(rank.rank) is pool(f"cuda:{rank.rank}")
+    assert pool() is pool(device) is pool(device.index) is pool(str(device))
     assert register(_pooled(1000, torch.float32, device))
 
 
@@ -347,5 +347,5 @@ def _fsdp2(rank: Rank) -> None:
 
 
 def test_fsdp2_with_memory_from_the_group() -> None:
-    assert GPUS >= 2
+    assert WORLD >= 2
     run(_fsdp2, own=True, world=min(WORLD, 2))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_gpu import run, same, start
+from on_gpu import device_of, run, same, start
 from support.rank import Rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -103,7 +103,7 @@ def test_gloo_for_the_cpu_and_ark_for_cuda() -> None:
 
 def _bound(rank: Rank) -> None:
     """device_id= binds the group to a device, and makes new_group split its parent."""
-    device = start(rank, device_id=torch.device("cuda", rank.rank))
+    device = start(rank, device_id=device_of(rank))
     half = dist.new_group(list(range(rank.world_size)))
     tensor = torch.ones(5, device=device)
     dist.all_reduce(tensor, group=half)

@@ -40,6 +40,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_NVRTC": str(table),
         "ARK_BUFFER_MB": "64",
         "ARK_REDUCTION": "fast",
+        "ARK_SHARE_GPU": "1",
         "ARK_TIMING": "1",
         "ARK_OPTIMISE": "1",
         "CXX": "ccache g++",
@@ -56,6 +57,7 @@ def test_good_values(tmp_path: Path) -> None:
         str(table),
         64,
         "fast",
+        True,
         values["ARK_CACHE"],
         "assumed",
         values["ARK_TRACE"],
@@ -93,6 +95,7 @@ BAD = [
     ("ARK_BUFFER_MB", "-1", "from 0 to 1048576"),
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),
     ("ARK_REDUCTION", "quick", "exact or fast"),
+    ("ARK_SHARE_GPU", "yes", "0 or 1"),
     ("ARK_TIMING", "on", "0 or 1"),
     ("CXX", "g++ 'x", "a program, with arguments"),
 ]
