@@ -67,7 +67,7 @@ test-nightly: setup test-cpp ## every test, the long ones and AddressSanitizer's
 	$(PYTEST)
 
 # A test of these fails where it cannot run. Without a GPU nothing is collected, and that fails too.
-test-gpu: setup ## the tests on GPUs; SHARD=2/3 runs every third, from the second on
+test-gpu: setup ## the tests on GPUs; SHARD=2/3: every third, from the second on; ARK_TEST_RANKS=2: ranks share one
 	ARK_TEST_SHARD=$(SHARD) NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) tests/gpu
 
 .PHONY: test-gpu-long test-gpu-sanitizer

@@ -178,7 +178,8 @@ VARIABLES = (
         "bool",
         False,
         "Ranks may have the same GPU, which gives each process a slice of time in turn: a program for several GPUs can "
-        "be tried on one, slowly. Without it a rank that has another's GPU is an error.",
+        "be tried on one, slowly. Holds for groups with options of their own, too. Without it a rank that has another's "
+        "GPU is an error.",
     ),
     Variable(
         "ARK_CACHE",

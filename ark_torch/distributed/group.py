@@ -80,7 +80,6 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction
-        options.share_gpu = settings.share_gpu
         options.timing = settings.timing
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump
@@ -88,6 +87,8 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.debug = settings.debug
     if dist.get_debug_level() == dist.DebugLevel.DETAIL:
         options.debug = True
+    if settings.share_gpu:
+        options.share_gpu = True
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_cuda_carrier
     options.before_cuda = _jit.configure

@@ -8,6 +8,7 @@
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
 #include "plan/join_tasks.hpp"
+#include "plan/keep_float.hpp"
 #include "plan/loads.hpp"
 #include "plan/merge_products.hpp"
 #include "plan/place.hpp"
@@ -52,9 +53,9 @@ Plan make_plan(Graph graph, const Target& target, bool chained) {
   std::vector<Stage> stages = make_stages(graph);
   if (target.name != "cpu") {
     stages = finish_products(graph, std::move(stages));
-    for (const auto split :
-         {split_attention, append_positions, split_depth, split_products, merge_products, join_pointwise})
-      stages = split(graph, std::move(stages), target.workers);
+    for (const auto pass :
+         {split_attention, append_positions, keep_float, split_depth, split_products, merge_products, join_pointwise})
+      stages = pass(graph, std::move(stages), target.workers);
     stages = spread_collectives(graph, std::move(stages));
     if (!chained) stages = push_sums(graph, std::move(stages), target);
   }

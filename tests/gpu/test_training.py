@@ -58,7 +58,7 @@ def _ddp(rank: Rank) -> None:
         same(other, results["ark"].cpu(), "parameters of all ranks")
 
 
-def test_ddp() -> None:
+def test_ddp_as_with_nccl() -> None:
     run(_ddp)
 
 

@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <variant>
+#include <vector>
 
 #include "graph_builder.hpp"
 #include "plan/emit_cuda.hpp"
@@ -29,9 +31,13 @@ Made some_products(int64_t rows, ScalarType type, bool chained = false) {
   const int across = linear(builder.input({rows, kWidth}, type)), along = linear(across, false), normed = linear(along);
   const int mean = builder.reduce("mean", builder.pointwise("mul", {normed, normed}, type), {1}, true, type);
   builder.copy_out(linear(builder.pointwise("mul", {normed, builder.pointwise("rsqrt", {mean}, type)}, type)));
-  const auto buffer = [&](int value) { return builder.graph.values()[static_cast<size_t>(value)].buffer; };
-  const int a = buffer(across), b = buffer(along), c = buffer(normed);
-  return {make_plan(builder.graph, gpu_target("sm_90a", 6), chained), a, b, c};
+  Made made{make_plan(builder.graph, gpu_target("sm_90a", 6), chained), -1, -1, -1};
+  std::vector<int> results;  // of products, in order
+  for (const Stage& stage : made.plan.stages)
+    if (const auto* product = std::get_if<MatmulStage>(&stage.body))
+      results.push_back(made.plan.graph.values()[static_cast<size_t>(product->out)].buffer);
+  made.across = results.at(0), made.along = results.at(1), made.normed = results.at(2);
+  return made;
 }
 
 bool is_packets(const Plan& plan, int buffer) {

@@ -15,6 +15,7 @@
 #include "plan/append_positions.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
+#include "plan/keep_float.hpp"
 #include "plan/merge_products.hpp"
 #include "plan/split_attention.hpp"
 #include "plan/split_depth.hpp"
@@ -48,7 +49,7 @@ inline std::vector<Stage> stages_for(Graph& graph, int workers) {
   if (workers == 1) return stages;
   stages = finish_products(graph, std::move(stages));
   for (const auto pass :
-       {split_attention, append_positions, split_depth, split_products, merge_products, join_pointwise})
+       {split_attention, append_positions, keep_float, split_depth, split_products, merge_products, join_pointwise})
     stages = pass(graph, std::move(stages), workers);
   return stages;
 }

@@ -21,7 +21,7 @@ inline constexpr int kWorkspaceBytes = 96 * 1024;
 #endif
 inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
-inline constexpr int kGroupWorkspaceBytes = 144 * 1024;
+inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
 
 // Of shared memory where what a task's first half computes stays for its second (csrc/plan/join_tasks.hpp).
 inline constexpr int kKeptBytes = 8 * 1024;

@@ -1,0 +1,81 @@
+// Which results keep_float keeps in float32; and that stages still compute what the nodes do.
+#include "plan/keep_float.hpp"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <string>
+
+#include "plan/plan.hpp"
+#include "plan/targets.hpp"
+#include "stage_case.hpp"
+
+namespace ark::plan {
+namespace {
+
+constexpr int kWorkers = 12;
+constexpr ScalarType kHalf = ScalarType::bf16;
+
+int linear(GraphBuilder& builder, int a, int64_t n) {
+  const int64_t k = builder.at(a).shape.back();
+  return builder.matmul(a, builder.transpose(builder.parameter({n, k}, kHalf)), -1, kHalf);
+}
+
+// By stage, in order: the types of the temporaries that it writes.
+std::vector<ScalarType> written(GraphBuilder& builder) {
+  Graph& graph = builder.graph;
+  expect_same(
+      graph, [&](Memory& memory) { fill_inputs(memory, graph); }, 3, kWorkers);
+  EXPECT_NO_THROW(make_plan(graph, gpu_target("sm_90a", kWorkers)));
+  const std::vector<Stage> stages = keep_float(graph, make_stages(graph), kWorkers);
+  std::vector<ScalarType> types;
+  for (const Stage& stage : stages)
+    for (const Access& access : stage.accesses)
+      if (access.write && graph.buffer_of(access.value).kind == Buffer::Kind::temporary)
+        types.push_back(graph.values()[static_cast<size_t>(access.value)].type);
+  return types;
+}
+
+using Types = std::vector<ScalarType>;
+constexpr ScalarType kWide = ScalarType::f32;
+
+// x + w1(x), which a norm reads and the next residual: not rounded. What the norm hands to a product is.
+TEST(KeepFloat, AResidualAndWhatIsAddedToIt) {
+  GraphBuilder builder;
+  const int x = builder.input({1, 24}, kHalf);
+  const int sum = builder.pointwise("add", {x, linear(builder, x, 24)}, kHalf);
+  const int mean = builder.reduce("mean", sum, {1}, true, kHalf);
+  const int normed = builder.pointwise("sub", {sum, mean}, kHalf);
+  builder.copy_out(builder.pointwise("add", {sum, linear(builder, normed, 24)}, kHalf));
+  EXPECT_EQ(written(builder), (Types{kWide, kWide, kHalf, kWide}));
+}
+
+TEST(KeepFloat, WhatAProductReadsIsRounded) {
+  GraphBuilder builder;
+  const int x = builder.input({2, 24}, kHalf);
+  const int first = linear(builder, x, 24);  // read by a product, and by a row program
+  const int second = linear(builder, first, 24);
+  builder.copy_out(builder.pointwise("mul", {first, second}, kHalf));
+  EXPECT_EQ(written(builder), (Types{kHalf, kWide}));
+}
+
+TEST(KeepFloat, WhatAProductReadsIsRoundedForOthersToo) {
+  GraphBuilder builder;
+  const int x = builder.input({1, 24}, kHalf);
+  const int sum = builder.pointwise("add", {x, linear(builder, x, 24)}, kHalf);
+  builder.copy_out(sum);
+  builder.copy_out(linear(builder, sum, 12));
+  builder.copy_out(builder.reduce("amax", sum, {1}, false, kHalf));
+  EXPECT_EQ(written(builder), (Types{kWide, kHalf, kWide}));
+}
+
+TEST(KeepFloat, ManyRowsAreNotStoredTwiceAsWide) {
+  GraphBuilder builder;
+  const int x = builder.input({1400, 24}, kHalf);
+  builder.copy_out(builder.pointwise("add", {x, linear(builder, x, 24)}, kHalf));
+  EXPECT_EQ(written(builder), Types{kHalf});
+}
+
+}  // namespace
+}  // namespace ark::plan
