@@ -178,8 +178,7 @@ VARIABLES = (
         "bool",
         False,
         "Ranks may have the same GPU, which gives each process a slice of time in turn: a program for several GPUs can "
-        "be tried on one, slowly. Holds for groups with options of their own, too. Without it a rank that has another's "
-        "GPU is an error.",
+        "be tried on one, slowly. Groups with options of their own follow it, too. Without it such ranks are an error.",
     ),
     Variable(
         "ARK_CACHE",

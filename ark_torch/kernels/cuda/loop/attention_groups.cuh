@@ -24,12 +24,10 @@ struct GroupShape {
   static constexpr int kStates = kBiases + kPositions * 4, kStatesEnd = kStates + 2 * kGroups * kRows * 4;
   static constexpr int kSumRow = 64 + 8;  // such that eight rows' columns lie in different banks
   static constexpr int kSumBytes = kGroups * kRows * kSumRow * 4;
-  // Where there is no room, in place of queries and keys, which have been multiplied by then, and, of few positions, of
-  // values, for which groups wait for each other.
+  // Where there is no room, in place of queries and keys, which have been multiplied by then.
   static constexpr int kSums = kStatesEnd + kSumBytes <= kGroupWorkspaceBytes ? kStatesEnd : 0;
   static_assert(kPositions <= kThreads && kStatesEnd <= kGroupWorkspaceBytes);
-  static constexpr bool kSumsOverValues = kSums == 0 && kSumBytes > kValues;
-  static_assert(kSums > 0 || kSumBytes <= kBiases);
+  static_assert(kSums > 0 || kSumBytes <= kValues);
 };
 
 template <Attention s, class T, class M>
@@ -90,7 +88,6 @@ class GroupAttention {
     }
     end_group_multiply();
     wait_group_multiply(sums);
-    if constexpr (Shape::kSumsOverValues) sync();
     ARK_UNROLL for (int r = 0; r < 2; ++r) {
       float* const to = sum(group(), row(r)) + lane() % 4 * 2;
       ARK_UNROLL for (int n = 0; n < 8; ++n) *
