@@ -163,7 +163,6 @@ void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
 
 std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {
   if (size_ == 1 || !options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return nullptr;
-  if (options_->share_gpu) return nullptr;  // NCCL refuses ranks on one GPU
   NcclEntry::Options options;
   options.rank = rank_;
   options.size = size_;
