@@ -190,9 +190,9 @@ def measured(name: str, dtype: torch.dtype | None, arguments: argparse.Namespace
 
 
 def made_of(told: Report) -> Row:
-    regions = [piece.region for graph in told.graphs for piece in graph.pieces if piece.runs_on == "ark"]
-    fell = [f"{f.operator}: {f.reason}" for f in told.fallbacks] + [g.whole for g in told.graphs if g.whole]
     pieces = [piece for graph in told.graphs for piece in graph.pieces]
+    regions = [piece.region for piece in pieces if piece.runs_on == "ark"]
+    fell = [f"{f.operator}: {f.reason}" for f in told.fallbacks] + [g.whole for g in told.graphs if g.whole]
     fell += [piece.reason for piece in pieces if piece.runs_on != "ark" and piece.reason]
     return {"regions": len(regions), "resources": [dict(r.resources) for r in regions], "fallbacks": fell}
 

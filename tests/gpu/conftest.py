@@ -47,7 +47,7 @@ _NEED_GPUS = [
         "endurance",
     )
 ]
-_LEFT_OUT = _NEED_TWO if WORLD < 2 else _NEED_GPUS if GPUS < 2 else []
+_LEFT_OUT = _NEED_TWO if WORLD < 2 else _NEED_GPUS if SHARED else []
 collect_ignore_glob = _LEFT_OUT if _C._has_cuda_driver() else ["test_*.py"]
 
 
