@@ -177,8 +177,10 @@ VARIABLES = (
         "ARK_SHARE_GPU",
         "bool",
         False,
-        "Ranks may have the same GPU, which gives each process a slice of time in turn: a program for several GPUs can "
-        "be tried on one, slowly. Groups with options of their own follow it, too. Without it such ranks are an error.",
+        "Ranks may have the same GPU: a program for several GPUs can be tried on one. It gives each process a slice of "
+        "time in turn, which is slow; under NVIDIA's MPS (`nvidia-cuda-mps-control -d`) they run at once, and loop "
+        "kernels take their part of the multiprocessors each. Groups with options of their own follow it, too. Without "
+        "it such ranks are an error.",
     ),
     Variable(
         "ARK_CACHE",

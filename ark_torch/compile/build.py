@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, choice, costs, regions, rest
+from ark_torch.compile import analysis, choice, costs, regions, rest, workers
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
@@ -57,8 +57,7 @@ class Builder:
         self._device = device
         self._given = frozenset(given)
         self._static = static_inputs(graph_module)
-        # On a GPU every multiprocessor is a worker.
-        self._threads = 0 if device.type != "cpu" else options.threads or torch.get_num_threads()
+        self._threads = workers.count(options.threads, device)
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
         self._outputs: list[Any] = list(output.args[0])
         self._views: dict[Node, Strided] = {}

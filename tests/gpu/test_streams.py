@@ -171,7 +171,7 @@ def _barrier(rank: Rank) -> None:
             store.set(f"step{step}", "here")
         dist.barrier()
         assert store.check([f"step{step}"]), "nobody passes before all have come"
-    dist.barrier(device_ids=[rank.rank])
+    dist.barrier(device_ids=[device.index])
 
 
 def test_barrier_waits_for_the_device() -> None:

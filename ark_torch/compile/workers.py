@@ -1,0 +1,25 @@
+"""How many workers a loop kernel has: threads of the CPU, or multiprocessors of a GPU, all of them but where ranks share
+one.
+
+Ranks that share a GPU (ARK_SHARE_GPU) get the same part of its multiprocessors each. In slices of time that changes
+little, but under NVIDIA's Multi-Process Service (MPS) the kernels of all ranks can then be resident at once, and a
+wait for a peer takes microseconds instead of slices. (MPS's own CUDA_MPS_ACTIVE_THREAD_PERCENTAGE does not do it: on an
+H200 it gave two processes of 50% the same 66 of 132 multiprocessors.)
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ark_torch import env
+
+
+def count(threads: int | None, device: torch.device) -> int:
+    """`threads`: the option of that name, for the CPU. 0: every multiprocessor of the GPU."""
+    if device.type == "cpu":
+        return threads or torch.get_num_threads()
+    if not env.read().share_gpu or not dist.is_initialized():
+        return 0
+    sharing = -(-dist.get_world_size() // torch.cuda.device_count())
+    return max(1, torch.cuda.get_device_properties(device).multi_processor_count // sharing)
