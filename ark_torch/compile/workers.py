@@ -1,5 +1,4 @@
-"""How many workers a loop kernel has: threads of the CPU, or multiprocessors of a GPU, all of them but where ranks share
-one.
+"""How many workers a loop kernel has: threads of the CPU, or multiprocessors of a GPU, all but where ranks share one.
 
 Ranks that share a GPU (ARK_SHARE_GPU) get the same part of its multiprocessors each. In slices of time that changes
 little, but under NVIDIA's Multi-Process Service (MPS) the kernels of all ranks can then be resident at once, and a
