@@ -1,9 +1,9 @@
 """How many workers a loop kernel has: threads of the CPU, or multiprocessors of a GPU, all but where ranks share one.
 
-Ranks that share a GPU (ARK_SHARE_GPU) get the same part of its multiprocessors each. In slices of time that changes
-little, but under NVIDIA's Multi-Process Service (MPS) the kernels of all ranks can then be resident at once, and a
-wait for a peer takes microseconds instead of slices. (MPS's own CUDA_MPS_ACTIVE_THREAD_PERCENTAGE does not do it: on an
-H200 it gave two processes of 50% the same 66 of 132 multiprocessors.)
+Ranks that share a GPU (ARK_SHARE_GPU) get the same part of its multiprocessors each: under NVIDIA's Multi-Process
+Service (MPS) the kernels of all ranks can then be resident at once, and nobody waits for a slice of time. (MPS's
+own CUDA_MPS_ACTIVE_THREAD_PERCENTAGE does not do it: on an H200 it gave two processes of 50% the same 66 of 132
+multiprocessors.)
 """
 
 from __future__ import annotations
