@@ -37,9 +37,15 @@ inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ra
   return lanes;
 }
 
+// Kernels of ranks wait for each other, so those of ranks that share a GPU must have room on it at once, with the next
+// launch of each, which may begin early: so many blocks of a rank's launch do, on 64 multiprocessors.
+constexpr uint32_t blocks_of_a_sharer(int ranks) {
+  return 32 / ranks;
+}
+
 struct ArenaLayout {
-  // ring_blocks: lanes of the rings in bulk; 0: none.
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0);
+  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device.
+  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true);
 
   size_t control;   // device::GroupControl
   size_t one_shot;  // packets: [2][ranks][capacity]
@@ -51,7 +57,7 @@ struct ArenaLayout {
   size_t total;
 };
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks) {
+inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each) {
   size_t at = 0;
   auto take = [&](size_t bytes) {
     const size_t here = at;
@@ -77,7 +83,8 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks) {
   scratch = take(16 * (ranks + 1));
   one_shot_capacity = device::one_shot_packets(most_one_shot_bytes(ranks));
   one_shot = take(2 * ranks * one_shot_capacity * 16);
-  const uint32_t lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
+  const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
+  const uint32_t lanes = device_each ? most_lanes : std::max(blocks_of_a_sharer(ranks), ring_blocks);
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);

@@ -55,7 +55,7 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   sharing.size = size;
   sharing.device = options.device;
   sharing.device_each = options.device_each;
-  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch)).total;
+  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
   sharing.timeout = options.timeout;
   sharing.name = "arena";
   sharing.check = options.check ? options.check : ends_with(health, options.timeout);

@@ -62,7 +62,7 @@ class CudaCommunicator final : public Communicator {
   struct Options {
     int device = 0;                        // CUDA ordinal of this process
     std::chrono::milliseconds timeout{0};  // for create()
-    bool device_each = true;               // false: ranks on one device take turns, by slices of time
+    bool device_each = true;               // false: ranks may share one, by slices of time or side by side
     std::optional<CudaDispatch> dispatch;  // else the measured one
     std::function<void()> check;           // between the waits of create(); throws what ends it. Else the health's
     // Both are told once, when the device gave up: `note` while what was issued before still waits, and must not block;

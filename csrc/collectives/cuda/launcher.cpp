@@ -66,7 +66,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       health_(health),
       store_(std::move(store)),
       timeout_(options.timeout),
-      layout_(size, ring_blocks_of(*options.dispatch)),
+      layout_(size, ring_blocks_of(*options.dispatch), options.device_each),
       memory_(std::move(memory)),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
@@ -313,7 +313,8 @@ void CudaLauncher::one_shot(const Operation& operation, const void* in, void* ou
   describe_reduction(operation, params);
   const uint64_t units = (bytes + 15) / 16;
   const unsigned threads = units <= 64 * 128 ? 128 : 256;
-  const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>((units + threads - 1) / threads, 64));
+  const uint64_t most_blocks = device_each_ ? 64 : blocks_of_a_sharer(size_);
+  const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>((units + threads - 1) / threads, most_blocks));
   const jit::Kernel& kernel = *reducing(operation).one_shot;
   const CurrentContext context(device_);
   jit::launch(kernel, {blocks}, {threads}, 0, stream_of(operation), params, jit::LaunchMode::overlapped);
