@@ -179,8 +179,8 @@ VARIABLES = (
         False,
         "Ranks may have the same GPU: a program for several GPUs can be tried on one. It gives each process a slice of "
         "time in turn, which is slow; under NVIDIA's MPS (`nvidia-cuda-mps-control -d`) they run at once: "
-        "collectives by few blocks, loop kernels on their part of the multiprocessors each. Groups with options of their "
-        "own follow it, too. Without it such ranks are an error.",
+        "collectives by few blocks, loop kernels on their part of the multiprocessors each. Groups with options of "
+        "their own follow it, too. Without it such ranks are an error.",
     ),
     Variable(
         "ARK_CACHE",

@@ -20,7 +20,8 @@ void check_sizes(MemoryMeeting& meeting) {
     throw Error(ErrorKind::mismatch,
                 "rank " + std::to_string(peer) + " shares " + std::to_string(theirs) +
                     " bytes of GPU memory, this rank " + std::to_string(own),
-                ErrorContext{meeting.rank(), peer, "", 0, "Give every rank the same version of ark_torch and the same ARK_SHARE_GPU."});
+                ErrorContext{meeting.rank(), peer, "", 0,
+                             "Give every rank the same version of ark_torch and the same ARK_SHARE_GPU."});
   }
 }
 

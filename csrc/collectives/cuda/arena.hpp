@@ -38,13 +38,15 @@ inline uint32_t lanes_of_parts(const RingSet& set, const uint64_t* bytes, int ra
 }
 
 // Kernels of ranks wait for each other, so those of ranks that share a GPU must have room on it at once, with the next
-// launch of each, which may begin early: so many blocks of a rank's launch do, on 64 multiprocessors.
+// launch of each, which may begin early: so many blocks of a rank's launch do, on the 128 multiprocessors of a large
+// GPU.
 constexpr uint32_t blocks_of_a_sharer(int ranks) {
-  return 32 / ranks;
+  return 64 / ranks;
 }
 
 struct ArenaLayout {
-  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device.
+  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device; else ring_blocks is at
+  // most blocks_of_a_sharer().
   explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true);
 
   size_t control;   // device::GroupControl
@@ -84,7 +86,7 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   one_shot_capacity = device::one_shot_packets(most_one_shot_bytes(ranks));
   one_shot = take(2 * ranks * one_shot_capacity * 16);
   const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
-  const uint32_t lanes = device_each ? most_lanes : std::max(blocks_of_a_sharer(ranks), ring_blocks);
+  const uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);

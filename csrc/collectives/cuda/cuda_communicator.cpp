@@ -41,12 +41,13 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
                                                            std::string& why) {
   Options options = given;
   if (!options.dispatch) options.dispatch = CudaDispatch::measured(size);
-  options.dispatch->ring_blocks = std::clamp<uint64_t>(options.dispatch->ring_blocks, 1, device::kMostRingBlocks);
   if (size > device::kMaxRanks) {
     why = "a group of " + std::to_string(size) + " ranks on one node; kernels are made for up to " +
           std::to_string(device::kMaxRanks);
     return nullptr;
   }
+  options.dispatch->ring_blocks = std::clamp<uint64_t>(
+      options.dispatch->ring_blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
