@@ -78,6 +78,7 @@ struct Parts {
 template <class B>
 struct OneRun {
   using Element = B;
+  static constexpr bool kOneProduct = true;
   const B* b;
   int64_t stride;
   int c1;

@@ -11,9 +11,9 @@
 namespace ark::loop {
 
 inline constexpr int kTensorRows = 16;
-// Of columns: as many as there are registers for beside the addresses of rows.
-template <class At>
-inline constexpr int kTensorOctets = At::kEven ? 2 : 1;
+// Of columns: as many as there are registers for beside the addresses of rows, or of several products.
+template <class At, bool kOneProduct>
+inline constexpr int kTensorOctets = At::kEven&& kOneProduct ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a; zeros outside of the matrix.
@@ -34,7 +34,8 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 template <int Rows, class At, class T, class Columns>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,
                            int batches, Parts parts) {
-  constexpr int kOctets = kTensorOctets<At>, kTogether = kOctets * 8, kSlice = kTensorParts * kTensorPart;
+  constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
+                kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
@@ -107,7 +108,7 @@ ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T
                              int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(
-      rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At> * 8,
+      rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
       [&](int, int, int c, int batches, Parts parts) {
         tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
       },
