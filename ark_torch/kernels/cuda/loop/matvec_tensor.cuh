@@ -13,7 +13,7 @@ namespace ark::loop {
 inline constexpr int kTensorRows = 16;
 // Of columns: as many as there are registers for beside the addresses of rows, or of several products.
 template <class At, bool kOneProduct>
-inline constexpr int kTensorOctets = At::kEven&& kOneProduct ? 2 : 1;
+inline constexpr int kTensorOctets = (At::kEven && kOneProduct) ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
 // 16 bytes of a row of a; zeros outside of the matrix.
