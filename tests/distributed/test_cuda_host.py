@@ -179,6 +179,19 @@ def test_wrong_device(pretended_gpu: Any) -> None:
     run_ranks(_wrong_device, 2, env=pretended_gpu)
 
 
+def _shared_by_some(rank: Rank) -> None:
+    """The memory of ranks that may share a GPU is divided otherwise than that of ranks that have one each."""
+    pretended.enter()
+    os.environ["ARK_SHARE_GPU"] = "1" if rank.rank == 0 else "0"
+    rank.init()
+    with pytest.raises(RuntimeError, match=rf"\[rank {rank.rank}\] all_reduce.*Give .*the same ARK_SHARE_GPU"):
+        dist.all_reduce(on_rank(rank, torch.ones(8)))
+
+
+def test_shared_by_some(pretended_gpu: Any) -> None:
+    run_ranks(_shared_by_some, 2, env=pretended_gpu)
+
+
 def _bad_input(rank: Rank) -> None:
     group, _, _ = begin(rank)
     backend, me, other = group._get_backend(torch.device("cuda")), rank.rank, 1 - rank.rank
