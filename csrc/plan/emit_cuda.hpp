@@ -11,9 +11,9 @@ namespace ark::plan {
 inline constexpr char kLoopKernel[] = "loop_kernel";
 
 // Bytes of a thread's registers that the function of a task, or the loop itself, may store in memory and load again. Of
-// the models of tests/compile/test_cuda_sources.py nearly all need none, attention that adds a position 24 (64 in
-// test_llama of tests/gpu), and the loop 4 (sm_90a) and 20 (sm_80). Outside of these, products that share their input
-// 100 (test_products_of_few_rows_share_them in tests/gpu), and long heads of several sequences, refused, 552. More is a
+// the models of tests/compile/test_cuda_sources.py nearly all need none, attention that adds a position 24, and the
+// loop 4 (sm_90a) and 20 (sm_80). Outside of these, products that share their input 100
+// (test_products_of_few_rows_share_them in tests/gpu), and long heads of several sequences, refused, 552. More is a
 // fault in a kernel, which shall not go unnoticed. What is inlined counts as the loop's: CudaSource::most_spilled has
 // as much for each.
 inline constexpr int kMostSpilled = 128;
