@@ -37,6 +37,8 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
                         int first_segment, int segments, int c, int batches, Parts parts) {
   using B = typename Columns::Element;
   constexpr int kPer = kPerChunk<B>;
+  // Sums of all rows are folded at once, in fewer steps than row by row; their number is a power of two.
+  constexpr int kRowsFolded = Rows <= 1 ? 1 : Rows <= 2 ? 2 : Rows <= 4 ? 4 : 8;
   const DepthSplit split = split_depth(s.depth, 32 * kPer);
   const int slice = warp() % split.slices, group = warp() / split.slices;
   if (group >= split.groups) return;
@@ -82,21 +84,19 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
           s, a + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
       for (int batch = 0; batch < batches; ++batch) {
         advance();
-        float sums[Rows][kTogether] = {};
+        float sums[kRowsFolded * kTogether] = {};
         ARK_UNROLL for (int u = 0; u < kTogether; ++u) {
           float w[kPer];
           ARK_UNROLL for (int i = 0; i < kPer; ++i) w[i] = chunk_element<B>(ring[u], i);
-          ring[u] = load(u);
-          ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r][u] =
-              fused(x[r][i], w[i], sums[r][u]);
+          ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r * kTogether + u] =
+              fused(x[r][i], w[i], sums[r * kTogether + u]);
+          ring[u] = load(u);  // behind its use, or it would be into other registers, and copied from there
         }
-        ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-          const float sum = fold_lanes<16, 1>(sums[r]);
-          constexpr int kLanes = 32 / kTogether;  // that have the same column
-          float* const to =
-              parts.at(segment * Rows + r, slice, (batch * split.groups + group) * kTogether + lane() / kLanes);
-          if (lane() % kLanes == 0) *to = pass == 0 ? sum : *to + sum;
-        }
+        const float sum = fold_lanes<16, 1>(sums);
+        constexpr int kLanes = 32 / (kRowsFolded * kTogether);  // that have the same sum
+        const int row = lane() / kLanes / kTogether, column = lane() / kLanes % kTogether;
+        float* const to = parts.at(segment * Rows + row, slice, (batch * split.groups + group) * kTogether + column);
+        if (lane() % kLanes == 0 && row < Rows) *to = pass == 0 ? sum : *to + sum;
       }
     }
 }
