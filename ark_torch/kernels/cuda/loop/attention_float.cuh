@@ -33,7 +33,7 @@ ARK_LOOP const FourFloats& four_at(const float* p) {
 // Rows into shared memory; zeros in place of rows that are not wanted and of columns from kColumns to kUsed.
 template <int kColumns, int kUsed, int kRow, int kCount, class Row, class Wanted>
 ARK_LOOP void widen_rows(float* to, int64_t column, Row row_at, Wanted wanted) {
-  ARK_UNROLL for (int e = thread(); e < kCount * kUsed; e += kThreads) {
+  ARK_UNROLL for (int e = thread_anew(); e < kCount * kUsed; e += kThreads) {
     const int row = e / kUsed, c = e % kUsed;
     to[row * kRow + c] = c < kColumns && wanted(row) ? load_one(row_at(row) + c * column) : 0.0f;
   }

@@ -73,9 +73,10 @@ class ChunkCopy {
 
  private:
   // Eight threads copy a line.
-  static ARK_LOOP int line_of(int turn) { return turn * (kThreads / 8) + thread() / 8; }
-  static ARK_LOOP int chunk() { return thread() % 8; }
+  ARK_LOOP int line_of(int turn) const { return turn * (kThreads / 8) + self_ / 8; }
+  ARK_LOOP int chunk() const { return self_ % 8; }
 
+  const int self_ = thread_anew();  // such that nothing of it is kept from tile to tile
   uint32 to_;
   const T* from_[kTurns] = {};
   int count_[kTurns] = {};  // of elements that are there: of others (lines across), else all or none
@@ -98,7 +99,7 @@ class ElementCopy {
   ARK_LOOP void copy(int tile, const Side<T, At>& side, int d0, int depth) const {
     const bool depth_first = kAcross || side.depth_stride == 1;  // which of a warp's lanes are neighbours
     const int64_t step = kAcross ? 1 : side.depth_stride;
-    _Pragma("unroll 1") for (int i = thread(); i < kLines * 8; i += kThreads) {
+    _Pragma("unroll 1") for (int i = thread_anew(); i < kLines * 8; i += kThreads) {
       const int line = depth_first ? i / 8 : i % kLines, chunk = depth_first ? i % 8 : i / kLines;
       const int o = o0_ + (kAcross ? line / kDepth * kDepth + chunk * kPer : line);
       const int d = d0 + (kAcross ? line % kDepth : chunk * kPer);

@@ -18,8 +18,9 @@ struct PlainTile {
 
   float sums[kDown][kOver];
 
-  static ARK_LOOP int first_row() { return warp() / (kThreadsAcross / 8) * 4 + lane() / 8; }
-  static ARK_LOOP int first_column() { return warp() % (kThreadsAcross / 8) * 8 + lane() % 8; }
+  const int self = thread_anew();  // such that nothing of it is kept from tile to tile
+  ARK_LOOP int first_row() const { return self / 32 / (kThreadsAcross / 8) * 4 + self % 32 / 8; }
+  ARK_LOOP int first_column() const { return self / 32 % (kThreadsAcross / 8) * 8 + self % 8; }
 
   ARK_LOOP void clear() {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] = 0;

@@ -18,8 +18,10 @@ struct TensorTile {
 
   float sums[kDown][kOver][4];
 
-  static ARK_LOOP int first_row() { return warp() / kWarpsAcross * kMyRows; }
-  static ARK_LOOP int first_column() { return warp() % kWarpsAcross * kMyColumns; }
+  const int self = thread_anew();  // such that nothing of it is kept from tile to tile
+  ARK_LOOP int lane() const { return self % 32; }
+  ARK_LOOP int first_row() const { return self / 32 / kWarpsAcross * kMyRows; }
+  ARK_LOOP int first_column() const { return self / 32 % kWarpsAcross * kMyColumns; }
 
   ARK_LOOP void clear() {
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j)
@@ -28,7 +30,7 @@ struct TensorTile {
 
   // Where a lane's line of four 8 x 8 matrices stands: others o (two matrices) by depth d (two).
   template <bool kLinesAcross>
-  static ARK_LOOP const char* matrix_line(const char* tile, int o, int d, int o_matrix, int d_matrix) {
+  ARK_LOOP const char* matrix_line(const char* tile, int o, int d, int o_matrix, int d_matrix) const {
     if constexpr (kLinesAcross) {
       const int at = o + o_matrix * 8;
       return tile_chunk(tile, at / 64 * 64 + d + d_matrix * 8 + lane() % 8, at % 64 / 8);
@@ -38,7 +40,7 @@ struct TensorTile {
   }
 
   // A tile of few rows and columns leaves warps without work.
-  static ARK_LOOP bool idle() { return warp() >= kWarpsDown * kWarpsAcross; }
+  ARK_LOOP bool idle() const { return self / 32 >= kWarpsDown * kWarpsAcross; }
 
   // The tiles' places in the workspace.
   ARK_LOOP void add(int a_at, int b_at) {
