@@ -9,6 +9,9 @@
 
 namespace ark::plan {
 
+namespace {
+
+// Whether a GPU that has them takes groups of warps for it (kernels/cuda/loop/attention_groups.cuh).
 bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
   const auto value = [&](int index) { return graph.values()[static_cast<size_t>(index)]; };
   const Value q = value(attention.q), k = value(attention.k), v = value(attention.v);
@@ -20,7 +23,27 @@ bool attends_by_groups(const Graph& graph, const AttentionStage& attention) {
          one_mask && !attention.causal && attention.states < 0;
 }
 
-namespace {
+// Whether queries, keys and values can be loaded 16 bytes at a time: a flag. "false", too, where the kernel does not
+// ask.
+std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
+  const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v);
+  constexpr int64_t kFewRows = 16, kTensorColumns = 128;  // kFewQueries and kTensor of cuda/loop/attention.cuh
+  const bool tensor = size_of(q.type) == 2 && q.type == k.type && k.type == v.type &&
+                      std::max(q.shape[3], v.shape[3]) <= kTensorColumns;
+  if (!tensor && q.shape[1] / k.shape[1] * q.shape[2] > kFewRows) return "false";
+  std::string all = "true";
+  for (const int one : {attention.q, attention.k, attention.v}) {
+    const Value& value = to.value(one);
+    if (value.shape[3] != 1 && value.strides[3] != 1) return "false";
+    std::vector<int64_t> moved;
+    for (size_t d = 0; d < 3; ++d)
+      if (value.shape[d] != 1) moved.push_back(value.strides[d]);
+    const std::string aligned = to.aligned(one, moved);
+    if (aligned == "false") return aligned;
+    if (aligned != "true") all = aligned;
+  }
+  return all;
+}
 
 // The end of a call for an attention that a position is added to.
 void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::string& call,
@@ -92,6 +115,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   scale.literal = attention.scale;
   std::string factor = cpp_lanes(scale);  // splat(...)
   factor = factor.substr(6, factor.size() - 7);
+  const std::string aligned = to.cuda() ? aligned_rows(to, attention) : "";
   to.line("constexpr Attention s{.heads = " + number(heads) + ", .queries = " + number(q.shape[2]) +
           ", .keys = " + number(k.shape[2]) + ", .q_head = " + number(head(q)) + ", .q_row = " + number(stride(q, 2)) +
           ", .q_column = " + number(column(q)) + ",");
@@ -102,16 +126,18 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") +
           (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") +
-          (attention.states >= 0 ? ", .part = true" : "") + "};");
+          (to.cuda() ? ", .aligned = " + aligned : "") + (attention.states >= 0 ? ", .part = true" : "") + "};");
   if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // The strides are a template argument where code is chosen by them.
+  const bool groups = to.cuda() && aligned != "false" && attends_by_groups(to.graph(), attention);
+  if (groups) to.multiply_by_groups();
   const std::string sizes = number(columns) + ", " + number(value_columns);
-  const std::string call = !to.cuda()                                 ? "attend<" + sizes + ">(context, s, "
-                           : attends_by_groups(to.graph(), attention) ? "attend_by_groups<s>(context, "
-                                                                      : "attend<" + sizes + ", s>(context, ";
+  const std::string call = !to.cuda() ? "attend<" + sizes + ">(context, s, "
+                           : groups   ? "attend_by_groups<s>(context, "
+                                      : "attend<" + sizes + ", s>(context, ";
   const std::string operands = q_at + ", " + k_at + ", " + v_at + ", " + mask_at + ", " + out_at;
   if (added)
     emit_added(to, attention, call + operands + (states_at.empty() ? ", static_cast<float*>(nullptr)" : states_at),

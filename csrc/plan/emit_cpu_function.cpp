@@ -34,9 +34,21 @@ size_t FunctionWriter::operand(int value, bool write) {
   if (i == operands_.size()) {
     operands_.push_back(value);
     written_.push_back(false);
+    aligned_.push_back(false);
   }
   written_[i] = written_[i] || write;
   return i;
+}
+
+std::string FunctionWriter::aligned(int value, const std::vector<int64_t>& strides) {
+  const int64_t size = size_of(this->value(value).type);
+  if (is_polled(value)) return "false";
+  for (const int64_t stride : strides)
+    if (stride * size % 16 != 0) return "false";
+  if (kept_.count(graph_.values()[value].buffer) != 0)
+    return this->value(value).offset * size % 16 == 0 ? "true" : "false";
+  aligned_[operand(value, false)] = true;
+  return "kAligned";
 }
 
 void FunctionWriter::turn_to(const Stage& stage) {

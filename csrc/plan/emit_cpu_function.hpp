@@ -37,6 +37,14 @@ class FunctionWriter {
   std::string pointer(int value, bool write);
   // The same on a GPU, asked for where it is used (Later of cuda/loop/launch.cuh) if the value is a plain operand.
   std::string pointer_later(int value, bool write);
+  // Whether lines of the value's elements begin at multiples of 16 bytes, as a constant of the text: "false" where
+  // their strides (in elements) say so, "true", or "kAligned", which is chosen by where the operand lies when the
+  // task's turn comes (lookahead.cuh).
+  std::string aligned(int value, const std::vector<int64_t>& strides);
+  // Groups of warps multiply in the text, where the target has them (kernels/cuda/loop/tile_group.cuh) and kAligned, if
+  // the text asks for it, is true.
+  void multiply_by_groups() { by_groups_ = true; }
+  bool by_groups() const { return by_groups_; }
   // Values of the buffer are no operands: they stay in the block's kept_bytes() from the first half of a task to the
   // second (join_tasks.hpp).
   void keep(int buffer);
@@ -65,6 +73,8 @@ class FunctionWriter {
 
   std::string body() const;  // with the declarations of the operands
   const std::vector<int>& operands() const { return operands_; }
+  // By operand: whether aligned() depends on it.
+  const std::vector<bool>& aligned() const { return aligned_; }
   int64_t scratch_bytes() const { return scratch_; }
 
  private:
@@ -75,7 +85,7 @@ class FunctionWriter {
   const Stage* stage_;
   const Code code_;
   std::vector<int> operands_;  // values
-  std::vector<bool> written_;
+  std::vector<bool> written_, aligned_;
   struct Block {
     size_t begin;  // of the text
     std::string indent;
@@ -90,6 +100,7 @@ class FunctionWriter {
   int depth_ = 1;
   int first_thread_ = 0;
   int64_t scratch_ = 0;
+  bool by_groups_ = false;
 };
 
 // "float", "bf16", ...: elements of the type in cpu/types.hpp.
@@ -102,12 +113,10 @@ std::string cpp_offset(const std::vector<std::string>& indices, const std::vecto
 void emit_rows(FunctionWriter& to, const RowProgram& program);
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // "{.depth = 64, ...}": the product's strides, for all targets' kernels.
-std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul);
+std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
 void emit_products(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes what makes the queries and the position that is added, for one head of keys, tile [begin, end).
 void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});
-// Whether a GPU that has them takes groups of warps for it (kernels/cuda/loop/attention_groups.cuh).
-bool attends_by_groups(const Graph& graph, const AttentionStage& attention);
 void emit_combine(FunctionWriter& to, const CombineStage& combine);
 void emit_gather(FunctionWriter& to, const GatherStage& gather);
 void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);

@@ -1,6 +1,7 @@
 // Loops and addresses as text, for stages that a kernel of the device library serves.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -35,6 +36,15 @@ inline std::string at(const std::string& pointer, const std::vector<std::string>
                       const std::vector<int64_t>& strides) {
   const std::string offset = cpp_offset(indices, strides);
   return offset == "0" ? pointer : pointer + " + " + offset;
+}
+
+// The same of a matrix, for whichever of its lines are adjacent elements. `strides`: of its two dimensions. `moved`:
+// what it is moved by, of a batch.
+inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int64_t, 2> strides,
+                                 std::vector<int64_t> moved) {
+  if (strides[0] != 1 && strides[1] != 1) return "false";
+  moved.push_back(strides[strides[0] == 1 ? 1 : 0]);
+  return to.aligned(matrix, moved);
 }
 
 // Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0".

@@ -114,11 +114,20 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
   };
   auto stride = [](const Value& value, size_t d) { return value.shape[d] == 1 ? 1 : value.strides[d]; };
   const int64_t depth = table.shape[1];
+  std::string aligned;
+  if (to.cuda()) {
+    std::vector<int64_t> apart;
+    for (size_t d = 0; d < lead; ++d)
+      if (a.shape[d] != 1) apart.push_back(a.strides[d]);
+    aligned = ", .a_aligned = " + (stride(a, lead) == 1 ? to.aligned(experts.a, apart) : "false") +
+              ", .table_aligned = " +
+              aligned_lines(to, experts.table, {stride(table, 1), stride(table, 2)}, {table.strides[0]});
+  }
   to.line("constexpr Experts s{.rows = " + number(rows) + ", .experts = " + number(table.shape[0]) +
           ", .depth = " + number(depth) + ", .a_depth = " + number(stride(a, lead)) +
           ", .table_expert = " + number(table.strides[0]) + ",");
   to.line("                    .table_depth = " + number(stride(table, 1)) +
-          ", .table_column = " + number(stride(table, 2)) + ", .out_column = " + number(stride(out, lead)) +
+          ", .table_column = " + number(stride(table, 2)) + ", .out_column = " + number(stride(out, lead)) + aligned +
           ", .runs = " + (experts.runs ? "true" : "false") + "};");
   const std::string a_at = to.pointer(experts.a, false), table_at = to.pointer(experts.table, false),
                     index_at = to.pointer(experts.index, false), out_at = to.pointer(experts.out, true);

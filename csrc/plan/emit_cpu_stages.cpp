@@ -1,6 +1,7 @@
 // Stages that the device library has a kernel for: matrix products, collectives. The text binds shapes and strides as
 // constants, walks the batch dimensions, and takes the tile's part.
 #include <algorithm>
+#include <array>
 #include <string>
 #include <vector>
 
@@ -9,23 +10,41 @@
 
 namespace ark::plan {
 
-std::string product_shape(const FunctionWriter& to, const MatmulStage& matmul) {
+namespace {
+
+// An operand of one row, column or element of depth may have any stride there.
+int64_t stride(const Value& value, size_t from_end, int64_t otherwise) {
+  return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
+}
+
+// Flags of a and of b.
+std::array<std::string, 2> aligned_operands(FunctionWriter& to, const MatmulStage& matmul) {
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
-  // An operand of one row, column or element of depth may have any stride there.
-  auto stride = [](const Value& value, size_t from_end, int64_t otherwise) {
-    return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
-  };
+  const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
+  return {aligned_lines(to, matmul.a, {stride(a, 2, 0), stride(a, 1, 1)}, broadcast_strides(a, 2, batch)),
+          aligned_lines(to, matmul.b, {stride(b, 2, 1), stride(b, 1, 1)}, broadcast_strides(b, 2, batch))};
+}
+
+}  // namespace
+
+std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
+  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   int64_t bias_row = 0, bias_column = 0;
   if (matmul.bias >= 0) {
     bias_row = stride_from_end(to.value(matmul.bias), 2);
     bias_column = stride_from_end(to.value(matmul.bias), 1);
+  }
+  std::string aligned;
+  if (to.cuda()) {
+    const auto [of_a, of_b] = aligned_operands(to, matmul);
+    aligned = ",\n                      .a_aligned = " + of_a + ", .b_aligned = " + of_b;
   }
   return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
          ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +
          ", .b_column = " + number(stride(b, 1, 1)) +
          ",\n                      .out_row = " + number(stride(out, 2, 0)) +
          ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
-         ", .bias_column = " + number(bias_column) + "}";
+         ", .bias_column = " + number(bias_column) + aligned + "}";
 }
 
 namespace {
@@ -121,7 +140,11 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   if (to.cuda()) {
     // Strides choose among kernels.
     std::string tile;
-    if (matmul.tile_columns > 0) tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
+    if (matmul.tile_columns > 0) {
+      tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
+      if (size_of(a.type) == 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
+        to.multiply_by_groups();
+    }
     to.line(most + ", s" + tile + ">(" + operands + ");");
   } else {
     // kRowBlock of matmul.hpp is at most 48 rows.

@@ -111,13 +111,18 @@ class CudaEmitter {
     return text;
   }
 
-  std::string operand(int value, int64_t extra = 0) const {
+  std::string operand(int value, int64_t extra = 0, bool aligned = false) const {
     const Place place = place_of(plan_, value, extra);
-    if (place.base == Place::arena) return "{Operand::arena, 0, " + std::to_string(place.offset) + "}";
-    if (place.base == Place::packets) return "{Operand::packets, 0, " + std::to_string(place.offset) + "}";
-    if (place.base == Place::own) return "{Operand::own, 0, " + std::to_string(place.offset) + "}";
-    const int index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
-    return "{Operand::pointer, " + std::to_string(index) + ", " + std::to_string(place.offset) + "}";
+    const char* base = "pointer";
+    int index = 0;
+    switch (place.base) {
+      case Place::arena: base = "arena"; break;
+      case Place::packets: base = "packets"; break;
+      case Place::own: base = "own"; break;
+      default: index = place.argument + (place.base == Place::output ? plan_.graph.inputs() : 0);
+    }
+    return std::string("{Operand::") + base + ", " + (aligned ? "1, " : "0, ") + std::to_string(index) + ", " +
+           std::to_string(place.offset) + "}";
   }
 
   void tables(std::ostream& out) {
@@ -130,9 +135,10 @@ class CudaEmitter {
       first.push_back(count);
       count += static_cast<int>(functions_.operands(i).size());
       out << "    ";
-      for (const int value : functions_.operands(i)) out << operand(value) << ", ";
+      const std::vector<int>& values = functions_.operands(i);
+      for (size_t n = 0; n < values.size(); ++n) out << operand(values[n], 0, functions_.aligned(i, n)) << ", ";
       if (const auto* collective = std::get_if<CollectiveStage>(&stage.body)) {
-        out << "{Operand::packets, 0, " << collective->place << "}, {Operand::packets, 0, " << collective->number
+        out << "{Operand::packets, 0, 0, " << collective->place << "}, {Operand::packets, 0, 0, " << collective->number
             << "}, ";
         count += 2;
       }
@@ -191,6 +197,7 @@ class CudaEmitter {
     const Closing closing = closing_of(plan_);
     out << "struct Plan {\n  static constexpr int kClosing = " << closing.event << ", kClosers = " << closing.workers
         << ", kLeader = " << closing.leader << ";\n"
+        << "  static constexpr int kFunctions = " << functions_.names().size() << ";\n"
         << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false")
         << ", kPushes = " << (has_pushes() ? "true" : "false") << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
@@ -200,8 +207,11 @@ class CudaEmitter {
         << "  static ARK_LOOP const LoadEntry* loads() { return kLoads; }\n"
         << "  static ARK_LOOP const QueueEntry* queues() { return kQueues; }\n"
         << "  static ARK_LOOP void run(int function, Context context, Operands p) {\n    switch (function) {\n";
-    for (size_t i = 0; i < functions_.names().size(); ++i)
-      out << "      case " << i << ": " << functions_.names()[i] << "(context, p); break;\n";
+    for (size_t i = 0; i < functions_.names().size(); ++i) {
+      const std::string &name = functions_.names()[i], &misaligned = functions_.misaligned()[i];
+      out << "      case " << i << ": " << name << (misaligned.empty() ? "" : "<true>") << "(context, p); break;\n";
+      if (!misaligned.empty()) out << "      case kFunctions + " << i << ": " << misaligned << "(context, p); break;\n";
+    }
     out << "    }\n  }\n};\n\n}  // namespace\n\nextern \"C\" __global__ void __launch_bounds__(kThreads, 1) "
         << kLoopKernel << "(\n    const __grid_constant__ ark::loop::Launch<" << pointers()
         << "> launch) {\n  run_loop<Plan>(launch);\n}\n";

@@ -17,9 +17,9 @@ void emit_products(FunctionWriter& to, const ProductsStage& stage) {
     const std::string shape = "s" + number(static_cast<int64_t>(i));
     to.line("constexpr Product " + shape + product_shape(to, product) + ";");
     const std::string bias =
-        product.bias >= 0 ? to.pointer(product.bias, false) : "static_cast<const NoBias*>(nullptr)";
+        product.bias >= 0 ? to.pointer_later(product.bias, false) : "static_cast<const NoBias*>(nullptr)";
     call += ",\n           share<" + shape + ">(" + to.pointer(product.b, false) + ", " +
-            to.pointer(product.out, true) + ", " + bias + ", " + to.tile_begin(product.n) + ", " +
+            to.pointer_later(product.out, true) + ", " + bias + ", " + to.tile_begin(product.n) + ", " +
             to.tile_end(product.n) + ")";
   }
   to.line(call + ");");

@@ -22,16 +22,6 @@ const char* name_of_kind(const Stage& stage) {
   return attention_of(stage) != nullptr ? "attention" : names[stage.body.index()];
 }
 
-// Whether groups of warps multiply in the stage's function.
-bool multiplies_by_groups(const Plan& plan, const Stage& stage) {
-  if (plan.target.name != "sm_90a") return false;
-  if (const auto* attention = std::get_if<AttentionStage>(&stage.body))
-    return attends_by_groups(plan.graph, *attention);
-  const auto* product = std::get_if<MatmulStage>(&stage.body);
-  return product != nullptr && product->tile_columns > 0 &&
-         size_of(plan.graph.values()[static_cast<size_t>(product->a)].type) == 2;
-}
-
 }  // namespace
 
 std::string in_comment(const std::string& text) {
@@ -60,6 +50,7 @@ StageFunctions::StageFunctions(const Plan& plan, Code code) : plan_(plan), code_
     } else {
       function_of_.push_back(0);
       operands_.emplace_back();
+      aligned_.emplace_back();
     }
   }
 }
@@ -157,27 +148,35 @@ void StageFunctions::add(const Unit& unit) {
     const std::string head =
         unit.head < 0 ? "" : std::string(name_of_kind(plan_.stages[static_cast<size_t>(unit.head)])) + "_";
     names_.push_back(head + name_of_kind(stage) + "_" + std::to_string(known->second));
+    const bool by_alignment = std::ranges::count(writer.aligned(), true) > 0;
+    misaligned_.push_back(by_alignment ? names_.back() + "_misaligned" : "");
   }
   function_of_.push_back(known->second);
   operands_.push_back(writer.operands());
+  aligned_.push_back(writer.aligned());
   std::vector<std::string>& users = used_by_[known->second];
   const std::string before = unit.head < 0 ? "" : plan_.stages[static_cast<size_t>(unit.head)].name + ", ";
   users.push_back(in_comment(before + stage.name + ": " + stage.origin));
   std::string text;
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
-  const bool cuda = code_ == Code::cuda, groups = cuda && multiplies_by_groups(plan_, stage);
-  inlined_ += groups ? 1 : 0;
+  const bool cuda = code_ == Code::cuda, groups = writer.by_groups() && plan_.target.name == "sm_90a";
+  inlined_ += groups && fresh ? 1 : 0;
+  const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
+  const std::string head_of_task = "([[maybe_unused]] Context context, Operands p) {\n";
   // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
-  text += std::string(groups ? "ARK_LOOP "
+  text += (misaligned.empty() ? "" : "template <bool kAligned>\n") +
+          std::string(groups ? "ARK_LOOP "
                       : cuda ? "__device__ __noinline__ "
                              : "") +
-          "void " + names_[known->second] +
-          (cuda ? "([[maybe_unused]] Context context, Operands p) {\n"
-                  "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n"
+          "void " + name +
+          (cuda ? head_of_task +
+                      "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n"
                 : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
                   "[[maybe_unused]] int64_t end) {\n") +
           body + "}\n";
+  if (!misaligned.empty())  // where none do
+    text += "__device__ __noinline__ void " + misaligned + head_of_task + "  " + name + "<false>(context, p);\n}\n";
   texts_[known->second] = text;
 }
 

@@ -29,6 +29,10 @@ class StageFunctions {
   size_t function_of(size_t unit) const { return function_of_[unit]; }
   const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; none if nobody runs it
   int64_t scratch_bytes() const { return scratch_bytes_; }
+  // By function: what runs where an operand that shall be aligned begins at no multiple of 16 bytes; empty where none
+  // shall. The function itself is a template then, called as name<true>.
+  const std::vector<std::string>& misaligned() const { return misaligned_; }
+  bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it shall be
   // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
   bool by_groups() const { return inlined_ > 0; }
   // How many such functions there are: they are part of the kernel's own.
@@ -43,11 +47,12 @@ class StageFunctions {
   const Plan& plan_;
   const Code code_;
   std::map<std::string, size_t> known_;  // body -> function
-  std::vector<std::string> texts_, names_;
+  std::vector<std::string> texts_, names_, misaligned_;
   std::map<size_t, std::vector<std::string>> used_by_;  // function -> stages
   std::vector<Unit> units_;
   std::vector<size_t> function_of_;         // by unit
   std::vector<std::vector<int>> operands_;  // by unit
+  std::vector<std::vector<bool>> aligned_;  // likewise, by operand
   int64_t scratch_bytes_ = 0;
   int inlined_ = 0;
 };

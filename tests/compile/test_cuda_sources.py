@@ -32,7 +32,10 @@ pytestmark = [
 ]
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-SPILLED = 24  # bytes, by a function of these models or their loop; the build allows more (kMostSpilled)
+SPILLED = {
+    "sm_90a": 0,
+    "sm_80": 24,
+}  # bytes, by a function of these models or their loop; the build allows kMostSpilled
 
 
 def code_bytes(cubin: bytes) -> dict[str, int]:
@@ -85,7 +88,8 @@ class Sources:
             [kernel] = kernels
             assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128
             spilled = kernel["spilled_by_function"].values()
-            assert max(spilled, default=0) <= SPILLED and kernel["spilled"] - sum(spilled) <= SPILLED, kernel
+            most = SPILLED[self.arch]
+            assert max(spilled, default=0) <= most and kernel["spilled"] - sum(spilled) <= most, kernel
             # What the compiler takes for impossible it drops without a word: 32 bytes are then left.
             tasks = {name: size for name, size in code_bytes(cubin).items() if "loop7Context" in name}
             assert all(size > 64 for size in tasks.values()), tasks

@@ -88,7 +88,7 @@ TEST(PushSums, LieInTheMemoryOfAllRanks) {
   for (const char* const line :
        {"  Packet<bf16, 2, 2048>* const p2 = in_turn<Packet<bf16, 2, 2048>>(p[2], 4096);",
         "const Packet<bf16, 2, 2048>* const p0 = in_turn<const Packet<bf16, 2, 2048>>(p[0], 4096);",
-        "{Operand::packets, 0, 0}", "kPushes = true"})
+        "{Operand::packets, 0, 0, 0}", "kPushes = true"})
     EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
   EXPECT_EQ(emit_cuda(summed({.reduce_op = "avg"})).text.find("pushed.cuh"), std::string::npos);
 }

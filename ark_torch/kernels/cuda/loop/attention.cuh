@@ -24,12 +24,8 @@ ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M
   constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
   constexpr bool kFew = s.heads * s.queries <= kFewQueries;
   static_assert(kFew || !s.part);
-  if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0) {
-    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
-        aligned_rows(v, 0, s.v_row, s.v_column))
-      attend_few<Columns, ValueColumns, s>(q, k, v, mask, out, states);
-    else
-      attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
+  if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0 && s.aligned) {
+    attend_few<Columns, ValueColumns, s>(q, k, v, mask, out, states);
   } else if constexpr (kFew) {
     attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
   } else if constexpr (kTensor) {
@@ -49,15 +45,14 @@ ARK_LOOP void attend(const Context& context, const Q* q, KAt k, VAt v, const M* 
   if constexpr (adds_at_once<Columns, ValueColumns, s, Q, K, V, M>()) {
     const K* const keys = now(k);
     const V* const values = now(v);
-    if (aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(keys, 0, s.k_row, s.k_column) &&
-        aligned_rows(values, 0, s.v_row, s.v_column))
-      return attend_few<Columns, ValueColumns, s>(q, keys, values, mask, out, states, added);
+    attend_few<Columns, ValueColumns, s>(q, keys, values, mask, out, states, added);
+  } else {
+    const int64_t at = added.begin();
+    added.template store<s>(at);
+    sync();
+    attend<Columns, ValueColumns, s>(context, q, static_cast<const K*>(now(k)), static_cast<const V*>(now(v)), mask,
+                                     now(out), now(states));
   }
-  const int64_t at = added.begin();
-  added.template store<s>(at);
-  sync();
-  attend<Columns, ValueColumns, s>(context, q, static_cast<const K*>(now(k)), static_cast<const V*>(now(v)), mask,
-                                   now(out), now(states));
 }
 
 }  // namespace ark::loop

@@ -40,7 +40,7 @@ struct Decode {
 template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M>
 ARK_LOOP constexpr bool adds_at_once() {
   if constexpr (kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128 &&
-                Columns % 8 == 0 && ValueColumns % 8 == 0 && s.heads * s.queries <= kDecodeRows) {
+                Columns % 8 == 0 && ValueColumns % 8 == 0 && s.heads * s.queries <= kDecodeRows && s.aligned) {
     using Shape = Decode<Columns, ValueColumns, s, M>;
     return Shape::kWhole && s.keys == Shape::kGroups * Shape::kBlock;
   } else {

@@ -33,7 +33,6 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   constexpr int kBlock = kDeep * Shape::kBeside;
   const int position = lane() / Shape::kLanes, i = lane() % Shape::kLanes;
   const int all_rows = static_cast<int>(s.heads * s.queries);
-  const bool k_aligned = aligned_rows(k, 0, s.k_row, s.k_column), v_aligned = aligned_rows(v, 0, s.v_row, s.v_column);
   const int end_row = first + kRows < all_rows ? first + kRows : all_rows;
   const int limit = limit_of(s, end_row);
 
@@ -65,12 +64,12 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
     Chunk keys[kDeep][Shape::kParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) if (looks[n])
         keys[n][part] = load_part<Columns>(k + (key + n * Shape::kBeside + position) * s.k_row, s.k_column,
-                                           (part * Shape::kLanes + i) * kPerChunk<K>, k_aligned);
+                                           (part * Shape::kLanes + i) * kPerChunk<K>, s.aligned);
     Chunk values[kDeep][Shape::kValueParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n)
         ARK_UNROLL for (int part = 0; part < Shape::kValueParts; ++part) if (looks[n]) values[n][part] =
             load_part<ValueColumns>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
-                                    (part * Shape::kLanes + i) * kPerChunk<V>, v_aligned);
+                                    (part * Shape::kLanes + i) * kPerChunk<V>, s.aligned);
 
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
       float dots[kRows] = {};

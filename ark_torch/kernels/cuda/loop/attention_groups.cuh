@@ -40,7 +40,7 @@ class GroupAttention {
   ARK_LOOP GroupAttention(const T* q, const T* k, const T* v, const M* mask, int first, int end) {
     bool seen[kTurns];
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) seen[turn] = bias_at(mask, line(turn)) != -kInfinity;
-    const float bias = bias_at(mask, thread());
+    const float bias = bias_at(mask, self);
     const AttentionRow row(s, first + line(0) < end ? first + line(0) : first);
     copy_line(0, line(0), q + row.g * s.q_head + row.t * s.q_row, first + line(0) < end);
     copy_lines(Shape::kQueryBytes, k, s.k_row, [](int, int position) { return position < s.keys; });
@@ -48,7 +48,7 @@ class GroupAttention {
     // What is hidden may be anything, and no weight makes zeros of it.
     copy_lines(Shape::kValues, v, s.v_row, [&](int turn, int) { return seen[turn]; });
     end_copies();
-    if (thread() < Shape::kPositions) biases()[thread()] = bias;
+    if (self < Shape::kPositions) biases()[self] = bias;
     wait_copies<1>();
     show_to_group_multiply();
     sync();
@@ -99,7 +99,7 @@ class GroupAttention {
   // Eight columns of a row are a thread's.
   template <class Out>
   ARK_LOOP void result(Out* out, int first, int end) {
-    const int at = thread() / 8, column = thread() % 8 * 8;
+    const int at = self / 8, column = self % 8 * 8;
     float total = 0, all[8] = {};
     ARK_UNROLL for (int g = 0; g < Shape::kGroups; ++g) {
       total += *state(1, g, at);
@@ -118,9 +118,13 @@ class GroupAttention {
   }
 
  private:
-  static ARK_LOOP int group() { return warp() / 4; }
+  // Asked anew: what is computed from it would be kept from task to task, since this is part of the kernel's loop.
+  const int self = thread_anew();
+
+  ARK_LOOP int group() const { return self / 128; }
+  ARK_LOOP int lane() const { return self % 32; }
   // Lane 4 i + j has rows i and i + 8 of its warp's 16.
-  static ARK_LOOP int row(int r) { return warp() % 4 * 16 + lane() / 4 + r * 8; }
+  ARK_LOOP int row(int r) const { return self / 32 % 4 * 16 + lane() / 4 + r * 8; }
   static ARK_LOOP float* biases() { return reinterpret_cast<float*>(workspace() + Shape::kBiases); }
   static ARK_LOOP float* state(int which, int group, int row) {
     return reinterpret_cast<float*>(workspace() + Shape::kStates) + (which * Shape::kGroups + group) * Shape::kRows +
@@ -134,12 +138,12 @@ class GroupAttention {
   }
 
   // Eight threads copy a line.
-  static ARK_LOOP int line(int turn) { return turn * (kThreads / 8) + thread() / 8; }
-  static ARK_LOOP void copy_line(int at, int line, const T* from, bool there) {
-    copy_16(shared_address(workspace() + at + part_at<8>(line, thread() % 8)), from + thread() % 8 * 8, there ? 16 : 0);
+  ARK_LOOP int line(int turn) const { return turn * (kThreads / 8) + self / 8; }
+  ARK_LOOP void copy_line(int at, int line, const T* from, bool there) const {
+    copy_16(shared_address(workspace() + at + part_at<8>(line, self % 8)), from + self % 8 * 8, there ? 16 : 0);
   }
   template <class Wanted>
-  static ARK_LOOP void copy_lines(int at, const T* from, int64_t stride, Wanted wanted) {
+  ARK_LOOP void copy_lines(int at, const T* from, int64_t stride, Wanted wanted) const {
     ARK_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
       const bool there = wanted(turn, line(turn));
       copy_line(at, line(turn), from + (there ? line(turn) : 0) * stride, there);
@@ -176,21 +180,11 @@ class GroupAttention {
   }
 };
 
-// Where an operand cannot be copied 16 bytes at a time.
-template <Attention s, class T, class M, class Out>
-static __device__ __noinline__ void attend_tiles_apart(const T* q, const T* k, const T* v, const M* mask, Out* out) {
-  attend_tiles<64, 64, s>(q, k, v, mask, out);
-}
-
 template <Attention s, class T, class M, class Out>
 ARK_LOOP void attend_by_groups(const Context&, const T* q, const T* k, const T* v, const M* mask, Out* out) {
   static_assert((kSame<M, NoMask> || kOneMask<s, M>)&&!s.causal && !s.part);
-  const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
-                       aligned_rows(v, 0, s.v_row, s.v_column);
-  if constexpr (!kHasGroupMultiply) {
+  if constexpr (!kHasGroupMultiply || !s.aligned) {
     attend_tiles<64, 64, s>(q, k, v, mask, out);
-  } else if (!aligned) {
-    attend_tiles_apart<s>(q, k, v, mask, out);
   } else {
     constexpr int kAll = static_cast<int>(s.heads * s.queries);
     _Pragma("unroll 1") for (int first = 0; first < kAll; first += 64) {

@@ -18,6 +18,7 @@ struct Attention {
   float scale;
   bool causal;
   int64_t first_query;  // where row 0 stands among the positions, for `causal`
+  bool aligned;         // rows of queries, keys and values are adjacent elements, and begin at multiples of 16 bytes
   bool part;            // of all positions: sums are not divided, and each row's greatest score and total are kept
 };
 
@@ -149,13 +150,7 @@ struct AddedPosition {
   }
 };
 
-// Rows of keys or values whose elements can be loaded 16 bytes at a time.
-template <class T>
-ARK_LOOP bool aligned_rows(const T* p, int64_t head, int64_t row, int64_t column) {
-  return column == 1 && row % kPerChunk<T> == 0 && head % kPerChunk<T> == 0 && (reinterpret_cast<uint64>(p) & 15) == 0;
-}
-
-// 16 bytes of a row from column c on, zeros from kColumns on. `aligned`: its elements lie side by side, and well.
+// 16 bytes of a row from column c on, zeros from kColumns on. `aligned`: as in Attention.
 template <int kColumns, class T>
 ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
   Chunk part{};

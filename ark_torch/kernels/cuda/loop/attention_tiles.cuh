@@ -181,14 +181,12 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
   constexpr bool kScan = !kSame<M, NoMask>, kOne = kOneMask<s, M>;
   char* const shared = workspace();
   uint32* const looks = reinterpret_cast<uint32*>(shared + Shape::kLooks);
-  const bool aligned = aligned_rows(q, s.q_head, s.q_row, s.q_column) && aligned_rows(k, 0, s.k_row, s.k_column) &&
-                       aligned_rows(v, 0, s.v_row, s.v_column);
 
   for (int first = 0; first < all_rows; first += Shape::kRows) {
     const int end = all_rows - first < Shape::kRows ? all_rows : first + Shape::kRows;
     const int limit = limit_of(s, end);
     copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
-        shared + Shape::kQueries, aligned, s.q_column,
+        shared + Shape::kQueries, s.aligned, s.q_column,
         [&](int row) {
           const AttentionRow at(s, first + row);
           return q + at.g * s.q_head + at.t * s.q_row;
@@ -225,9 +223,9 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
         }
       };
       copy_rows<Columns, Shape::kParts, Shape::kBlock, T>(
-          stage, aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
+          stage, s.aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
       copy_rows<ValueColumns, Shape::kValueParts, Shape::kBlock, T>(
-          stage + Shape::kKeyBytes, aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
+          stage + Shape::kKeyBytes, s.aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
     };
 
     RunningRows<Shape::kPairs> rows;

@@ -16,6 +16,7 @@ struct Experts {
   int64_t a_depth;
   int64_t table_expert, table_depth, table_column;
   int64_t out_column;
+  bool a_aligned, table_aligned;  // as a_aligned and b_aligned of each product
   bool runs;
 };
 
@@ -28,11 +29,8 @@ struct SortedRows {
   const int* order;
   AAt a_at;
   OutAt out_at;
-  bool whole;  // rows of a begin at 16 bytes
-  ARK_LOOP bool aligned(int) const { return whole; }
   ARK_LOOP int64_t a(int r) const { return a_at(order[r]); }
   ARK_LOOP int64_t b(int) const { return 0; }
-  ARK_LOOP bool b_aligned(int) const { return true; }
   ARK_LOOP int64_t out(int r) const { return out_at(order[r]); }
 };
 
@@ -41,10 +39,8 @@ template <class AAt, class OutAt>
 struct SeparateRows {
   static constexpr bool kEven = false;
   const int64_t* matrices;  // where each row's begins
-  int64_t apart;            // at multiples of this
   AAt a_at;
   OutAt out_at;
-  ARK_LOOP bool b_aligned(int elements) const { return apart % elements == 0; }
   ARK_LOOP int64_t a(int r) const { return a_at(r); }
   ARK_LOOP int64_t b(int r) const { return matrices[r]; }
   ARK_LOOP int64_t out(int r) const { return out_at(r); }
@@ -125,7 +121,9 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
                            .out_row = 0,
                            .out_column = s.out_column,
                            .bias_row = 0,
-                           .bias_column = 0};
+                           .bias_column = 0,
+                           .a_aligned = s.a_aligned,
+                           .b_aligned = s.table_aligned};
   const NoBias* const no_bias = nullptr;
   if constexpr (!s.runs && s.rows <= kSeparateRows) {
     __shared__ int64_t matrices[kSeparateRows];
@@ -137,8 +135,7 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
       matrices[thread()] = e * s.table_expert;
     }
     if (any_thread(bad)) return;
-    few_rows<1, of_one>(SeparateRows<AAt, OutAt>{matrices, s.table_expert, a_at, out_at}, a, table, out, no_bias, 0, 1,
-                        s.rows, c0, c1);
+    few_rows<1, of_one>(SeparateRows<AAt, OutAt>{matrices, a_at, out_at}, a, table, out, no_bias, 0, 1, s.rows, c0, c1);
   } else {
     auto* const first = reinterpret_cast<int*>(scratch);
     int* const order = first + s.experts + 1;
@@ -149,9 +146,7 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
     for_elements((s.rows - last) * (c1 - c0), [&](int64_t i) {  // behind the last run
       store_one(out + out_at(last + i / (c1 - c0)) + (c0 + i % (c1 - c0)) * s.out_column, 0.0f);
     });
-    bool aligned = true;
-    for (int p = thread(); p < s.rows; p += kThreads) aligned = aligned && a_at(p) % kPerChunk<A> == 0;
-    const SortedRows<AAt, OutAt> at{order, a_at, out_at, !any_thread(!aligned)};
+    const SortedRows<AAt, OutAt> at{order, a_at, out_at};
     // With few rows for each matrix memory is the limit.
     constexpr int kMost = least<int64_t>(s.rows, s.rows <= 8 * s.experts ? kTensorRows : s.rows);
     int e = 0;

@@ -39,14 +39,16 @@ ARK_LOOP float fold_lanes(const float (&values)[kCount]) {
   }
 }
 
-// kCount elements of a row of a, from depth d on, as float32; zeros behind the end.
+// kCount elements of a row of a, from depth d (a multiple of that) on, as float32; zeros where none are wanted, and
+// behind the end.
 template <int kCount, class A>
 ARK_LOOP void load_run(const Product& s, const A* row, int d, bool wanted, float (&to)[kCount]) {
   constexpr int kEach = kPerChunk<A>;
   const A* const from = row + d * s.a_depth;
-  if (kCount % kEach == 0 && s.a_depth == 1 && wanted && d + kCount <= s.depth && is_aligned(from, 16)) {
+  if (kCount % kEach == 0 && s.a_depth == 1 && s.a_aligned && (s.depth % kCount == 0 || d + kCount <= s.depth)) {
     ARK_UNROLL for (int i = 0; i < kCount / kEach; ++i) {
-      const Chunk chunk = *reinterpret_cast<const Chunk*>(from + i * kEach);
+      Chunk chunk{};
+      if (wanted) chunk = *reinterpret_cast<const Chunk*>(from + i * kEach);
       ARK_UNROLL for (int j = 0; j < kEach; ++j) to[i * kEach + j] = chunk_element<A>(chunk, j);
     }
   } else {
@@ -97,7 +99,7 @@ ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int sl
   for (int c = from; c < c1; c += most) {
     const int columns = least(c1 - c, most), batches = (columns + batch_columns - 1) / batch_columns;
     const Parts parts(slices, batches * batch_columns);
-    const int most_segments = kWords / (Rows * parts.line_words);
+    const int most_segments = segments == 1 ? 1 : kWords / (Rows * parts.line_words);
     for (int first = 0; first < segments; first += most_segments) {
       const int count = least(segments - first, most_segments);
       sync();

@@ -53,8 +53,9 @@ struct Stamp {
 
 // Where an operand lies.
 struct alignas(16) Operand {
-  enum Base : uint32 { pointer, arena, own, packets };  // packets: what peers send to this rank
-  uint32 base;
+  enum Base : uint16 { pointer, arena, own, packets };  // packets: what peers send to this rank
+  uint16 base;
+  uint16 aligned;    // the task's function has another text for where it does not begin at a multiple of 16 bytes
   uint32 index;      // of the launch's pointers
   long long offset;  // in bytes
 };

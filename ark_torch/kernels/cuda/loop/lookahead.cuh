@@ -29,6 +29,7 @@ struct Lookahead {
   TaskEntry entries[kEntries];
   TaskSlot slots[4];  // the last task's is still read (its signals) when one is written
   char* addresses[2][kSlotOperands];
+  bool aligned[2];            // all that shall be
   char* many[kMostOperands];  // of a task whose operands do not fit
 };
 
@@ -43,6 +44,11 @@ ARK_LOOP void copy_ahead(int lane, T* to, const T* from, int count) {
                  "l"(reinterpret_cast<const char*>(from) + i * kBytes), "n"(kBytes)
                  : "memory");
   }
+}
+
+// An operand that shall be aligned and is not.
+ARK_LOOP bool is_misaligned(const Operand& one, const char* at) {
+  return one.aligned != 0 && (reinterpret_cast<uint64>(at) & 15) != 0;
 }
 
 template <class Plan>
@@ -79,8 +85,16 @@ struct Clerk {
                   least(task.signal_count, kSlotSignals));
   }
   ARK_LOOP void resolve(int position) const {
-    if (position >= count || lane() >= least(to.entries[position % kEntries].operand_count, kSlotOperands)) return;
-    to.addresses[position % 2][lane()] = address_of(bases, to.slots[position % 4].operands[lane()]);
+    if (position >= count) return;
+    bool misaligned = false;
+    if (lane() < least(to.entries[position % kEntries].operand_count, kSlotOperands)) {
+      const Operand& one = to.slots[position % 4].operands[lane()];
+      char* const at = address_of(bases, one);
+      to.addresses[position % 2][lane()] = at;
+      misaligned = is_misaligned(one, at);
+    }
+    const bool aligned = __any_sync(~0u, misaligned) == 0;
+    if (lane() == 0) to.aligned[position % 2] = aligned;
   }
   // By all threads, before the first task.
   ARK_LOOP void begin() const {
@@ -109,14 +123,22 @@ struct Clerk {
     if (mine == 4) resolve(position + 1);
   }
   static ARK_LOOP void landed() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-  // Where the operands of the task at `position` lie. By all threads, behind a sync().
-  ARK_LOOP Operands operands(int position) const {
+  // Where the operands of the task at `position` lie, and whether as they shall. By all threads, behind a sync().
+  struct Found {
+    Operands operands;
+    bool aligned;
+  };
+  ARK_LOOP Found operands(int position) const {
     const TaskEntry& task = to.entries[position % kEntries];
-    if (task.operand_count <= kSlotOperands) return {shared_address(to.addresses[position % 2])};
-    for (int i = self; i < task.operand_count; i += kThreads)
-      to.many[i] = address_of(bases, Plan::operands()[task.operands + i]);
-    sync();
-    return {shared_address(to.many)};
+    if (task.operand_count <= kSlotOperands)
+      return {{shared_address(to.addresses[position % 2])}, to.aligned[position % 2]};
+    bool misaligned = false;
+    for (int i = self; i < task.operand_count; i += kThreads) {
+      const Operand& one = Plan::operands()[task.operands + i];
+      to.many[i] = address_of(bases, one);
+      misaligned = misaligned || is_misaligned(one, to.many[i]);
+    }
+    return {{shared_address(to.many)}, !sync_any(misaligned)};
   }
 };
 

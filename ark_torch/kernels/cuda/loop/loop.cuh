@@ -142,7 +142,7 @@ ARK_LOOP void stamp(int self, const TaskEntry& task, unsigned long long Stamp::*
 
 // What a task's function is called with.
 struct Turn {
-  int function;  // kStepDone, kLeave: none
+  int function;  // kStepDone, kLeave: none; from Plan::kFunctions on: those of operands that are not aligned
   Context context;
   Operands operands;
 };
@@ -182,7 +182,8 @@ static __device__ __noinline__ Turn next_task() {
           task.load_count);
   if (!await_all(self, task, slot)) return {kLeave, {}, {}};
   stamp(self, task, &Stamp::begin_ns);
-  return {task.function, {shared_address(&task)}, clerk.operands(position)};
+  const auto found = clerk.operands(position);
+  return {task.function + (found.aligned ? 0 : Plan::kFunctions), {shared_address(&task)}, found.operands};
 }
 
 template <class Plan, int kPointers>

@@ -1,10 +1,10 @@
 // Matrix products of a tile: out[r, c] = sum over d of a[r, d] b[d, c] (+ bias[r, c]), accumulated in float32, rounded
-// once. Which kernel computes an element depends on shapes, strides and types alone, and each adds up in one order:
-// bits depend neither on how a stage was cut into tiles nor on how many rows of it are meant.
+// once. Which kernel computes an element depends on shapes, strides, alignment and types alone, and each adds up in one
+// order: bits depend neither on how a stage was cut into tiles nor on how many rows of it are meant.
 //
 // Few rows: matvec.cuh, matvec_across.cuh, matvec_tensor.cuh. Many: tile_ring.cuh, halves by tensor cores, float32
-// plainly; where the plan has chosen the tiles' shape, halves by groups of warps if the architecture has that. Rare
-// mixtures of types: one by one.
+// plainly; where the plan has chosen the tiles' shape, aligned halves by groups of warps if the architecture has that.
+// Rare mixtures of types: one by one.
 #pragma once
 
 #include "cuda/loop/matvec.cuh"
@@ -14,6 +14,10 @@
 
 namespace ark::loop {
 
+// Whether 16 bytes of a column at a time are all of it.
+template <Product s, class B>
+inline constexpr bool kDotsByChunk = s.b_depth == 1 && s.depth % kPerChunk<B> == 0 && s.b_aligned;
+
 // A thread keeps its part of these rows in 32 registers.
 template <class B>
 inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
@@ -21,19 +25,10 @@ inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int rows, int segments,
                        int c0, int c1) {
-  constexpr int kPer = kPerChunk<B>;
-  const bool aligned = is_aligned(b, 16) && at.b_aligned(kPer);
-  if constexpr (s.b_column == 1 && s.b_depth != 1) {
-    if (s.b_depth % kPer == 0 && aligned)
-      across_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
-    else
-      across_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
-  } else {
-    if (s.b_depth == 1 && s.b_column % kPer == 0 && s.depth % kPer == 0 && aligned)
-      dot_columns<MostRows, true>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
-    else
-      dot_columns<MostRows, false>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
-  }
+  if constexpr (s.b_column == 1 && s.b_depth != 1)
+    across_columns<MostRows, s.b_aligned>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+  else
+    dot_columns<MostRows, kDotsByChunk<s, B>>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
 }
 
 // Layouts that copies and tensor cores know: adjacent along the depth, or, halves, across it.
@@ -44,7 +39,7 @@ inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kIsH
 
 // What matvec_tensor.cuh can load.
 template <Product s, class T>
-inline constexpr bool kDotsByTensor = s.b_depth == 1 && s.b_column % 8 == 0 && s.depth % 8 == 0 && kIsHalf<T>;
+inline constexpr bool kDotsByTensor = kDotsByChunk<s, T>&& kIsHalf<T>;
 
 template <Product s, int kRows, int kColumns, bool kGroups = false, class T, class At, class Out, class Bias>
 ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int r0,
@@ -62,14 +57,13 @@ template <int MostRows, Product s, int kRows, int kColumns, class At, class T, c
 ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                         int c1) {
   constexpr int kPer = kPerChunk<T>;
-  const bool a_even =
-      kRowsAcross<s, At, T> ? s.a_depth % kPer == 0 && r0 % kPer == 0 : s.a_depth == 1 && at.aligned(kPer);
-  const bool b_even =
-      kColumnsAcross<s, T> ? s.b_depth % kPer == 0 && c0 % kPer == 0 : s.b_depth == 1 && s.b_column % kPer == 0;
-  const Side<T, At> a_side{a, at, s.a_depth, a_even && is_aligned(a, 16)};
-  const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, b_even && is_aligned(b, 16)};
+  const bool a_even = kRowsAcross<s, At, T> ? r0 % kPer == 0 : s.a_depth == 1;
+  const bool b_even = kColumnsAcross<s, T> ? c0 % kPer == 0 : s.b_depth == 1;
+  const Side<T, At> a_side{a, at, s.a_depth, s.a_aligned && a_even};
+  const Side<T, EvenRows> b_side{b, {s.b_column, 0}, s.b_depth, s.b_aligned && b_even};
   if constexpr (kColumns > 0) {
-    product_in_tiles<s, kRows, kColumns, kHasGroupMultiply>(a_side, b_side, out, bias, r0, r1, c0, c1);
+    product_in_tiles<s, kRows, kColumns, kHasGroupMultiply && s.a_aligned && s.b_aligned>(a_side, b_side, out, bias, r0,
+                                                                                          r1, c0, c1);
   } else if (MostRows <= 16 || r1 - r0 <= 16) {
     if (c1 - c0 <= 64)
       product_in_tiles<s, 16, 64>(a_side, b_side, out, bias, r0, r1, c0, c1);
@@ -108,11 +102,10 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
     few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
+  else if constexpr (kSame<A, B> && MostRows <= kTensorRows && kDotsByTensor<s, B>)
+    tensor_columns<MostRows>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
   else if constexpr (kSame<A, B>)
-    if (MostRows <= kTensorRows && kDotsByTensor<s, B> && is_aligned(b, 16))
-      tensor_columns<least<int>(MostRows, kTensorRows)>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
-    else
-      many_rows<MostRows, s, kRows, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
+    many_rows<MostRows, s, kRows, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
   else
     one_by_one(s, at, a, b, out, bias, r0, r1, c0, c1);
 }

@@ -21,7 +21,7 @@ template <class T>
 ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
   Chunk chunk{};
   const T* const from = row + d * s.a_depth;
-  if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && is_aligned(from, 16)) {
+  if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && s.a_aligned) {
     chunk = *reinterpret_cast<const Chunk*>(from);
   } else {
     ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (wanted && d + i < s.depth)

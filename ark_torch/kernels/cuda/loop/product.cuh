@@ -13,6 +13,9 @@ struct Product {
   int64_t b_depth, b_column;
   int64_t out_row, out_column;
   int64_t bias_row, bias_column;
+  // Whether rows of a, and columns of b, or whichever of their lines are adjacent elements, begin at multiples of 16
+  // bytes.
+  bool a_aligned, b_aligned;
 };
 
 struct NoBias {};
@@ -32,11 +35,9 @@ ARK_LOOP Finished<Bias, Finish> finished_by(const Bias* bias, Finish finish) {
 struct EvenRows {
   static constexpr bool kEven = true;
   int64_t a_row, out_row;
-  ARK_LOOP bool aligned(int elements) const { return a_row % elements == 0; }
   ARK_LOOP int64_t a(int r) const { return r * a_row; }
   // Of a segment's b, see matvec.cuh.
   ARK_LOOP int64_t b(int) const { return 0; }
-  ARK_LOOP bool b_aligned(int) const { return true; }
   ARK_LOOP int64_t out(int r) const { return r * out_row; }
 };
 

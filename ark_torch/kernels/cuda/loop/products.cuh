@@ -10,18 +10,18 @@
 namespace ark::loop {
 
 // Columns [c0, c1) of one of the products.
-template <Product kShape, class B, class Out, class Bias>
+template <Product kShape, class B, class OutAt, class BiasAt>
 struct Share {
   using Element = B;
   static constexpr Product kProduct = kShape;
   const B* b;
-  Out* out;
-  const Bias* bias;
+  OutAt out;
+  BiasAt bias;
   int c0, c1;
 };
 
-template <Product kShape, class B, class Out, class Bias>
-ARK_LOOP Share<kShape, B, Out, Bias> share(const B* b, Out* out, const Bias* bias, int64_t c0, int64_t c1) {
+template <Product kShape, class B, class OutAt, class BiasAt>
+ARK_LOOP Share<kShape, B, OutAt, BiasAt> share(const B* b, OutAt out, BiasAt bias, int64_t c0, int64_t c1) {
   return {b, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
@@ -65,7 +65,7 @@ struct Runs<kTogether, First, Rest...> {
   ARK_LOOP int left(int c) const { return c < padded ? past - c : rest.left(c); }
   ARK_LOOP void finish(int row, int c, float sum) const {
     if (c < past)
-      finish_one(s, first.out + row * s.out_row, first.bias, row, first.c0 + c - begin, sum);
+      finish_one(s, now(first.out) + row * s.out_row, now(first.bias), row, first.c0 + c - begin, sum);
     else if (c >= padded)
       rest.finish(row, c, sum);
   }
@@ -99,9 +99,9 @@ ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
       [&](int row, int c, float sum) { runs.finish(row, c, sum); });
 }
 
-template <int kRows, class A, Product s, class B, class Out, class Bias>
-ARK_LOOP void product_alone(const A* a, const Share<s, B, Out, Bias>& share) {
-  product<kRows, s>(a, share.b, share.out, share.bias, 0, kRows, share.c0, share.c1);
+template <int kRows, class A, Product s, class B, class OutAt, class BiasAt>
+ARK_LOOP void product_alone(const A* a, const Share<s, B, OutAt, BiasAt>& share) {
+  product<kRows, s>(a, share.b, now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
 }
 
 // All kRows rows of a, whose columns' depth is adjacent in every b, and as far apart in one as in the other. What the
@@ -110,16 +110,12 @@ template <int kRows, class A, class First, class... Rest>
 ARK_LOOP void products(const A* a, const First& first, const Rest&... rest) {
   using B = typename First::Element;
   constexpr Product s = First::kProduct;
-  constexpr bool kEven = s.b_depth == 1 && s.b_column % kPerChunk<B> == 0 && s.depth % kPerChunk<B> == 0;
-  const bool aligned = is_aligned(first.b, 16) && (is_aligned(rest.b, 16) && ...);
+  static_assert(((s.b_aligned == Rest::kProduct.b_aligned) && ...));
   if constexpr (kRows <= kFewRows<B>) {
-    if (kEven && aligned)
-      dot_runs<kRows, true, s>(a, first, rest...);
-    else
-      dot_runs<kRows, false, s>(a, first, rest...);
+    dot_runs<kRows, kDotsByChunk<s, B>, s>(a, first, rest...);
+  } else if constexpr (kSame<A, B> && kRows <= kTensorRows && kDotsByTensor<s, B>) {
+    tensor_runs<kRows, s>(a, first, rest...);
   } else {
-    if constexpr (kSame<A, B> && kRows <= kTensorRows && kDotsByTensor<s, B>)
-      if (aligned) return tensor_runs<kRows, s>(a, first, rest...);
     product_alone<kRows>(a, first);
     (product_alone<kRows>(a, rest), ...);
   }

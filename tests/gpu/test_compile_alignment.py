@@ -1,0 +1,94 @@
+"""Regions whose operands begin at multiples of 16 bytes in one call and elsewhere in the next: one kernel for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ark_torch.compile import backend, options
+from ark_torch.compile.report import Report
+
+pytestmark = pytest.mark.limit(120)
+
+
+def few_rows(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    return F.linear(x, a), F.linear(x, b), F.linear(x, c)
+
+
+def shared_by_many(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(F.linear(x, weight, weight[:, 0]) for weight in weights)
+
+
+def norm_before(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    x = F.rms_norm(x, x.shape[-1:], eps=1e-6)
+    return F.silu(F.linear(x, a)) * F.linear(x, b)
+
+
+def experts(x: Tensor, table: Tensor, scores: Tensor) -> Tensor:
+    chosen = table[scores.argmax(-1)]
+    return (x.unsqueeze(1) @ chosen).squeeze(1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+
+# What is computed, of operands of which shapes.
+CASES: list[tuple[Callable[..., object], list[tuple[int, ...]]]] = [
+    (few_rows, [(1, 512), (640, 512), (128, 512), (128, 512)]),
+    (few_rows, [(8, 512), (640, 512), (128, 512), (128, 512)]),
+    (few_rows, [(13, 256), (96, 256), (160, 256), (40, 256)]),
+    (shared_by_many, [(2, 264), *[(48 + 8 * i, 264) for i in range(20)]]),
+    (norm_before, [(2, 512), (320, 512), (320, 512)]),
+    (torch.matmul, [(4, 512), (512, 328)]),
+    (torch.matmul, [(200, 128), (128, 264)]),
+    (torch.matmul, [(3, 70, 72), (3, 72, 96)]),
+    (torch.matmul, [(3, 2, 72), (3, 72, 96)]),
+    (F.linear, [(384, 1024), (1024, 1024)]),
+    (experts, [(6, 256), (8, 256, 136), (6, 8)]),
+    (attention, [(1, 8, 1, 64), (1, 2, 200, 64), (1, 2, 200, 64)]),
+    (attention, [(1, 2, 100, 64), (1, 2, 256, 64), (1, 2, 256, 64)]),
+    (attention, [(1, 2, 40, 96), (1, 2, 77, 96), (1, 2, 77, 96)]),
+]
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 1.2e-2)])
+def test_operands_anywhere(dtype: torch.dtype, close: float) -> None:
+    """All aligned, then each in turn an element behind that: the same region, the same bits each time, near float64."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    report = Report()
+
+    def compiled(graph_module: object, example_inputs: object) -> object:
+        return backend.compile_graph(graph_module, example_inputs, options.parse(None, {"choose": "ark"}), report)
+
+    def drawn(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device="cuda") / (shape[-1] ** 0.5 if len(shape) < 4 else 1)
+
+    def behind(one: Tensor) -> Tensor:
+        moved = one.new_empty(one.numel() + 1)[1:].view(one.shape)
+        return moved.copy_(one)
+
+    given = [[drawn(shape) for shape in shapes] for _, shapes in CASES]
+
+    def all_of(given: list[list[Tensor]]) -> list[object]:
+        return [case(*operands) for (case, _), operands in zip(CASES, given, strict=True)]
+
+    call = torch.compile(all_of, backend=compiled, dynamic=False)
+    wanted = all_of([[one.double() for one in operands] for operands in given])
+    for odd in range(-1, max(len(shapes) for _, shapes in CASES)):
+        now = [[behind(x) if i == odd else x for i, x in enumerate(operands)] for operands in given]
+        with torch.no_grad():
+            got, again = call(now), call(now)
+        for (case, shapes), one, other, want in zip(CASES, got, again, wanted, strict=True):
+            for x, y, z in zip(
+                *((each if isinstance(each, tuple) else (each,)) for each in (one, other, want)), strict=True
+            ):
+                assert torch.equal(x, y), (case, shapes, odd)
+                assert float((x - z).norm() / z.norm()) < close, (case, shapes, odd)
+    (graph,) = report.graphs
+    assert [piece.runs_on for piece in graph.pieces] == ["ark"], report
