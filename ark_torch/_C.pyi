@@ -115,7 +115,7 @@ class KernelResources(TypedDict):
     multiplies_in_order: bool
 
 def _compile_kernel(
-    stub: str, arch: str, cached: bool = False, fuse: bool = False, most_spilled: int = -1
+    stub: str, arch: str, cached: bool = False, fuse: bool = False, may_spill: bool = True
 ) -> tuple[bytes, list[KernelResources]]: ...
 
 class plan:

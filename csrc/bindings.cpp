@@ -164,7 +164,7 @@ void bind_jit(py::module_& m) {
   });
   m.def(
       "_compile_kernel",
-      [](const std::string& stub, const std::string& arch, bool cached, bool fuse, int most_spilled) {
+      [](const std::string& stub, const std::string& arch, bool cached, bool fuse, bool may_spill) {
         std::vector<uint8_t> cubin;
         std::vector<ark::jit::Resources> resources;
         {
@@ -173,7 +173,7 @@ void bind_jit(py::module_& m) {
             ark::jit::Compiler compiler(ark::jit::settings(), 0);
             ark::jit::Source source{stub, arch, {}};
             source.fuse = fuse;
-            source.most_spilled = most_spilled;
+            source.may_spill = may_spill;
             if (cached) {
               cubin = compiler.cubin(source);
             } else {
@@ -197,7 +197,7 @@ void bind_jit(py::module_& m) {
         return std::pair(py::bytes(reinterpret_cast<const char*>(cubin.data()), cubin.size()), used);
       },
       py::arg("stub"), py::arg("arch"), py::arg("cached") = false, py::arg("fuse") = false,
-      py::arg("most_spilled") = ark::jit::kAnySpilled);
+      py::arg("may_spill") = true);
 }
 
 }  // namespace

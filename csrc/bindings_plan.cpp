@@ -226,7 +226,6 @@ void bind_plan(py::module_& m) {
       },
       py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
       "The loop kernel for a GPU that may not be here.");
-  plan.attr("MOST_SPILLED") = kMostSpilled;  // bytes, by a function of it
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();

@@ -50,13 +50,13 @@ struct KernelLibrary::Impl {
   }
 
   // On the loading thread.
-  void load(Module& module, const std::string& stub, const std::string& entry, bool fuse, int most_spilled) {
+  void load(Module& module, const std::string& stub, const std::string& entry, bool fuse, bool may_spill) {
     const RelaxedCapture relaxed;
     const CurrentContext context(device);
     if (module.module == nullptr) {
       Source source{stub, target.arch, {}};
       source.fuse = fuse;
-      source.most_spilled = most_spilled;
+      source.may_spill = may_spill;
       const std::vector<uint8_t> cubin = compiler.cubin(source);
       check(driver().module_load_data(&module.module, cubin.data()), "loading the kernel " + entry);
     }
@@ -120,14 +120,14 @@ int KernelLibrary::multiprocessors() const {
   return impl_->multiprocessors;
 }
 
-const Kernel& KernelLibrary::get(const std::string& stub, const char* entry, bool fuse, int most_spilled) {
+const Kernel& KernelLibrary::get(const std::string& stub, const char* entry, bool fuse, bool may_spill) {
   Impl::Module& module = impl_->module_of(stub);
   const std::lock_guard lock(module.mutex);
   if (const auto known = module.kernels.find(entry); known != module.kernels.end()) return known->second;
   std::exception_ptr failure;
   start_thread("the thread that loads a kernel", [&] {
     try {
-      impl_->load(module, stub, entry, fuse, most_spilled);
+      impl_->load(module, stub, entry, fuse, may_spill);
     } catch (...) {
       failure = std::current_exception();
     }

@@ -54,8 +54,8 @@ class KernelLibrary {
   static KernelLibrary& of(int device);
 
   // Compiled or from the cache, loaded, kept. The reference stays valid. Errors are not remembered. `fuse` and
-  // `most_spilled`: as in Source; the same with every call for a stub.
-  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, int most_spilled = kAnySpilled);
+  // `may_spill`: as in Source; the same with every call for a stub.
+  const Kernel& get(const std::string& stub, const char* entry, bool fuse = false, bool may_spill = true);
 
   const Target& target() const;
   int device() const;

@@ -56,7 +56,7 @@ std::string cache_key(const std::string& version, const std::string& compiler, c
                       const std::vector<Header>& headers) {
   Sha256 hash;
   for (const std::string& text : {version, compiler, source.arch, source.stub}) hash.field(text);
-  if (source.most_spilled != kAnySpilled) hash.field(std::to_string(source.most_spilled));
+  if (!source.may_spill) hash.field("no spills");
   const std::vector<std::string> options = all_options(source);
   hash.field(std::to_string(options.size()));
   for (const std::string& option : options) hash.field(option);

@@ -25,16 +25,14 @@ enum class Language : uint8_t {
   cpp,   // by the host's compiler: <key>.cpp and <key>.so
 };
 
-inline constexpr int kAnySpilled = -1;
-
 struct Source {
   std::string stub;
   std::string arch;  // "sm_90a"; what `-march=native` stands for
   std::vector<std::string> options;
   bool line_info = true;  // which source line an instruction is of, for profilers; half of a cubin's bytes
   Language language = Language::cuda;
-  bool fuse = false;               // products and sums into multiply-adds, which round once
-  int most_spilled = kAnySpilled;  // bytes of a thread's registers that a function may keep in memory (spills.hpp)
+  bool fuse = false;      // products and sums into multiply-adds, which round once
+  bool may_spill = true;  // a function may keep some of a thread's registers in memory (spills.hpp)
 };
 
 // Every option of the compilation, those that ark always has first.

@@ -35,22 +35,19 @@ std::string named(const std::string& stub, const std::string& mangled) {
   context.remedy = "Leave this region to another backend.";
   throw Error(ErrorKind::invalid_argument,
               named(source.stub, function) + " needs more registers than a thread of " + source.arch +
-                  " can have: it would keep " + std::to_string(bytes) + " bytes of them in memory, more than the " +
-                  std::to_string(source.most_spilled) + " that are allowed",
+                  " can have: it would keep " + std::to_string(bytes) + " bytes of them in memory",
               context);
 }
 
 }  // namespace
 
 void refuse_spills(const Source& source, const std::vector<Resources>& resources) {
-  if (source.most_spilled == kAnySpilled) return;
+  if (source.may_spill) return;
   for (const Resources& one : resources) {
-    int own = one.spill_store_bytes + one.spill_load_bytes;
-    for (const auto& [function, bytes] : one.spilled) {
-      own -= bytes;
-      if (bytes > source.most_spilled) refuse(source, function, bytes);
-    }
-    if (own > source.most_spilled) refuse(source, one.kernel, own);
+    for (const auto& [function, bytes] : one.spilled)
+      if (bytes > 0) refuse(source, function, bytes);
+    const int own = one.spill_store_bytes + one.spill_load_bytes;
+    if (own > 0) refuse(source, one.kernel, own);
   }
 }
 

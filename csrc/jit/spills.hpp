@@ -9,8 +9,8 @@
 
 namespace ark::jit {
 
-// Throws Error(invalid_argument) for a function that stores and loads more than source.most_spilled bytes: its name,
-// and what the lines of comment above it in the stub say.
+// Throws Error(invalid_argument) for a function that does, if the source may not: its name, and what the lines of
+// comment above it in the stub say.
 void refuse_spills(const Source& source, const std::vector<Resources>& resources);
 
 }  // namespace ark::jit

@@ -18,7 +18,7 @@ namespace ark::plan {
 
 namespace {
 
-// Of each thread: what calls between functions take. More is registers that were spilled.
+// Of each thread: what calls between functions take.
 constexpr int kMostLocal = 2048;
 
 static_assert(kMostOperands <= loop::kMostOperands);
@@ -72,7 +72,7 @@ CudaLoop::CudaLoop(Plan plan, int device)
       exchanges_(exchanges_of(plan_.graph, plan_.stages)),
       device_(device) {
   auto& library = jit::KernelLibrary::of(device);
-  kernel_ = &library.get(source_.text, kLoopKernel, true, source_.most_spilled);
+  kernel_ = &library.get(source_.text, kLoopKernel, true, false);
   ErrorContext context;
   context.remedy = "Leave this region to another backend.";
   const auto refuse = [&](const std::string& why) {

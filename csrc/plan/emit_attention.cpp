@@ -84,19 +84,15 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
     to.refuse("attention with heads of " + number(columns) + " and " + number(value_columns) + " numbers");
 
   const bool added = attention.added.k >= 0;
-  TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b");
+  TextNest nest(to, {batch, kv_heads}, to.axis_of(attention.out, true) == 0 ? 0 : 1, "b", true);
   const std::vector<std::string>& indices = nest.names();
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
-  const std::string q_at = at(to.pointer(attention.q, false), indices, head_strides(q, heads));
-  // What is used behind the programs that make a position (make) is asked for there.
-  const auto pointer = [&](int value, bool write) {
-    return added ? to.pointer_later(value, write) : to.pointer(value, write);
-  };
-  const std::string k_at = at(pointer(attention.k, added), indices, head_strides(k, 1));
-  const std::string v_at = at(pointer(attention.v, added), indices, head_strides(v, 1));
-  const std::string out_at = at(pointer(attention.out, true), indices, head_strides(out, heads));
+  const std::string q_at = at(to.pointer_later(attention.q, false), indices, head_strides(q, heads));
+  const std::string k_at = at(to.pointer_later(attention.k, added), indices, head_strides(k, 1));
+  const std::string v_at = at(to.pointer_later(attention.v, added), indices, head_strides(v, 1));
+  const std::string out_at = at(to.pointer_later(attention.out, true), indices, head_strides(out, heads));
   std::string mask_at = "static_cast<const NoMask*>(nullptr)";
   int64_t mask_head = 0, mask_row = 0, mask_column = 0;
   if (attention.mask >= 0) {
@@ -109,7 +105,8 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   }
   std::string states_at;
   if (attention.states >= 0)
-    states_at = ", " + at(pointer(attention.states, true), indices, head_strides(to.value(attention.states), heads));
+    states_at =
+        ", " + at(to.pointer_later(attention.states, true), indices, head_strides(to.value(attention.states), heads));
   auto head = [&](const Value& value) { return heads == 1 ? 0 : stride(value, 1); };
   Value scale;
   scale.literal = attention.scale;

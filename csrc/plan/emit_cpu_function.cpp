@@ -112,16 +112,20 @@ std::string FunctionWriter::body() const {
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const Block& block = blocks_[i];
     for (const size_t one : block.named) {
-      const std::string element = cpp_type(value(operands_[one]).type), number = std::to_string(one);
-      const auto polled = polled_.find(value(operands_[one]).buffer);
+      const Value& operand = value(operands_[one]);
+      const std::string element = cpp_type(operand.type), number = std::to_string(one);
+      const auto polled = polled_.find(operand.buffer);
       const Push pushed = polled == polled_.end() ? Push{} : polled->second;
+      // Where buffers of packets lie, and those of each rank, are multiples of 16 bytes.
+      const bool aligned = polled != polled_.end() && operand.offset * size_of(operand.type) * 2 % 16 == 0;
       const std::string ranks =
           pushed.ranks > 0 ? ", " + std::to_string(pushed.ranks) + ", " + std::to_string(pushed.apart) : "";
       const std::string type =
           (written_[one] ? "" : "const ") + (polled != polled_.end() ? "Packet<" + element + ranks + ">" : element);
       const char* const cast = pushed.ranks > 0 ? "in_turn<" : cuda() ? "in_global<" : "reinterpret_cast<";
-      body += block.indent + type + "* const p" + number + " = " + cast + type + (cuda() ? ">(p[" : "*>(p[") + number +
-              (pushed.ranks > 0 ? "], " + std::to_string(pushed.half) : "]") + ");\n";
+      body += block.indent + type + "* const p" + number + " = " + (aligned ? "aligned(" : "") + cast + type +
+              (cuda() ? ">(p[" : "*>(p[") + number + (pushed.ranks > 0 ? "], " + std::to_string(pushed.half) : "]") +
+              (aligned ? "));\n" : ");\n");
     }
     for (const size_t one : block.kept) {
       const Value& value = this->value(kept_values_[one]);

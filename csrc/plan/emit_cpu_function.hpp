@@ -68,6 +68,9 @@ class FunctionWriter {
   // The range of indices that a tile takes of a dimension of that length: "begin" where it is the extent.
   std::string tile_begin(int64_t length) const { return scaled("begin", length); }
   std::string tile_end(int64_t length) const { return scaled("end", length); }
+  // The same where a loop looks whether it is over: on a GPU asked for each time, so that no register holds it while
+  // what is in the loop runs. Not in the first half of a task, which has another tile.
+  std::string tile_past(int64_t length) const { return scaled(cuda() ? "context.past()" : "end", length); }
   // The dimension of the value that tiles cut by the stage's accesses; -1: none.
   int axis_of(int value, bool write) const;
 

@@ -47,10 +47,12 @@ inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int6
   return to.aligned(matrix, moved);
 }
 
-// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0".
+// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0". `long_bodies`: registers are
+// rather for what is in the loops.
 class TextNest {
  public:
-  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix) : to_(to) {
+  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix, bool long_bodies = false)
+      : to_(to) {
     for (size_t d = 0; d < shape.size(); ++d) {
       const bool cut = static_cast<int>(d) == axis;
       if (shape[d] == 1 && !cut) {
@@ -59,8 +61,9 @@ class TextNest {
       }
       const std::string name = prefix + number(static_cast<int64_t>(d));
       names_.push_back(name);
-      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " +
-               (cut ? to_.tile_end(shape[d]) : number(shape[d])) + "; ++" + name + ")");
+      const std::string past = !cut ? number(shape[d]) : long_bodies ? to_.tile_past(shape[d]) : to_.tile_end(shape[d]);
+      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " + past +
+               "; ++" + name + ")");
       ++open_;
     }
   }

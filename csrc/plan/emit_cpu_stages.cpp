@@ -115,17 +115,23 @@ void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.axis == Axis::rows) r0 = to.tile_begin(matmul.m), r1 = to.tile_end(matmul.m);
   if (matmul.axis == Axis::columns) c0 = to.tile_begin(matmul.n), c1 = to.tile_end(matmul.n);
 
-  TextNest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b");
+  TextNest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b", true);
   const std::vector<std::string>& indices = nest.names();
-  const std::string a_at = at(to.pointer(matmul.a, false), indices, a_batch);
-  const std::string b_at = at(to.pointer(matmul.b, false), indices, b_batch);
-  const std::string out_at = at(to.pointer(matmul.out, true), indices, out_batch);
+  // In a loop each is asked for anew, for its place alone to be in registers.
+  const bool loops = to.cuda() && std::ranges::any_of(indices, [](const std::string& one) { return one != "0"; });
+  const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
+    return loops ? "now(" + at(to.pointer_later(value, write), indices, strides) + ")"
+                 : at(to.pointer(value, write), indices, strides);
+  };
+  const std::string a_at = place(matmul.a, false, a_batch);
+  const std::string b_at = place(matmul.b, false, b_batch);
+  const std::string out_at = place(matmul.out, true, out_batch);
   std::string bias_at = "static_cast<const NoBias*>(nullptr)";
   if (matmul.bias >= 0) {
     const Value& bias = to.value(matmul.bias);
     std::vector<int64_t> bias_batch(batch.size(), 0);
     if (bias.shape.size() > 2) bias_batch = broadcast_strides(bias, 2, batch);
-    bias_at = at(to.pointer(matmul.bias, false), indices, bias_batch);
+    bias_at = place(matmul.bias, false, bias_batch);
   }
   to.line("constexpr Product s" + product_shape(to, matmul) + ";");
   if (!matmul.finish.empty()) {

@@ -68,8 +68,7 @@ class CudaEmitter {
     out << "\n";
     tables(out);
     frame(out);
-    return {out.str(), functions_.scratch_bytes(), pointers(), shared_bytes(),
-            kMostSpilled * (1 + functions_.inlined())};
+    return {out.str(), functions_.scratch_bytes(), pointers(), shared_bytes()};
   }
 
  private:

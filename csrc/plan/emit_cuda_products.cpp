@@ -8,7 +8,7 @@ namespace ark::plan {
 void emit_products(FunctionWriter& to, const ProductsStage& stage) {
   if (!to.cuda()) to.refuse("products that share their rows");
   const MatmulStage& first = stage.products.at(0);
-  std::string call = "products<" + number(first.m) + ">(" + to.pointer(first.a, false);
+  std::string call = "products<" + number(first.m) + ">(" + to.pointer_later(first.a, false);
   for (size_t i = 0; i < stage.products.size(); ++i) {
     const MatmulStage& product = stage.products[i];
     for (const int one : {product.a, product.b, product.out})
@@ -18,7 +18,7 @@ void emit_products(FunctionWriter& to, const ProductsStage& stage) {
     to.line("constexpr Product " + shape + product_shape(to, product) + ";");
     const std::string bias =
         product.bias >= 0 ? to.pointer_later(product.bias, false) : "static_cast<const NoBias*>(nullptr)";
-    call += ",\n           share<" + shape + ">(" + to.pointer(product.b, false) + ", " +
+    call += ",\n           share<" + shape + ">(" + to.pointer_later(product.b, false) + ", " +
             to.pointer_later(product.out, true) + ", " + bias + ", " + to.tile_begin(product.n) + ", " +
             to.tile_end(product.n) + ")";
   }

@@ -14,7 +14,7 @@ namespace ark::plan {
 void RowEmitter::open_threads() {
   if (!nest_.has_numbers()) {
     if (nest_.rows() * nest_.columns() < kManyElements) return;
-    turns_ = code_.size() <= kShortProgram ? 8 : 4;
+    turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
     return to_.open("for_blocks<" + std::to_string(turns_) + ">(" + nest_.count(true) +
                     ", [&](int64_t first, int64_t past)");
   }

@@ -161,7 +161,7 @@ void StageFunctions::add(const Unit& unit) {
   for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
   if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
   const bool cuda = code_ == Code::cuda, groups = writer.by_groups() && plan_.target.name == "sm_90a";
-  inlined_ += groups && fresh ? 1 : 0;
+  by_groups_ = by_groups_ || groups;
   const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
   const std::string head_of_task = "([[maybe_unused]] Context context, Operands p) {\n";
   // In a function that is called the assembler lets groups of warps multiply one instruction after the other.

@@ -34,9 +34,7 @@ class StageFunctions {
   const std::vector<std::string>& misaligned() const { return misaligned_; }
   bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it shall be
   // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
-  bool by_groups() const { return inlined_ > 0; }
-  // How many such functions there are: they are part of the kernel's own.
-  int inlined() const { return inlined_; }
+  bool by_groups() const { return by_groups_; }
 
  private:
   void add(const Unit& unit);
@@ -54,7 +52,7 @@ class StageFunctions {
   std::vector<std::vector<int>> operands_;  // by unit
   std::vector<std::vector<bool>> aligned_;  // likewise, by operand
   int64_t scratch_bytes_ = 0;
-  int inlined_ = 0;
+  bool by_groups_ = false;
 };
 
 // One line of a comment: what others wrote (names, origins) must not end it.

@@ -79,6 +79,7 @@ class RowEmitter {
   const RowExpressions expressions_;
   static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
   static constexpr size_t kShortProgram = 12;           // that may stand eight times in a text
+  static constexpr size_t kShortAmongPlaces = 8;        // the same where several indices say where an element lies
   static constexpr int64_t kManyElements = 1 << 17;     // so many that tiles have more than there are threads
   std::vector<int> level_;
   int last_level_ = 0;

@@ -86,8 +86,8 @@ TEST(PushSums, LieInTheMemoryOfAllRanks) {
   EXPECT_EQ(exchanges_of(plan.graph, plan.stages).bytes, 2 * 2 * 2 * kWidth * 2);
   const std::string text = emit_cuda(plan).text;
   for (const char* const line :
-       {"  Packet<bf16, 2, 2048>* const p2 = in_turn<Packet<bf16, 2, 2048>>(p[2], 4096);",
-        "const Packet<bf16, 2, 2048>* const p0 = in_turn<const Packet<bf16, 2, 2048>>(p[0], 4096);",
+       {"  Packet<bf16, 2, 2048>* const p2 = aligned(in_turn<Packet<bf16, 2, 2048>>(p[2], 4096));",
+        "const Packet<bf16, 2, 2048>* const p0 = aligned(in_turn<const Packet<bf16, 2, 2048>>(p[0], 4096));",
         "{Operand::packets, 0, 0, 0}", "kPushes = true"})
     EXPECT_NE(text.find(line), std::string::npos) << line << "\n" << text;
   EXPECT_EQ(emit_cuda(summed({.reduce_op = "avg"})).text.find("pushed.cuh"), std::string::npos);

@@ -17,41 +17,44 @@ namespace ark::loop {
 inline constexpr int kFewQueries = 16;  // up to here warps share out positions, not rows
 
 // Columns: of queries and keys; ValueColumns: of values and of the result. `states`: where `s.part` says so.
-template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
-ARK_LOOP void attend(const Context&, const Q* q, const K* k, const V* v, const M* mask, Out* out,
-                     float* states = nullptr) {
+template <int Columns, int ValueColumns, Attention kShape, class QAt, class KAt, class VAt, class M, class OutAt,
+          class StatesAt = float*>
+ARK_LOOP void attend(const Context&, QAt q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states = nullptr) {
+  constexpr Attention s = kShape;
   static_assert(Columns <= 256 && ValueColumns <= 256);
+  using Q = typename Pointee<QAt>::Type;
+  using K = typename Pointee<KAt>::Type;
+  using V = typename Pointee<VAt>::Type;
   constexpr bool kTensor = kSame<Q, K> && kSame<K, V> && sizeof(Q) == 2 && Columns <= 128 && ValueColumns <= 128;
   constexpr bool kFew = s.heads * s.queries <= kFewQueries;
   static_assert(kFew || !s.part);
   if constexpr (kFew && kTensor && Columns % 8 == 0 && ValueColumns % 8 == 0 && s.aligned) {
-    attend_few<Columns, ValueColumns, s>(q, k, v, mask, out, states);
+    attend_few<Columns, ValueColumns, s, Q>(q, k, v, mask, out, states);
   } else if constexpr (kFew) {
-    attend_few_plainly<Columns, ValueColumns, s>(q, k, v, mask, out, states);
+    attend_few_plainly<Columns, ValueColumns, s>(now(q), now(k), now(v), mask, now(out), now(states));
   } else if constexpr (kTensor) {
-    attend_tiles<Columns, ValueColumns, s>(q, k, v, mask, out);
+    attend_tiles<Columns, ValueColumns, s, Q>(q, k, v, mask, out);
   } else {
-    attend_plainly<Columns, ValueColumns>(s, q, k, v, mask, out);
+    attend_plainly<Columns, ValueColumns>(s, now(q), now(k), now(v), mask, now(out));
   }
 }
 
 // The same of a cache that a position is added to first. `make` computes q, its key and its value by all threads, and
 // returns which position of k and v it is; any other number: none of these.
-template <int Columns, int ValueColumns, Attention s, class Q, class KAt, class VAt, class M, class OutAt,
+template <int Columns, int ValueColumns, Attention kShape, class QAt, class KAt, class VAt, class M, class OutAt,
           class StatesAt, class K, class V, class Make>
-ARK_LOOP void attend(const Context& context, const Q* q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states,
+ARK_LOOP void attend(const Context& context, QAt q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states,
                      const K* new_k, const V* new_v, Make make) {
+  constexpr Attention s = kShape;
+  using Q = typename Pointee<QAt>::Type;
   const AddedPosition<Columns, ValueColumns, KAt, VAt, K, V, Make> added{k, v, new_k, new_v, make};
   if constexpr (adds_at_once<Columns, ValueColumns, s, Q, K, V, M>()) {
-    const K* const keys = now(k);
-    const V* const values = now(v);
-    attend_few<Columns, ValueColumns, s>(q, keys, values, mask, out, states, added);
+    attend_few<Columns, ValueColumns, s, Q>(q, k, v, mask, out, states, added);
   } else {
     const int64_t at = added.begin();
     added.template store<s>(at);
     sync();
-    attend<Columns, ValueColumns, s>(context, q, static_cast<const K*>(now(k)), static_cast<const V*>(now(v)), mask,
-                                     now(out), now(states));
+    attend<Columns, ValueColumns, s>(context, q, k, v, mask, out, states);
   }
 }
 

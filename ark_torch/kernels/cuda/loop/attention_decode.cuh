@@ -50,9 +50,10 @@ ARK_LOOP constexpr bool adds_at_once() {
 
 // What one warp does. Lane 4 i + j: positions i and i + 8 of a unit, rows 2 j and 2 j + 1.
 // Returns where a position was added.
-template <int Columns, int ValueColumns, Attention s, class T, class M, class Added>
-ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, int first, float* shared,
-                             const Added& added) {
+template <int Columns, int ValueColumns, Attention kShape, class T, class QAt, class KAt, class VAt, class M,
+          class Added>
+ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, float* shared, const Added& added) {
+  constexpr Attention s = kShape;
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kBiases = Shape::kOneBias ? 1 : 2;
   int i, j, part;
@@ -61,8 +62,9 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
     j = self & 3;
     part = self / 32 / Shape::kGroups;
   };
-  place(thread());
-  const int group = warp() % Shape::kGroups;
+  const int self = thread_anew();  // here as below, such that nothing of it is kept from head to head
+  place(self);
+  const int group = self / 32 % Shape::kGroups;
   constexpr int kRows = static_cast<int>(s.heads * s.queries);
   const int limit = limit_of(s, first + kDecodeRows < kRows ? first + kDecodeRows : kRows);
   const auto row_at = [](int number) { return AttentionRow(s, number < kRows ? number : kRows - 1); };
@@ -70,11 +72,15 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
   Chunk query[Shape::kSteps] = {};
   const auto load_query = [&] {
     const AttentionRow row = row_at(first + i);
+    const T* const from = now(q);
     ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) query[step] =
-        load_part<Columns>(q + row.g * s.q_head + row.t * s.q_row, s.q_column, step * 32 + j * 8, true);
+        load_part<Columns>(from + row.g * s.q_head + row.t * s.q_row, s.q_column, step * 32 + j * 8, true);
   };
   if constexpr (!Added::kAny) load_query();
   int64_t added_at = -1;
+  // Of long heads a position's programs leave no registers for values that are under way.
+  constexpr bool kValuesLast = Added::kAny && Columns > 64;
+  static_assert(!kValuesLast || (Shape::kOnce && Shape::kWhole));
   const AttentionRow rows[2] = {row_at(first + 2 * j), row_at(first + 2 * j + 1)};
 
   float greatest[2] = {-kInfinity, -kInfinity}, total[2] = {};
@@ -89,33 +95,44 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
     }
 
     Chunk keys[Shape::kUnits][2][Shape::kSteps] = {};
-    Chunk values[Shape::kUnits][2][2] = {};                           // positions 2 j and 2 j + 1, the same 8 on
-    const auto load = [&](const uint32(&wanted)[Shape::kUnits][2]) {  // four bits a position
+    Chunk values[Shape::kUnits][2][2] = {};   // positions 2 j and 2 j + 1, the same 8 on
+    using Wanted = uint32[Shape::kUnits][2];  // four bits a position
+    const auto load_keys = [&](const Wanted& wanted) {
+      const T* const keys_at = now(k);
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
         if ((wanted[u][h] >> (4 * i) & 15) == 0) continue;
-        const T* const from = k + (key + u * 16 + h * 8 + i) * s.k_row;
+        const T* const from = keys_at + (key + u * 16 + h * 8 + i) * s.k_row;
         ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) keys[u][h][step] =
             load_part<Columns>(from, s.k_column, step * 32 + j * 8, true);
       }
+    };
+    const auto load_values = [&](const Wanted& wanted) {
+      const T* const values_at = now(v);
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h)
           ARK_UNROLL for (int e = 0; e < 2; ++e) {
         if ((wanted[u][h] >> (8 * j + 4 * e) & 15) == 0) continue;
-        values[u][h][e] = load_part<ValueColumns>(v + (key + u * 16 + h * 8 + 2 * j + e) * s.v_row, s.v_column,
+        values[u][h][e] = load_part<ValueColumns>(values_at + (key + u * 16 + h * 8 + 2 * j + e) * s.v_row, s.v_column,
                                                   part * 64 + i * 8, true);
       }
     };
     if constexpr (Shape::kOnce) {
-      uint32 there[Shape::kUnits][2];
+      Wanted there;
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
         const int count = limit - (key + u * 16 + h * 8);
         there[u][h] = Shape::kWhole || count >= 8 ? ~0u : count <= 0 ? 0 : (1u << (4 * count)) - 1;
       }
-      load(there);
+      load_keys(there);
+      if constexpr (!kValuesLast) load_values(there);
     }
     if constexpr (Added::kAny) {  // of one block a warp, for all of them
       added_at = added.begin();
       place(thread_anew());  // in no register meanwhile
       load_query();
+      if constexpr (kValuesLast) {
+        Wanted all;
+        ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) all[u][0] = all[u][1] = ~0u;
+        load_values(all);
+      }
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
         const int64_t at = added_at - (key + u * 16 + h * 8);
         if (at == i)
@@ -125,7 +142,7 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
             load_part<ValueColumns>(added.new_v, 1, part * 64 + i * 8, true);
       }
     }
-    uint32 looks[Shape::kUnits][2];  // who looks where
+    Wanted looks;  // who looks where
     uint32 any = 0;
     ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h) {
       bool seen = bias[u][h][0] != -kInfinity;
@@ -139,7 +156,8 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
               Chunk{};
     } else {
       if (any == 0) continue;
-      load(looks);
+      load_keys(looks);
+      load_values(looks);
     }
 
     float scores[Shape::kUnits][4] = {};  // of positions i (both rows) and i + 8
@@ -181,13 +199,13 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
     }
   }
 
-  const int self = thread(), own = self >> 5;
+  const int last = thread_anew(), lane = last & 31, own = last >> 5;
   ARK_UNROLL for (int n = 0; n < 4; ++n) ARK_UNROLL for (int e = 0; e < 4; ++e)
-      shared[own * Shape::kSums + (n * 4 + e) * 33 + (self & 31)] = sums[n][e];
+      shared[own * Shape::kSums + (n * 4 + e) * 33 + lane] = sums[n][e];
   ARK_UNROLL for (int r = 0; r < 2; ++r) {
     ARK_UNROLL for (int other = 4; other < 32; other *= 2) total[r] += shuffle_xor(total[r], other);
-    if ((self & 31) < 4) {
-      float* const state = shared + Shape::kStates + (own * kDecodeRows + 2 * (self & 3) + r) * 2;
+    if (lane < 4) {
+      float* const state = shared + Shape::kStates + (own * kDecodeRows + 2 * lane + r) * 2;
       state[0] = greatest[r];
       state[1] = total[r];
     }
@@ -195,22 +213,22 @@ ARK_LOOP int64_t decode_rows(const T* q, const T* k, const T* v, const M* mask, 
   return added_at;
 }
 
-template <int Columns, int ValueColumns, Attention s, class T, class M, class OutAt, class StatesAt,
-          class Added = NothingAdded>
-ARK_LOOP void attend_few(const T* q, const T* k, const T* v, const M* mask, OutAt out, StatesAt states,
-                         const Added& added = {}) {
+template <int Columns, int ValueColumns, Attention kShape, class T, class QAt, class KAt, class VAt, class M,
+          class OutAt, class StatesAt, class Added = NothingAdded>
+ARK_LOOP void attend_few(QAt q, KAt k, VAt v, const M* mask, OutAt out, StatesAt states, const Added& added = {}) {
+  constexpr Attention s = kShape;
   using Shape = Decode<Columns, ValueColumns, s, M>;
   constexpr int kRows = static_cast<int>(s.heads * s.queries), kRuns = (ValueColumns + 31) / 32;  // of 32 columns
   float* const shared = reinterpret_cast<float*>(workspace());
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kDecodeRows) {
-    const int64_t at = decode_rows<Columns, ValueColumns, s>(q, k, v, mask, first, shared, added);
+    const int64_t at = decode_rows<Columns, ValueColumns, s, T>(q, k, v, mask, first, shared, added);
     if constexpr (Added::kAny) added.template store<s>(at);
     sync();
     const int rows = kRows - first < kDecodeRows ? kRows - first : kDecodeRows;
 #pragma unroll 1
-    for (int item = warp(); item < rows * kRuns; item += kWarps) {
-      const int r = item / kRuns, c = item % kRuns * 32 + lane();
+    for (int self = thread_anew(), item = self / 32; item < rows * kRuns; item += kWarps) {
+      const int r = item / kRuns, c = item % kRuns * 32 + self % 32;
       const PartWeights parts(shared + Shape::kStates + r * 2, kDecodeRows * 2, Shape::kGroups);
       const float* const part = shared + c / 64 * Shape::kGroups * Shape::kSums +
                                 ((c % 8 / 2) * 4 + c % 2 * 2 + r % 2) * 33 + c % 64 / 8 * 4 + r / 2;

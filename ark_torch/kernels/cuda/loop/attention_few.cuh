@@ -116,8 +116,9 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
   }
 }
 
-template <int kRows, int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+template <int kRows, int Columns, int ValueColumns, Attention kShape, class Q, class K, class V, class M, class Out>
 ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* mask, Out* out, float* states) {
+  constexpr Attention s = kShape;
   using Shape = FewRows<Columns, ValueColumns, K, V>;
   constexpr int kRuns = (ValueColumns + 31) / 32;  // of 32 columns
   float* const shared = reinterpret_cast<float*>(workspace());
@@ -139,8 +140,9 @@ ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* ma
   }
 }
 
-template <int Columns, int ValueColumns, Attention s, class Q, class K, class V, class M, class Out>
+template <int Columns, int ValueColumns, Attention kShape, class Q, class K, class V, class M, class Out>
 ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* mask, Out* out, float* states) {
+  constexpr Attention s = kShape;
   if constexpr (s.heads * s.queries == 1)
     attend_few_plainly<1, Columns, ValueColumns, s>(q, k, v, mask, out, states);
   else

@@ -30,8 +30,9 @@ struct GroupShape {
   static_assert(kSums > 0 || kSumBytes <= kValues);
 };
 
-template <Attention s, class T, class M>
+template <Attention kShape, class T, class M>
 class GroupAttention {
+  static constexpr Attention s = kShape;
   using Shape = GroupShape<s.keys>;
   static constexpr int kTurns = Shape::kPositions * 8 / kThreads, kTiles = Shape::kRun / 8;
 
@@ -180,19 +181,20 @@ class GroupAttention {
   }
 };
 
-template <Attention s, class T, class M, class Out>
-ARK_LOOP void attend_by_groups(const Context&, const T* q, const T* k, const T* v, const M* mask, Out* out) {
+template <Attention s, class QAt, class KAt, class VAt, class M, class OutAt>
+ARK_LOOP void attend_by_groups(const Context&, QAt q, KAt k, VAt v, const M* mask, OutAt out) {
+  using T = typename Pointee<QAt>::Type;
   static_assert((kSame<M, NoMask> || kOneMask<s, M>)&&!s.causal && !s.part);
   if constexpr (!kHasGroupMultiply || !s.aligned) {
-    attend_tiles<64, 64, s>(q, k, v, mask, out);
+    attend_tiles<64, 64, s, T>(q, k, v, mask, out);
   } else {
     constexpr int kAll = static_cast<int>(s.heads * s.queries);
     _Pragma("unroll 1") for (int first = 0; first < kAll; first += 64) {
       const int end = least(kAll, first + 64);
       sync();
-      GroupAttention<s, T, M> rows(q, k, v, mask, first, end);
+      GroupAttention<s, T, M> rows(now(q), now(k), now(v), mask, first, end);
       rows.attend();
-      rows.result(out, first, end);
+      rows.result(now(out), first, end);
     }
     sync();
   }

@@ -102,8 +102,9 @@ inline constexpr bool kOneMask =
     !kSame<M, NoMask> && s.mask_head == 0 && s.mask_row == 0 && !s.causal && s.keys <= kThreads;
 
 // Keeps it: what is added to each position's scores, and a bit for each that is looked at.
-template <Attention s, class M>
+template <Attention kShape, class M>
 ARK_LOOP void keep_mask(const M* mask, float* biases, uint32* looks) {
+  constexpr Attention s = kShape;
   const float bias = thread() < s.keys ? bias_of(s, mask, AttentionRow(s, 0), thread()) : -kInfinity;
   biases[thread()] = bias;
   const uint32 word = ballot(bias != -kInfinity);
@@ -112,9 +113,10 @@ ARK_LOOP void keep_mask(const M* mask, float* biases, uint32* looks) {
 }
 
 // One warp's rows and its run of the positions of the block that begins at `block` and lies at `stage`.
-template <class Shape, Attention s, class T, class M>
+template <class Shape, Attention kShape, class T, class M>
 ARK_LOOP void attend_run(const M* mask, const char* shared, int stage, int first_row, int block, int limit,
                          RunningRows<Shape::kPairs>& rows) {
+  constexpr Attention s = kShape;
   constexpr int kTiles = Shape::kRun / 8;
   const int self = thread_anew(), lane = self & 31, warp = self >> 5;
   const int i = lane >> 2, j = lane & 3, tile = lane >> 3, in_tile = lane & 7;
@@ -128,7 +130,7 @@ ARK_LOOP void attend_run(const M* mask, const char* shared, int stage, int first
       stage + Shape::kKeyBytes + part_at<Shape::kValueParts>(run + (tile & 1) * 8 + in_tile, half * 8 + (tile >> 1));
 
   float scores[kTiles][4] = {};
-  ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) {
+  _Pragma("unroll 2") for (int step = 0; step < Shape::kSteps; ++step) {
     uint32 a[4];
     load_matrices<false>(a, shared + (query_at ^ step * 32));
     ARK_UNROLL for (int n = 0; n < kTiles; n += 2) {
@@ -174,8 +176,11 @@ ARK_LOOP void attend_run(const M* mask, const char* shared, int stage, int first
   }
 }
 
-template <int Columns, int ValueColumns, Attention s, class T, class M, class Out>
-ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Out* out) {
+template <int Columns, int ValueColumns, Attention kShape, class T, class QAt, class KAt, class VAt, class M,
+          class OutAt>
+ARK_LOOP void attend_tiles(QAt q, KAt k, VAt v, const M* mask, OutAt out) {
+  constexpr Attention s = kShape;
+  using Out = typename Pointee<OutAt>::Type;
   const int all_rows = static_cast<int>(s.heads * s.queries);
   using Shape = Tiles<Columns, ValueColumns>;
   constexpr bool kScan = !kSame<M, NoMask>, kOne = kOneMask<s, M>;
@@ -185,11 +190,12 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
   for (int first = 0; first < all_rows; first += Shape::kRows) {
     const int end = all_rows - first < Shape::kRows ? all_rows : first + Shape::kRows;
     const int limit = limit_of(s, end);
+    const T* const queries = now(q);
     copy_rows<Columns, Shape::kParts, Shape::kRows, T>(
         shared + Shape::kQueries, s.aligned, s.q_column,
         [&](int row) {
           const AttentionRow at(s, first + row);
-          return q + at.g * s.q_head + at.t * s.q_row;
+          return queries + at.g * s.q_head + at.t * s.q_row;
         },
         [&](int row) { return first + row < end; });
     if constexpr (kOne) keep_mask<s>(mask, reinterpret_cast<float*>(shared + Shape::kBiases), looks);
@@ -197,13 +203,13 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
     int turn = 0;  // of the words that say who looks
     const auto next = [&](int key) -> int {
       if constexpr (kOne) {
-        for (; key < limit; key += Shape::kBlock) {
+        ARK_ROLLED for (; key < limit; key += Shape::kBlock) {
           uint32 any = 0;
           ARK_UNROLL for (int w = 0; w < Shape::kBlock / 32; ++w) any |= looks[key / 32 + w];
           if (any != 0) break;
         }
       } else if constexpr (kScan) {
-        for (; key < limit; key += Shape::kBlock) {
+        ARK_ROLLED for (; key < limit; key += Shape::kBlock) {
           turn ^= 1;
           if (scan_block<Shape::kBlock>(s, mask, first, end, key, limit, looks + turn * kWarps)) break;
         }
@@ -222,10 +228,13 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
           return key + row < limit;
         }
       };
+      const T* const keys = now(k);
       copy_rows<Columns, Shape::kParts, Shape::kBlock, T>(
-          stage, s.aligned, s.k_column, [&](int row) { return k + (key + row) * s.k_row; }, wanted);
+          stage, s.aligned, s.k_column, [&](int row) { return keys + (key + row) * s.k_row; }, wanted);
+      const T* const values = now(v);
       copy_rows<ValueColumns, Shape::kValueParts, Shape::kBlock, T>(
-          stage + Shape::kKeyBytes, s.aligned, s.v_column, [&](int row) { return v + (key + row) * s.v_row; }, wanted);
+          stage + Shape::kKeyBytes, s.aligned, s.v_column, [&](int row) { return values + (key + row) * s.v_row; },
+          wanted);
     };
 
     RunningRows<Shape::kPairs> rows;
@@ -264,7 +273,7 @@ ARK_LOOP void attend_tiles(const T* q, const T* k, const T* v, const M* mask, Ou
         if (number >= end) continue;
         const AttentionRow row(s, number);
         const float factor = last_factor(rows.total[r]);
-        Out* const to = out + row.g * s.out_head + row.t * s.out_row;
+        Out* const to = now(out) + row.g * s.out_head + row.t * s.out_row;
         const bool pairs = sizeof(Out) == 2 && s.out_column == 1 && (reinterpret_cast<uint64>(to) & 3) == 0;
         ARK_UNROLL for (int n = 0; n < 2 * Shape::kPairs; ++n) {
           const int c = half * 64 + n * 8 + 2 * j;

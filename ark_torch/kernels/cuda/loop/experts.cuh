@@ -147,8 +147,10 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
       store_one(out + out_at(last + i / (c1 - c0)) + (c0 + i % (c1 - c0)) * s.out_column, 0.0f);
     });
     const SortedRows<AAt, OutAt> at{order, a_at, out_at};
-    // With few rows for each matrix memory is the limit.
-    constexpr int kMost = least<int64_t>(s.rows, s.rows <= 8 * s.experts ? kTensorRows : s.rows);
+    // With few rows for each matrix memory is the limit; tiles of more rows in float32 leave no registers for what says
+    // where each row is.
+    constexpr int64_t kInTiles = kIsHalf<W> ? s.rows : 64;
+    constexpr int kMost = least<int64_t>(s.rows, s.rows <= 8 * s.experts ? kTensorRows : kInTiles);
     int e = 0;
     for (int from = 0, to; from < last; from = to) {
       while (first[e + 1] <= from) ++e;

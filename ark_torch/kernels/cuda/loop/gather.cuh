@@ -1,8 +1,8 @@
 // Copies of parts of tensors by index: rows of a table (embeddings), rows into a table (KV caches), and sums into one.
 //
 // All that a tile copies is one flat space, spread over the threads; generated code says where a part of it lies, and
-// checks the index behind that (index_fits, launch.cuh). What an index out of range asks for is skipped: the launch
-// ends in an error.
+// checks the index behind that (index_fits, launch.cuh). A thread stops at an index out of range: the launch ends in an
+// error.
 #pragma once
 
 #include "cuda/loop/group.cuh"
@@ -11,27 +11,27 @@
 
 namespace ark::loop {
 
-// `runs` runs of `length` elements, kTo and kFrom apart. place(run, to_at, from_at) says where one begins; false: it
-// is left out. kAligned: all of them begin at multiples of 16 bytes, if the first does, and are adjacent.
+// `runs` runs of `length` elements, kTo and kFrom apart. place(run, to_at, from_at) says where one begins; false: there
+// is none. kAligned: all of them begin at multiples of 16 bytes, if the first does, and are adjacent.
 template <int64_t kTo, int64_t kFrom, bool kAligned, class T, class Place>
 ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place place) {
   constexpr uint32 kWide = 16 / sizeof(T);
   if (kAligned && length % kWide == 0 && ((bits_as<uint64>(to) | bits_as<uint64>(from)) & 15) == 0) {
     const uint32 units = length / kWide;
-    for_elements(runs * units, [&](int64_t i) {
-      const uint32 unit = static_cast<uint32>(i), run = unit / units;
+    ARK_ROLLED for (int64_t i = thread(); i < runs * units; i += kThreads) {
+      const uint32 unit = static_cast<uint32>(i), run = unit / units, column = (unit - run * units) * kWide;
       int64_t to_at = 0, from_at = 0;
       if (!place(run, to_at, from_at)) return;
-      const uint32 column = (unit - run * units) * kWide;
       *reinterpret_cast<uint4*>(to + to_at + column) = *reinterpret_cast<const uint4*>(from + from_at + column);
-    });
+    }
     return;
   }
-  for_elements(runs * length, [&](int64_t i) {
+  ARK_ROLLED for (int64_t i = thread(); i < runs * length; i += kThreads) {
     const uint32 element = static_cast<uint32>(i), run = element / length, column = element - run * length;
     int64_t to_at = 0, from_at = 0;
-    if (place(run, to_at, from_at)) to[to_at + column * kTo] = from[from_at + column * kFrom];
-  });
+    if (!place(run, to_at, from_at)) return;
+    to[to_at + column * kTo] = from[from_at + column * kFrom];
+  }
 }
 
 // Whether each of index(0), index(1), ... is greater than the one before: nothing is written twice then.

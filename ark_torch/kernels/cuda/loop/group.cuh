@@ -169,7 +169,7 @@ struct Warps4 {
 // Every element of 0 .. count, each by one thread, from that thread on.
 template <int kFirst = 0, class Body>
 ARK_LOOP void for_elements(int64_t count, Body body) {
-  for (int64_t i = (thread() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
+  ARK_ROLLED for (int64_t i = (thread() + kThreads - kFirst) % kThreads; i < count; i += kThreads) body(i);
 }
 
 // The same by blocks of kTurns elements a thread: what is asked for first is under way together.

@@ -89,14 +89,13 @@ struct OneRun {
 };
 
 // Columns [c0, c1) of `segments` products of `Rows` rows each (`rows` of them are meant): `add` makes sums of slices of
-// a run of columns (from `from` on, which may be before c0) in whole batches, which are put together here, and `finish`
-// gets each with its row's number and its column.
+// a run of columns in whole batches, which are put together here, and `finish` gets each with its row's number and its
+// column.
 template <int Rows, class Add, class Finish>
-ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int slices, int batch_columns, Add add,
-                        Finish finish) {
+ARK_LOOP void in_slices(int rows, int segments, int c0, int c1, int slices, int batch_columns, Add add, Finish finish) {
   constexpr int kWords = kWorkspaceBytes / 4;
   const int most = (kWords / Rows - 8) / slices / batch_columns * batch_columns;
-  for (int c = from; c < c1; c += most) {
+  for (int c = c0; c < c1; c += most) {
     const int columns = least(c1 - c, most), batches = (columns + batch_columns - 1) / batch_columns;
     const Parts parts(slices, batches * batch_columns);
     const int most_segments = segments == 1 ? 1 : kWords / (Rows * parts.line_words);
@@ -109,7 +108,7 @@ ARK_LOOP void in_slices(int rows, int segments, int from, int c0, int c1, int sl
       for (int i = thread_anew(); i < count * Rows * columns; i += kThreads) {
         const int line = Rows == 1 && count == 1 ? 0 : i / columns;  // single rows do without a division
         const int column = i - line * columns;
-        if (line % Rows >= rows || c + column < c0) continue;
+        if (line % Rows >= rows) continue;
         float sum = *made.at(line, 0, column);
         ARK_UNROLL for (int slice = 1; slice < slices; ++slice) sum += *made.at(line, slice, column);
         finish(first * Rows + line, c + column, sum);

@@ -164,6 +164,7 @@ ARK_LOOP void write_now(T& to, T x) {
 struct Context {
   uint32 at;
   ARK_LOOP const TaskEntry& task() const { return *in_shared<const TaskEntry>(at); }
+  ARK_LOOP int64_t past() const { return read_now(task().end); }  // where the tile ends
 };
 
 // Where what operands refer to begins, in shared memory: read from the kernel's parameter, each would wait for the
@@ -219,6 +220,19 @@ template <class T>
 ARK_LOOP T* now(const Later<T>& one) {
   return one.now();
 }
+// What lies there, whichever of the two says where.
+template <class At>
+struct Pointee;
+template <class T>
+struct Pointee<T*> {
+  using Type = T;
+};
+template <class T>
+struct Pointee<const T*> {
+  using Type = T;
+};
+template <class T>
+struct Pointee<Later<T>> : Pointee<T*> {};
 
 // Whether a thread that waits is the one of its block to look at what the host writes: one every 16 us. A look crosses
 // the host's bus. With those of all threads of all blocks a step took 29 ms instead of 0.6 from a first long wait on:

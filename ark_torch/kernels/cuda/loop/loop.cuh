@@ -154,7 +154,24 @@ ARK_LOOP Clerk<Plan> clerk_of(int self) {
   return {here.ahead, here.bases.at, self, read_now(worker().task_count)};
 }
 
-// Ends the task whose function has returned, and comes to the next: it returns when that one may run.
+// Whether it is the thread that asks and tells the host about steps.
+template <class Plan>
+ARK_LOOP bool leads(int self) {
+  return read_now(worker().number) == Plan::kLeader && self == 0;
+}
+
+// Notes how many steps there were.
+template <class Plan>
+ARK_LOOP void end_launch(int self) {
+  if (self != 0) return;
+  const LaunchHead& head = *worker().head;
+  const uint32 step = read_now(worker().step);
+  head.steps[read_now(worker().number) * kEventStride] = step;
+  if (Plan::kClosing >= 0 && leads<Plan>(self)) write_now(head.report->steps, step - read_now(worker().before));
+}
+
+// Ends the task whose function has returned, and comes to the next: it returns when that one may run. Behind the last
+// one of a single step it ends the launch: threads that need not meet again keep nothing for it.
 //
 // A function of its own, as tasks' are, which each need all registers: the loop that calls them in turn needs none
 // meanwhile.
@@ -171,7 +188,10 @@ static __device__ __noinline__ Turn next_task() {
     bump_all(self, ended, here.ahead.slots[last % 4]);
   }
   here.positions[self] = position;
-  if (position >= clerk.count) return {kStepDone, {}, {}};
+  if (position >= clerk.count) {
+    if (Plan::kClosing < 0) end_launch<Plan>(self);
+    return {kStepDone, {}, {}};
+  }
   const TaskEntry& task = here.ahead.entries[position % kEntries];
   const TaskSlot& slot = here.ahead.slots[position % 4];
   stamp(self, task, &Stamp::came_ns);
@@ -202,12 +222,6 @@ ARK_LOOP bool run_step() {
     if (function < 0) return function == kStepDone;
     Plan::run(__shfl_sync(~0u, function, 0), turn.context, turn.operands);
   }
-}
-
-// Whether it is the thread that asks and tells the host about steps.
-template <class Plan>
-ARK_LOOP bool leads() {
-  return read_now(worker().number) == Plan::kLeader && thread_anew() == 0;
 }
 
 template <class Plan, int kPointers>
@@ -242,21 +256,17 @@ ARK_LOOP void run_loop(const Launch<kPointers>& launch) {
   }
   sync();
   while (true) {
-    if (Plan::kClosing >= 0 && leads<Plan>() && read_now(head.report->stop) != 0)
+    if (Plan::kClosing >= 0 && leads<Plan>(thread_anew()) && read_now(head.report->stop) != 0)
       write_now(head.control->last, read_now(worker().step));
-    if (!run_step<Plan, kPointers>()) return;
+    if (!run_step<Plan, kPointers>() || Plan::kClosing < 0) return;
     const uint32 step = read_now(worker().step);
-    if (Plan::kClosing < 0 || step - read_now(worker().before) == head.most || read_now(shared<kPointers>().stop))
-      break;
+    if (step - read_now(worker().before) == head.most || read_now(shared<kPointers>().stop)) break;
     const WaitFor all{Plan::kClosing, static_cast<uint32>(Plan::kClosers)};
     if (sync_any(thread_anew() == 0 && !await(all, step, *worker().tasks))) return;
     if (read_now(head.control->last) == step) break;
     if (thread_anew() == 0) write_now(worker().step, step + 1);  // which tasks ask for behind the next sync()
   }
-  if (thread_anew() != 0) return;
-  const uint32 step = read_now(worker().step);
-  head.steps[read_now(worker().number) * kEventStride] = step;
-  if (Plan::kClosing >= 0 && leads<Plan>()) write_now(head.report->steps, step - read_now(worker().before));
+  end_launch<Plan>(thread_anew());
 }
 
 #endif

@@ -22,9 +22,10 @@ inline constexpr bool kDotsByChunk = s.b_depth == 1 && s.depth % kPerChunk<B> ==
 template <class B>
 inline constexpr int64_t kFewRows = 32 / kPerChunk<B>;
 
-template <int MostRows, Product s, class At, class A, class B, class Out, class Bias>
+template <int MostRows, Product kShape, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int rows, int segments,
                        int c0, int c1) {
+  constexpr Product s = kShape;
   if constexpr (s.b_column == 1 && s.b_depth != 1)
     across_columns<MostRows, s.b_aligned>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   else
@@ -41,9 +42,10 @@ inline constexpr bool kColumnsAcross = s.b_depth != 1 && s.b_column == 1 && kIsH
 template <Product s, class T>
 inline constexpr bool kDotsByTensor = kDotsByChunk<s, T>&& kIsHalf<T>;
 
-template <Product s, int kRows, int kColumns, bool kGroups = false, class T, class At, class Out, class Bias>
+template <Product kShape, int kRows, int kColumns, bool kGroups = false, class T, class At, class Out, class Bias>
 ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b, Out* out, const Bias* bias, int r0,
                                int r1, int c0, int c1) {
+  constexpr Product s = kShape;
   constexpr bool kA = kRowsAcross<s, At, T>, kB = kColumnsAcross<s, T>;
   if constexpr (kIsHalf<T> && kGroups)
     tiled_product<GroupTile<T, kRows, kColumns, kA, kB>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
@@ -53,9 +55,10 @@ ARK_LOOP void product_in_tiles(const Side<T, At>& a, const Side<T, EvenRows>& b,
     tiled_product<PlainTile<kRows, kColumns>, kRows, kColumns, kA, kB>(s, a, b, out, bias, r0, r1, c0, c1);
 }
 
-template <int MostRows, Product s, int kRows, int kColumns, class At, class T, class Out, class Bias>
+template <int MostRows, Product kShape, int kRows, int kColumns, class At, class T, class Out, class Bias>
 ARK_LOOP void many_rows(const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                         int c1) {
+  constexpr Product s = kShape;
   constexpr int kPer = kPerChunk<T>;
   const bool a_even = kRowsAcross<s, At, T> ? r0 % kPer == 0 : s.a_depth == 1;
   const bool b_even = kColumnsAcross<s, T> ? c0 % kPer == 0 : s.b_depth == 1;
@@ -95,10 +98,11 @@ ARK_LOOP void one_by_one(const Product& s, const At& at, const A* a, const B* b,
 
 // Rows [r0, r1), wherever `at` says they are, and columns [c0, c1). MostRows bounds the rows of all tiles together.
 // kRows, kColumns: of a tile of many rows, where the plan has chosen its shape.
-template <int64_t MostRows, Product s, int kRows = 0, int kColumns = 0, class At, class A, class B, class Out,
+template <int64_t MostRows, Product kShape, int kRows = 0, int kColumns = 0, class At, class A, class B, class Out,
           class Bias>
 ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0, int r1, int c0,
                          int c1) {
+  constexpr Product s = kShape;
   if (r0 >= r1 || c0 >= c1) return;
   if constexpr (MostRows <= kFewRows<B>)
     few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);

@@ -32,19 +32,20 @@ inline constexpr int kDotColumns = !kFast                     ? 1
 // Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
 // are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
 // lies, and how many are left from it on of those that lie evenly: OneRun, or Runs of products.cuh.
-template <int Rows, bool kFast, int kTogether, class At, class A, class Columns>
-ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Columns& columns, int r0, int rows,
+template <int Rows, bool kFast, int kTogether, class At, class AAt, class Columns>
+ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& columns, int r0, int rows,
                         int first_segment, int segments, int c, int batches, Parts parts) {
   using B = typename Columns::Element;
   constexpr int kPer = kPerChunk<B>;
   // Sums of all rows are folded at once, in fewer steps than row by row; their number is a power of two.
   constexpr int kRowsFolded = Rows <= 1 ? 1 : Rows <= 2 ? 2 : Rows <= 4 ? 4 : 8;
   const DepthSplit split = split_depth(s.depth, 32 * kPer);
-  const int slice = warp() % split.slices, group = warp() / split.slices;
+  const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
+  const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ReadOnce read_once;
   const int step = split.slices * 32 * kPer;
-  const int my_depth = (slice * 32 + lane()) * kPer;
+  const int my_depth = (slice * 32 + lane) * kPer;
 
   // The next batch of columns to be loaded.
   struct {
@@ -80,8 +81,9 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
     for (int pass = 0; pass < split.passes; ++pass) {
       float x[Rows][kPer];
       const int d = my_depth + pass * step;
+      const auto* const from = now(a);
       ARK_UNROLL for (int r = 0; r < Rows; ++r) load_run(
-          s, a + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
+          s, from + at.a(r0 + (first_segment + segment) * Rows + (r < rows ? r : 0)), d, r < rows && d < s.depth, x[r]);
       for (int batch = 0; batch < batches; ++batch) {
         advance();
         float sums[kRowsFolded * kTogether] = {};
@@ -94,9 +96,9 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, const A* a, const Column
         }
         const float sum = fold_lanes<16, 1>(sums);
         constexpr int kLanes = 32 / (kRowsFolded * kTogether);  // that have the same sum
-        const int row = lane() / kLanes / kTogether, column = lane() / kLanes % kTogether;
+        const int row = lane / kLanes / kTogether, column = lane / kLanes % kTogether;
         float* const to = parts.at(segment * Rows + row, slice, (batch * split.groups + group) * kTogether + column);
-        if (lane() % kLanes == 0 && row < Rows) *to = pass == 0 ? sum : *to + sum;
+        if (lane % kLanes == 0 && row < Rows) *to = pass == 0 ? sum : *to + sum;
       }
     }
 }
@@ -107,7 +109,7 @@ ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b
   constexpr int kTogether = kDotColumns<Rows, kFast, B>;
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
   in_slices<Rows>(
-      rows, segments, c0, c0, c1, split.slices, split.groups * kTogether,
+      rows, segments, c0, c1, split.slices, split.groups * kTogether,
       [&](int first, int count, int c, int batches, Parts parts) {
         dot_parts<Rows, kFast, kTogether>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c, batches,
                                           parts);

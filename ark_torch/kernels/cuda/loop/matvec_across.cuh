@@ -94,11 +94,13 @@ ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B
                              int rows, int segments, int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
   in_slices<Rows>(
-      rows, segments, c0 / kPer * kPer, c0, c1, kWarps, kAcrossChunks * kPer,
+      rows, segments, c0 / kPer * kPer, c1, kWarps, kAcrossChunks * kPer,
       [&](int first, int count, int c, int batches, Parts parts) {
         across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
       },
-      [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
+      [&](int line, int c, float sum) {
+        if (c >= c0) finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum);
+      });
 }
 
 }  // namespace ark::loop

@@ -16,17 +16,16 @@ template <class At, bool kOneProduct>
 inline constexpr int kTensorOctets = (At::kEven && kOneProduct) ? 2 : 1;
 inline constexpr int kTensorPart = 32, kTensorParts = 4;  // of depth
 
-// 16 bytes of a row of a; zeros outside of the matrix.
+// 16 bytes of a row of a, whose depth is a multiple of that; zeros outside of the matrix.
 template <class T>
 ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted) {
   Chunk chunk{};
   const T* const from = row + d * s.a_depth;
-  if (s.a_depth == 1 && wanted && d + kPerChunk<T> <= s.depth && s.a_aligned) {
+  if (!wanted || d >= s.depth) return chunk;
+  if (s.a_depth == 1 && s.a_aligned)
     chunk = *reinterpret_cast<const Chunk*>(from);
-  } else {
-    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (wanted && d + i < s.depth)
-        set_element(chunk, i, from[i * s.a_depth]);
-  }
+  else
+    ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) set_element(chunk, i, from[i * s.a_depth]);
   return chunk;
 }
 
@@ -37,11 +36,12 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
                 kSlice = kTensorParts * kTensorPart;
   const DepthSplit split = split_depth(s.depth, kSlice);
-  const int slice = warp() % split.slices, group = warp() / split.slices;
+  const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
+  const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ReadOnce read_once;
-  const int my_line = lane() / 4;  // row of a, column of b
-  const int my_depth = slice * kSlice + lane() % 4 * kPerChunk<T>;
+  const int my_line = lane / 4;  // row of a, column of b
+  const int my_depth = slice * kSlice + lane % 4 * kPerChunk<T>;
   const int step = split.slices * kSlice;
 
   // The next batch of columns to be loaded.
@@ -64,14 +64,14 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
       load(o, q);
-  for (int pass = 0; pass < split.passes; ++pass) {
+  ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     Chunk x[kTensorParts][2];
     ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ARK_UNROLL for (int half = 0; half < 2; ++half) {
       const int row = half * 8 + my_line;
       x[q][half] = load_row_chunk(s, a + at.a(r0 + (row < rows ? row : 0)), my_depth + pass * step + q * kTensorPart,
                                   half * 8 < Rows && row < rows);
     }
-    for (int batch = 0; batch < batches; ++batch) {
+    ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
       if (++next.batch == batches) {
         next.batch = 0;
         ++next.pass;
@@ -80,12 +80,12 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
       ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
         float sums[4] = {};
         ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) {
-          const Chunk w = ring[o][q];
-          ring[o][q] = load(o, q);
+          const Chunk& w = ring[o][q];
           ARK_UNROLL for (int i = 0; i < 4; i += 2) {
             const uint32 lines[4] = {x[q][0].words[i], x[q][1].words[i], x[q][0].words[i + 1], x[q][1].words[i + 1]};
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
+          ring[o][q] = load(o, q);  // behind its use, or it would be into other registers, and copied from there
         }
         ARK_UNROLL for (int half = 0; half < 2; ++half) {
           struct alignas(8) Pair {
@@ -93,7 +93,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
           };
           const int row = half * 8 + my_line;
           auto* const to = reinterpret_cast<Pair*>(
-              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane() % 4 * 2));
+              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane % 4 * 2));
           Pair sum{sums[half * 2], sums[half * 2 + 1]};
           if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
           if (row < Rows) *to = sum;
@@ -108,7 +108,7 @@ ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T
                              int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(
-      rows, 1, c0, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
+      rows, 1, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
       [&](int, int, int c, int batches, Parts parts) {
         tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
       },

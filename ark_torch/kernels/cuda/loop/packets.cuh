@@ -148,39 +148,35 @@ static __device__ __noinline__ float load_one(const Packet<T, kRanks, kApart>* f
   return one[0];
 }
 
-// The first `there` of kCount, kEach of them loaded as one; zeros behind them. Ranks from kFirst on: of few at once,
-// for which there are registers.
-template <int kEach, int kFirst = 0, int kCount, class T, int kRanks, int64_t kApart>
-ARK_LOOP void poll_pieces(const Packet<T, kRanks, kApart>* from, int64_t stride, int there, float (&to)[kCount]) {
+// The kRun from `from` on, which lies as a run does. Ranks from kFirst on: of few at once, for which there are
+// registers.
+template <int kFirst = 0, int kRun, class T, int kRanks, int64_t kApart>
+ARK_LOOP void poll_run(const Packet<T, kRanks, kApart>* from, float (&to)[kRun]) {
+  constexpr int kEach = Piece<Packet<T, kRanks, kApart>, kRun>::kEach;
   using Elements = typename Piece<Packet<T, kRanks, kApart>, kEach>::Elements;
   constexpr int kHere = kRanks - kFirst < 4 ? kRanks - kFirst : 4;
-  Elements pieces[kHere][kCount / kEach];
+  Elements pieces[kHere][kRun / kEach];
   poll<kRanks>([&] {
     int missing = kAllCame;
-    ARK_UNROLL for (int i = 0; i < kCount; i += kEach) ARK_UNROLL for (int r = 0; r < kHere; ++r) if (i < there)
-        pieces[r][i / kEach] = load_packets<Elements, (kRanks > 1)>(of_rank(from + i * stride, kFirst + r));
-    ARK_UNROLL for (int i = 0; i < kCount; ++i)
-        ARK_UNROLL for (int r = 0; r < kHere; ++r) if (i < there && !pieces[r][i / kEach].at[i % kEach].has_come())
-            missing = kFirst + r;
+    ARK_UNROLL for (int i = 0; i < kRun; i += kEach) ARK_UNROLL for (int r = 0; r < kHere; ++r) pieces[r][i / kEach] =
+        load_packets<Elements, (kRanks > 1)>(of_rank(from + i, kFirst + r));
+    ARK_UNROLL for (int i = 0; i < kRun; ++i)
+        ARK_UNROLL for (int r = 0; r < kHere; ++r) if (!pieces[r][i / kEach].at[i % kEach].has_come()) missing =
+            kFirst + r;
     return missing;
   });
-  ARK_UNROLL for (int i = 0; i < kCount; ++i) {
-    const auto part = [&](int r) { return i < there ? widen(pieces[r][i / kEach].at[i % kEach].value) : 0; };
+  ARK_UNROLL for (int i = 0; i < kRun; ++i) {
+    const auto part = [&](int r) { return widen(pieces[r][i / kEach].at[i % kEach].value); };
     to[i] = kFirst == 0 ? part(0) : to[i] + part(0);
     ARK_UNROLL for (int r = 1; r < kHere; ++r) to[i] += part(r);
     if constexpr (kRanks > 1 && kFirst + kHere == kRanks) to[i] = round_to(to[i], T{});
   }
-  if constexpr (kFirst + kHere < kRanks) poll_pieces<kEach, kFirst + kHere>(from, stride, there, to);
+  if constexpr (kFirst + kHere < kRanks) poll_run<kFirst + kHere>(from, to);
 }
-// The kRun from `from` on, which lies as a run does.
-template <int kRun, class T, int kRanks, int64_t kApart>
-ARK_LOOP void poll_run(const Packet<T, kRanks, kApart>* from, float (&to)[kRun]) {
-  poll_pieces<Piece<Packet<T, kRanks, kApart>, kRun>::kEach>(from, 1, kRun, to);
-}
-// The first `there` of kCount that lie anyhow.
+// The first `there` of kCount that lie anyhow, one after the other; zeros behind them.
 template <int kCount, class T, int kRanks, int64_t kApart>
 ARK_LOOP void poll_apart(const Packet<T, kRanks, kApart>* from, int64_t stride, int there, float (&to)[kCount]) {
-  poll_pieces<1>(from, stride, there, to);
+  ARK_UNROLL for (int i = 0; i < kCount; ++i) to[i] = i < there ? load_one(from + i * stride) : 0.0f;
 }
 
 // As those of plain elements in runs.cuh and lanes.cuh.

@@ -10,18 +10,26 @@
 namespace ark::loop {
 
 // Columns [c0, c1) of one of the products.
-template <Product kShape, class B, class OutAt, class BiasAt>
+template <Product kShape, class BAt, class OutAt, class BiasAt>
 struct Share {
-  using Element = B;
+  using Element = typename Pointee<BAt>::Type;
   static constexpr Product kProduct = kShape;
-  const B* b;
+  BAt b;
   OutAt out;
   BiasAt bias;
   int c0, c1;
+  // The same, of which nothing can have been computed before, as Parts::anew().
+  ARK_LOOP Share anew() const {
+    Share same = *this;
+    asm volatile("" : "+r"(same.c0), "+r"(same.c1));
+    return same;
+  }
+  // The same, whose b is not asked for again: faster, where there are registers for it.
+  ARK_LOOP auto pointed() const { return Share<kShape, const Element*, OutAt, BiasAt>{now(b), out, bias, c0, c1}; }
 };
 
-template <Product kShape, class B, class OutAt, class BiasAt>
-ARK_LOOP Share<kShape, B, OutAt, BiasAt> share(const B* b, OutAt out, BiasAt bias, int64_t c0, int64_t c1) {
+template <Product kShape, class BAt, class OutAt, class BiasAt>
+ARK_LOOP Share<kShape, BAt, OutAt, BiasAt> share(BAt b, OutAt out, BiasAt bias, int64_t c0, int64_t c1) {
   return {b, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
@@ -42,7 +50,7 @@ struct Runs<kTogether, First, Rest...> {
 
   const First first;
   const int begin, past, padded;
-  const Element* const zero;  // where number 0 would lie
+  const decltype(First::b) zero;  // where number 0 would lie
   const Runs<kTogether, Rest...> rest;
   const int total;
 
@@ -55,13 +63,13 @@ struct Runs<kTogether, First, Rest...> {
         rest(padded, others...),
         total(rest.total) {}
 
-  ARK_LOOP const Element* origin(int c) const {
+  ARK_LOOP decltype(First::b) origin(int c) const {
     if constexpr (sizeof...(Rest) == 0)
       return zero;
     else
       return c < padded ? zero : rest.origin(c);
   }
-  ARK_LOOP const Element* from(int c) const { return origin(c) + c * s.b_column; }
+  ARK_LOOP const Element* from(int c) const { return now(origin(c)) + c * s.b_column; }
   ARK_LOOP int left(int c) const { return c < padded ? past - c : rest.left(c); }
   ARK_LOOP void finish(int row, int c, float sum) const {
     if (c < past)
@@ -71,53 +79,59 @@ struct Runs<kTogether, First, Rest...> {
   }
 };
 
-template <int kRows, bool kFast, Product s, class A, class First, class... Rest>
-ARK_LOOP void dot_runs(const A* a, const First& first, const Rest&... rest) {
+template <int kRows, bool kFast, Product kShape, class AAt, class First, class... Rest>
+ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
+  constexpr Product s = kShape;
   // Three products' addresses leave registers for eight columns beside one row, no more (H200: 2% slower, no spills).
   constexpr int kMost = kDotColumns<kRows, kFast, typename First::Element>;
   constexpr int kTogether = kMost == 8 && kRows > 1 && sizeof...(Rest) > 1 ? 4 : kMost;
-  const Runs<kTogether, First, Rest...> runs(0, first, rest...);
+  const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
   const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<typename First::Element>);
   in_slices<kRows>(
-      kRows, 1, 0, 0, runs.total, split.slices, split.groups * kTogether,
+      kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int one, int count, int c, int batches, Parts parts) {
-        dot_parts<kRows, kFast, kTogether>(s, EvenRows{s.a_row, 0}, a, runs, 0, kRows, one, count, c, batches, parts);
+        dot_parts<kRows, kFast, kTogether>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, one, count, c, batches, parts);
       },
-      [&](int row, int c, float sum) { runs.finish(row, c, sum); });
+      [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
 
-template <int kRows, Product s, class A, class First, class... Rest>
+template <int kRows, Product kShape, class A, class First, class... Rest>
 ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
+  constexpr Product s = kShape;
   constexpr int kTogether = kTensorOctets<EvenRows, sizeof...(Rest) == 0> * 8;
-  const Runs<kTogether, First, Rest...> runs(0, first, rest...);
+  const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
   in_slices<kRows>(
-      kRows, 1, 0, 0, runs.total, split.slices, split.groups * kTogether,
+      kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int, int, int c, int batches, Parts parts) {
-        tensor_parts<kRows>(s, EvenRows{s.a_row, 0}, a, runs, 0, kRows, c, batches, parts);
+        tensor_parts<kRows>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, c, batches, parts);
       },
-      [&](int row, int c, float sum) { runs.finish(row, c, sum); });
+      [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
 
-template <int kRows, class A, Product s, class B, class OutAt, class BiasAt>
-ARK_LOOP void product_alone(const A* a, const Share<s, B, OutAt, BiasAt>& share) {
-  product<kRows, s>(a, share.b, now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
+template <int kRows, class A, Product s, class BAt, class OutAt, class BiasAt>
+ARK_LOOP void product_alone(const A* a, const Share<s, BAt, OutAt, BiasAt>& share) {
+  product<kRows, s>(a, now(share.b), now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
 }
 
 // All kRows rows of a, whose columns' depth is adjacent in every b, and as far apart in one as in the other. What the
 // kernels above cannot load is computed product by product.
-template <int kRows, class A, class First, class... Rest>
-ARK_LOOP void products(const A* a, const First& first, const Rest&... rest) {
+template <int kRows, class AAt, class First, class... Rest>
+ARK_LOOP void products(AAt a, const First& first, const Rest&... rest) {
+  using A = typename Pointee<AAt>::Type;
   using B = typename First::Element;
   constexpr Product s = First::kProduct;
   static_assert(((s.b_aligned == Rest::kProduct.b_aligned) && ...));
-  if constexpr (kRows <= kFewRows<B>) {
+  constexpr int kMostPointed = 4;  // rows, beside which there are registers for the addresses of several products
+  if constexpr (kRows <= kFewRows<B> && kRows <= kMostPointed) {
+    dot_runs<kRows, kDotsByChunk<s, B>, s>(now(a), first.pointed(), rest.pointed()...);
+  } else if constexpr (kRows <= kFewRows<B>) {
     dot_runs<kRows, kDotsByChunk<s, B>, s>(a, first, rest...);
   } else if constexpr (kSame<A, B> && kRows <= kTensorRows && kDotsByTensor<s, B>) {
-    tensor_runs<kRows, s>(a, first, rest...);
+    tensor_runs<kRows, s>(now(a), first, rest...);
   } else {
-    product_alone<kRows>(a, first);
-    (product_alone<kRows>(a, rest), ...);
+    product_alone<kRows>(now(a), first);
+    (product_alone<kRows>(now(a), rest), ...);
   }
 }
 

@@ -34,12 +34,12 @@ struct PlainTile {
     };
     float line[kDown][kOver] = {};
     _Pragma("unroll 1") for (int chunk = 0; chunk < 8; ++chunk) {
-      Chunk rows[kDown];
-      ARK_UNROLL for (int i = 0; i < kDown; ++i) rows[i] = load(a, first_row() + i * kThreadsDown, chunk);
-      ARK_UNROLL for (int j = 0; j < kOver; ++j) {
-        const Chunk column = load(b, first_column() + j * kThreadsAcross, chunk);
-        ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int e = 0; e < 4; ++e) line[i][j] =
-            fused(chunk_element<float>(rows[i], e), chunk_element<float>(column, e), line[i][j]);
+      Chunk columns[kOver];  // of which there are no more than of rows
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) columns[j] = load(b, first_column() + j * kThreadsAcross, chunk);
+      ARK_UNROLL for (int i = 0; i < kDown; ++i) {
+        const Chunk row = load(a, first_row() + i * kThreadsDown, chunk);
+        ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) line[i][j] =
+            fused(chunk_element<float>(row, e), chunk_element<float>(columns[j], e), line[i][j]);
       }
     }
     ARK_UNROLL for (int i = 0; i < kDown; ++i) ARK_UNROLL for (int j = 0; j < kOver; ++j) sums[i][j] += line[i][j];

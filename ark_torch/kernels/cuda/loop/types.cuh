@@ -71,6 +71,13 @@ ARK_LOOP T* in_global(char* at) {
   return reinterpret_cast<T*>(at);
 }
 
+// Of which the compiler is told that it is a multiple of 16 bytes.
+template <class T>
+ARK_LOOP T* aligned(T* at) {
+  __builtin_assume((bits_as<uint64>(at) & 15) == 0);
+  return at;
+}
+
 // So many elements that are loaded or stored as one.
 template <class T, int kElements>
 struct alignas(kElements * sizeof(T)) Together {
