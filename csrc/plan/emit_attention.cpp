@@ -89,10 +89,16 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   auto head_strides = [&](const Value& value, int64_t shared) {
     return std::vector<int64_t>{stride(value, 0), stride(value, 1) * shared};
   };
-  const std::string q_at = at(to.pointer_later(attention.q, false), indices, head_strides(q, heads));
-  const std::string k_at = at(to.pointer_later(attention.k, added), indices, head_strides(k, 1));
-  const std::string v_at = at(to.pointer_later(attention.v, added), indices, head_strides(v, 1));
-  const std::string out_at = at(to.pointer_later(attention.out, true), indices, head_strides(out, heads));
+  const std::string aligned = to.cuda() ? aligned_rows(to, attention) : "";
+  const bool groups = to.cuda() && aligned != "false" && attends_by_groups(to.graph(), attention);
+  // Where each is used once, at the begin, it is not asked for later.
+  const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
+    return at(groups ? to.pointer(value, write) : to.pointer_later(value, write), indices, strides);
+  };
+  const std::string q_at = place(attention.q, false, head_strides(q, heads));
+  const std::string k_at = place(attention.k, added, head_strides(k, 1));
+  const std::string v_at = place(attention.v, added, head_strides(v, 1));
+  const std::string out_at = place(attention.out, true, head_strides(out, heads));
   std::string mask_at = "static_cast<const NoMask*>(nullptr)";
   int64_t mask_head = 0, mask_row = 0, mask_column = 0;
   if (attention.mask >= 0) {
@@ -112,7 +118,6 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   scale.literal = attention.scale;
   std::string factor = cpp_lanes(scale);  // splat(...)
   factor = factor.substr(6, factor.size() - 7);
-  const std::string aligned = to.cuda() ? aligned_rows(to, attention) : "";
   to.line("constexpr Attention s{.heads = " + number(heads) + ", .queries = " + number(q.shape[2]) +
           ", .keys = " + number(k.shape[2]) + ", .q_head = " + number(head(q)) + ", .q_row = " + number(stride(q, 2)) +
           ", .q_column = " + number(column(q)) + ",");
@@ -129,7 +134,6 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   if (!to.cuda())
     to.scratch((16 * (padded + padded_values) + padded * 64) * 4);  // attention_scratch() of attention.hpp
   // The strides are a template argument where code is chosen by them.
-  const bool groups = to.cuda() && aligned != "false" && attends_by_groups(to.graph(), attention);
   if (groups) to.multiply_by_groups();
   const std::string sizes = number(columns) + ", " + number(value_columns);
   const std::string call = !to.cuda() ? "attend<" + sizes + ">(context, s, "
