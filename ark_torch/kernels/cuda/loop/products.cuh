@@ -109,9 +109,9 @@ ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
       [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
 
-template <int kRows, class A, Product s, class BAt, class OutAt, class BiasAt>
-ARK_LOOP void product_alone(const A* a, const Share<s, BAt, OutAt, BiasAt>& share) {
-  product<kRows, s>(a, now(share.b), now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
+template <int kRows, class A, class One>
+ARK_LOOP void product_alone(const A* a, const One& share) {
+  product<kRows, One::kProduct>(a, now(share.b), now(share.out), now(share.bias), 0, kRows, share.c0, share.c1);
 }
 
 // All kRows rows of a, whose columns' depth is adjacent in every b, and as far apart in one as in the other. What the
