@@ -10,16 +10,19 @@
 
 namespace ark::loop {
 
-// 16 bytes of a column of b; kFast: they are adjacent and aligned.
+// 16 bytes of a column of b; kFast: they are adjacent and aligned. Zeros behind the depth (`whole`: d never is there);
+// of a column that is not wanted, anything: of a column before, which its sum may be of, as nobody asks for it. Were it
+// zeros, too, ptxas would move a word of the last load to where the zero is, and so wait for it in every round.
 template <bool kFast, class B>
-ARK_LOOP Chunk load_column(const Product& s, const ReadOnce& read_once, const B* from, int d, bool wanted) {
+ARK_LOOP void load_column(Chunk& chunk, const Product& s, const ReadOnce& read_once, const B* from, int d, bool whole,
+                          bool wanted) {
   if constexpr (kFast) {
-    return read_once(from, wanted);
+    if (!whole && d >= s.depth) chunk = {};
+    read_once.load(chunk, from, wanted);
   } else {
-    Chunk chunk{};
+    chunk = {};
     ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && d + i < s.depth)
         set_element(chunk, i, from[i * s.b_depth]);
-    return chunk;
   }
 }
 
@@ -46,6 +49,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
   const ReadOnce read_once;
   const int step = split.slices * 32 * kPer;
   const int my_depth = (slice * 32 + lane) * kPer;
+  const bool whole = split.passes * step == s.depth;
 
   // The next batch of columns to be loaded.
   struct {
@@ -70,13 +74,12 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
     }
     place();
   };
+  Chunk ring[kTogether] = {};
   auto load = [&](int u) {
-    return load_column<kFast>(s, read_once, next.from + u * s.b_column, next.d, u < next.left);
+    load_column<kFast>(ring[u], s, read_once, next.from + u * s.b_column, next.d, whole, u < next.left);
   };
-
-  Chunk ring[kTogether];
   place();
-  ARK_UNROLL for (int u = 0; u < kTogether; ++u) ring[u] = load(u);
+  ARK_UNROLL for (int u = 0; u < kTogether; ++u) load(u);
   for (int segment = 0; segment < segments; ++segment)
     for (int pass = 0; pass < split.passes; ++pass) {
       float x[Rows][kPer];
@@ -92,7 +95,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
           ARK_UNROLL for (int i = 0; i < kPer; ++i) w[i] = chunk_element<B>(ring[u], i);
           ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int i = 0; i < kPer; ++i) sums[r * kTogether + u] =
               fused(x[r][i], w[i], sums[r * kTogether + u]);
-          ring[u] = load(u);  // behind its use, or it would be into other registers, and copied from there
+          load(u);  // behind its use, or it would be into other registers, and copied from there
         }
         const float sum = fold_lanes<16, 1>(sums);
         constexpr int kLanes = 32 / (kRowsFolded * kTogether);  // that have the same sum

@@ -43,6 +43,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   const int my_line = lane / 4;  // row of a, column of b
   const int my_depth = slice * kSlice + lane % 4 * kPerChunk<T>;
   const int step = split.slices * kSlice;
+  const bool whole = split.passes * step == s.depth;
 
   // The next batch of columns to be loaded.
   struct {
@@ -56,14 +57,15 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
     next.left = next.pass < split.passes ? columns.left(column) - my_line : 0;
     next.from = columns.from(column) + my_line * s.b_column + next.d;
   };
+  Chunk ring[kOctets][kTensorParts] = {};
   auto load = [&](int octet, int part) {
-    return read_once(next.from + octet * 8 * s.b_column + part * kTensorPart,
-                     octet * 8 < next.left && next.d + part * kTensorPart < s.depth);
+    const bool there = whole || next.d + part * kTensorPart < s.depth;
+    if (!there) ring[octet][part] = {};
+    read_once.load(ring[octet][part], next.from + octet * 8 * s.b_column + part * kTensorPart,
+                   octet * 8 < next.left && there);
   };
-  Chunk ring[kOctets][kTensorParts];
   place();
-  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ring[o][q] =
-      load(o, q);
+  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) load(o, q);
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     Chunk x[kTensorParts][2];
     ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) ARK_UNROLL for (int half = 0; half < 2; ++half) {
@@ -85,7 +87,8 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
             const uint32 lines[4] = {x[q][0].words[i], x[q][1].words[i], x[q][0].words[i + 1], x[q][1].words[i + 1]};
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
-          ring[o][q] = load(o, q);  // behind its use, or it would be into other registers, and copied from there
+          asm volatile("" : "+f"(sums[0]));
+          load(o, q);  // behind its use, or it would be into other registers, and copied from there
         }
         ARK_UNROLL for (int half = 0; half < 2; ++half) {
           struct alignas(8) Pair {

@@ -46,9 +46,8 @@ ARK_LOOP float fused(float a, float b, float c) {
 class ReadOnce {
  public:
   ARK_LOOP ReadOnce() { asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy_)); }
-  // Zeros unless `wanted`.
-  ARK_LOOP Chunk operator()(const void* from, bool wanted) const {
-    Chunk chunk{};
+  // Unless `wanted`, what `chunk` holds stays.
+  ARK_LOOP void load(Chunk& chunk, const void* from, bool wanted) const {
     asm volatile(
         "{\n"
         ".reg .pred wanted;\n"
@@ -57,6 +56,11 @@ class ReadOnce {
         "}"
         : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
         : "l"(from), "l"(policy_), "r"(static_cast<int>(wanted)));
+  }
+  // Zeros unless `wanted`.
+  ARK_LOOP Chunk operator()(const void* from, bool wanted) const {
+    Chunk chunk{};
+    load(chunk, from, wanted);
     return chunk;
   }
 
