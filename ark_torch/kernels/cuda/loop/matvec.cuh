@@ -10,9 +10,10 @@
 
 namespace ark::loop {
 
-// 16 bytes of a column of b; kFast: they are adjacent and aligned. Zeros behind the depth (`whole`: d never is there);
-// of a column that is not wanted, anything: of a column before, which its sum may be of, as nobody asks for it. Were it
-// zeros, too, ptxas would move a word of the last load to where the zero is, and so wait for it in every round.
+// 16 bytes of a column of b; kFast: they are adjacent and aligned. Zeros behind the depth (`whole`: d never is there),
+// where a has zeros, too, and infinity times those would be no number. A column that is not wanted keeps what `chunk`
+// held, another column's: its sum is read by nobody. Were it zeros, too, ptxas would move a word of the last load to
+// where the zero is, and so wait for it in every round.
 template <bool kFast, class B>
 ARK_LOOP void load_column(Chunk& chunk, const Product& s, const ReadOnce& read_once, const B* from, int d, bool whole,
                           bool wanted) {

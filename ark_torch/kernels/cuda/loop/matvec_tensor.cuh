@@ -87,8 +87,9 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
             const uint32 lines[4] = {x[q][0].words[i], x[q][1].words[i], x[q][0].words[i + 1], x[q][1].words[i + 1]};
             multiply_add<T>(sums, lines, w.words[i], w.words[i + 1]);
           }
+          // Behind its use, which the sum orders: else it would be into other registers, and copied from there.
           asm volatile("" : "+f"(sums[0]));
-          load(o, q);  // behind its use, or it would be into other registers, and copied from there
+          load(o, q);
         }
         ARK_UNROLL for (int half = 0; half < 2; ++half) {
           struct alignas(8) Pair {
