@@ -180,3 +180,35 @@ def test_products_of_few_rows_share_them(dtype: torch.dtype, close: float) -> No
             want = F.linear(x.double(), w.double(), None if bias is None else bias.double())
             scale = (F.linear(x.double().square(), w.double().square()) + 1).sqrt() + want.abs()
             assert float(((out.double() - want).abs() / scale).max()) < close, case
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", [True, False])
+def test_infinite_weights_stay_in_their_columns(dtype: torch.dtype, shared: bool) -> None:
+    """Columns beside them have the bits that they have without; where lanes load less than they hold, what is behind
+    the depth, and columns that a warp does not take, add nothing."""
+    torch.manual_seed(0)
+    rows = [torch.randn(m, k, dtype=dtype, device="cuda") for m, k, _, _ in SHARED]
+    finite = [[torch.randn(n, k, dtype=dtype, device="cuda") for n in widths] for _, k, widths, _ in SHARED]
+    infinite = [[weight.clone() for weight in some] for some in finite]
+    for weight in (weight for some in infinite for weight in some):
+        kind = torch.randint(0, 6, (len(weight),), device="cuda")
+        weight[kind == 0] = float("inf")
+        weight[kind == 1, -1] = float("-inf")
+        weight[kind == 2, 0] = float("nan")
+
+    xs = [[x if shared else x.clone() for _ in some] for x, some in zip(rows, finite, strict=True)]
+
+    def products(xs: list[list[Tensor]], weights: list[list[Tensor]]) -> list[list[Tensor]]:
+        return [list(map(F.linear, *several)) for several in zip(xs, weights, strict=True)]
+
+    got, stages = with_stages(products, xs, infinite)
+    apart, _ = with_stages(products, xs, finite)
+    assert any(", " in name for name in stages) == shared, stages
+    for case, x, some, outs, others in zip(SHARED, rows, infinite, got, apart, strict=True):
+        for weight, out, other in zip(some, outs, others, strict=True):
+            alike = weight.isfinite().all(1)
+            assert torch.equal(out[:, alike], other[:, alike]), case
+            want = F.linear(x.double(), weight.double())[:, ~alike]
+            assert torch.equal(want.isnan(), out[:, ~alike].isnan()), case
+            assert torch.equal(want[~want.isnan()], out[:, ~alike].double()[~want.isnan()]), case
