@@ -86,6 +86,7 @@ def finish(device: torch.device) -> None:
 
 
 def captured(step: Step) -> Step:
+    """Its replay, which keeps the step, and so the parameters that it reads."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -94,7 +95,11 @@ def captured(step: Step) -> Step:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's threads look after their work meanwhile
         step()
-    return graph.replay
+
+    def replay(_alive: Step = step) -> None:
+        graph.replay()
+
+    return replay
 
 
 def in_turns(steps: dict[str, Step], turns: int, device: torch.device) -> dict[str, dict[str, float]]:
