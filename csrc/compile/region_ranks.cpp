@@ -8,6 +8,7 @@
 
 #include "cuda/loop/launch.cuh"
 #include "error.hpp"
+#include "memory/graph_owned.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace ark::compile {
@@ -40,10 +41,8 @@ RegionRanks::RegionRanks(std::string region, std::string group, c10::Device devi
       met_(c10::intrusive_ptr<c10d::Backend>()) {}
 
 // A group that was made anew starts with memory that is zero, and so does the count of steps.
-void RegionRanks::meet(CudaCommunicator& communicator, const Operation& operation) {
-  CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-  check(driver().stream_is_capturing(static_cast<CUstream>(operation.stream), &capturing), "cuStreamIsCapturing");
-  if (capturing != CU_STREAM_CAPTURE_STATUS_NONE)
+void RegionRanks::meet(CudaCommunicator& communicator, bool capturing) {
+  if (capturing)
     throw Error(ErrorKind::invalid_argument,
                 region_ + ": its first call with this group is under graph capture, where ranks cannot meet",
                 ErrorContext{-1, -1, "", 0, "Call it once, on all ranks, before the capture begins."});
@@ -66,11 +65,13 @@ bool RegionRanks::launch(Step step) {
   const auto run = [&](CudaCommunicator& communicator, const Operation& operation) {
     const std::lock_guard lock(mutex_);
     communicator.check(operation.context);
+    const Capture capture = capture_of(static_cast<CUstream>(operation.stream));
     if (met_.lock().get() != backend.get()) {
-      meet(communicator, operation);
+      meet(communicator, capture.id != 0);
       met_ = c10::weak_intrusive_ptr<c10d::Backend>(backend);
     }
     if (refused_) return;
+    if (capture.id != 0) keep_with_graph(capture, shared_->keep);
     loop::Ranks ranks{};
     std::copy(shared_->memory.begin(), shared_->memory.end(), ranks.packets);
     ranks.status = shared_->status;

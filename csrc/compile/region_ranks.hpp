@@ -5,8 +5,9 @@
 // multiprocessors: beside an eager collective of the same group, each rank could hold what the other waits for. So it
 // could beside one of another group, or another group's region: those must reach the devices in one order, which is the
 // user's to see to, as with NCCL's communicators.) The memory is shared at the first call, by all ranks together, and
-// again where the group was made anew. Calls captured in a graph use the same memory: the graph's replays, and eager
-// calls beside them, must be ordered by the user, and alike on all ranks, as must those of eager collectives.
+// again where the group was made anew. Calls captured in a graph use the same memory, which lives as long as the graph:
+// the graph's replays, and eager calls beside them, must be ordered by the user, and alike on all ranks, as must those
+// of eager collectives.
 //
 // A wait on a peer ends with the group (its watch tells the device of a lost rank) or after the group's timeout, which
 // then fails the group. The launch is left without a result, the context goes on, and the next call raises.
@@ -39,7 +40,7 @@ class RegionRanks {
   void raise_ended(const Error& left);
 
  private:
-  void meet(CudaCommunicator& communicator, const Operation& operation);
+  void meet(CudaCommunicator& communicator, bool capturing);
 
   const std::string region_, group_;
   const c10::Device device_;

@@ -19,6 +19,8 @@ using CUstream = struct CUstream_st*;
 using CUevent = struct CUevent_st*;
 using CUmodule = struct CUmod_st*;
 using CUfunction = struct CUfunc_st*;
+using CUgraph = struct CUgraph_st*;
+using CUuserObject = struct CUuserObject_st*;
 using CUhostFn = void (*)(void* user_data);
 
 struct CUuuid {
@@ -176,6 +178,9 @@ enum CUstreamCaptureMode : int {
   CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1,
   CU_STREAM_CAPTURE_MODE_RELAXED = 2,
 };
+
+enum CUuserObject_flags : int { CU_USER_OBJECT_NO_DESTRUCTOR_SYNC = 1 };
+enum CUuserObjectRetain_flags : int { CU_GRAPH_USER_OBJECT_MOVE = 1 };
 
 // Pinned host memory (macros in cuda.h).
 constexpr unsigned kHostAllocPortable = 1;

@@ -96,9 +96,14 @@
     (CUstream stream, unsigned count, CUstreamBatchMemOpParams* operations, unsigned flags))                           \
   X(stream_is_capturing, cuStreamIsCapturing, (CUstream stream, CUstreamCaptureStatus* status))                        \
   X(stream_get_capture_info, cuStreamGetCaptureInfo_v3,                                                                \
-    (CUstream stream, CUstreamCaptureStatus* status, uint64_t* id, void** graph, const void** nodes,                   \
+    (CUstream stream, CUstreamCaptureStatus* status, uint64_t* id, CUgraph* graph, const void** nodes,                 \
      const void** edges, size_t* count))                                                                               \
   X(thread_exchange_stream_capture_mode, cuThreadExchangeStreamCaptureMode, (CUstreamCaptureMode* mode))               \
+  X(user_object_create, cuUserObjectCreate,                                                                            \
+    (CUuserObject* object, void* pointer, CUhostFn destroy, unsigned references, unsigned flags))                      \
+  X(user_object_release, cuUserObjectRelease, (CUuserObject object, unsigned count))                                   \
+  X(graph_retain_user_object, cuGraphRetainUserObject,                                                                 \
+    (CUgraph graph, CUuserObject object, unsigned count, unsigned flags))                                              \
   X(event_create, cuEventCreate, (CUevent* event, unsigned flags))                                                     \
   X(event_record, cuEventRecord, (CUevent event, CUstream stream))                                                     \
   X(event_query, cuEventQuery, (CUevent event))                                                                        \

@@ -64,11 +64,11 @@ std::optional<DeviceMemory> DeviceMemory::try_allocate(int device, size_t bytes)
   return memory;
 }
 
-DeviceMemory DeviceMemory::allocate(int device, size_t bytes) {
+DeviceMemory DeviceMemory::allocate(int device, size_t bytes, const char* remedy) {
   std::optional<DeviceMemory> memory = try_allocate(device, bytes);
   if (!memory) {
     ErrorContext hint;
-    hint.remedy = "Free memory on this device before the group's first collective on CUDA tensors.";
+    hint.remedy = remedy;
     throw Error(ErrorKind::system,
                 "cuMemCreate of " + std::to_string(bytes >> 20) + " MB on device " + std::to_string(device) +
                     " failed: " + describe(CUDA_ERROR_OUT_OF_MEMORY),

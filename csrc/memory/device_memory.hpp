@@ -21,7 +21,7 @@ class DeviceMemory {
   ~DeviceMemory();  // nothing may use it any more
 
   // At least `bytes` on this device, zeroed. Error(system) with size and remedy when there is not enough.
-  static DeviceMemory allocate(int device, size_t bytes);
+  static DeviceMemory allocate(int device, size_t bytes, const char* remedy = kFreeSome);
   // The same with any contents; nothing where the device has not enough.
   static std::optional<DeviceMemory> try_allocate(int device, size_t bytes);
   // Maps a peer's allocation of exactly `bytes` for kernels of `device`.
@@ -34,6 +34,8 @@ class DeviceMemory {
   size_t size() const { return bytes_; }
 
  private:
+  static constexpr const char* kFreeSome =
+      "Free memory on this device before the group's first collective on CUDA tensors.";
   void map(size_t bytes);
 
   int device_ = -1;

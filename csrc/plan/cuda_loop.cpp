@@ -8,7 +8,7 @@
 
 #include "cuda/loop/lookahead.cuh"
 #include "error.hpp"
-#include "memory/device_memory.hpp"
+#include "memory/graph_owned.hpp"
 #include "plan/join_tasks.hpp"
 #include "plan/launch_wait.hpp"
 #include "plan/step_failure.hpp"
@@ -30,47 +30,14 @@ constexpr std::chrono::nanoseconds kLaterThanPeers = std::chrono::minutes(1);
 constexpr auto kPoll = std::chrono::microseconds(50);
 constexpr auto kAsk = std::chrono::milliseconds(50);
 
-size_t aligned(int64_t bytes) {
-  return static_cast<size_t>((bytes + 255) / 256 * 256);
-}
-
-uint64_t capture_of(CUstream stream) {
-  CUstreamCaptureStatus status{};
-  uint64_t id = 0;
-  check(driver().stream_get_capture_info(stream, &status, &id, nullptr, nullptr, nullptr, nullptr),
-        "cuStreamGetCaptureInfo");
-  return status == CU_STREAM_CAPTURE_STATUS_ACTIVE ? id : 0;
-}
-
 }  // namespace
-
-// One allocation: control, events, steps, then what tasks write.
-struct CudaLoop::Memory {
-  Memory(const Plan& plan, int64_t scratch_bytes, int device)
-      : events(aligned(sizeof(loop::Control))),
-        steps(events + (plan.events.size() + 1) * loop::kEventStride * sizeof(uint32_t)),
-        own(steps + plan.queues.size() * loop::kEventStride * sizeof(uint32_t)),
-        own_stride(aligned(plan.own_bytes)),
-        scratch(own + own_stride * plan.queues.size()),
-        scratch_stride(aligned(scratch_bytes)),
-        arena(scratch + scratch_stride * plan.queues.size()),
-        data(DeviceMemory::allocate(device, arena + aligned(plan.arena_bytes))),
-        report(device, sizeof(loop::Report)) {}
-
-  loop::Report& host_report() const { return *static_cast<loop::Report*>(report.host()); }
-
-  // Offsets, and sizes of a worker's part.
-  const size_t events, steps, own, own_stride, scratch, scratch_stride, arena;
-  const DeviceMemory data;
-  const PinnedMemory report;
-  std::unique_ptr<PinnedMemory> stamps;  // made when asked for
-};
 
 CudaLoop::CudaLoop(Plan plan, int device)
     : plan_(std::move(plan)),
       source_(emit_cuda(plan_)),
       exchanges_(exchanges_of(plan_.graph, plan_.stages)),
-      device_(device) {
+      device_(device),
+      memories_(plan_, source_.scratch_bytes, device, exchanges_.ranks > 0) {
   auto& library = jit::KernelLibrary::of(device);
   kernel_ = &library.get(source_.text, kLoopKernel, true, false);
   ErrorContext context;
@@ -92,76 +59,36 @@ CudaLoop::CudaLoop(Plan plan, int device)
            std::to_string(resident));
 }
 
-// What still runs uses the sets. Where the driver is gone already, or refuses since somebody captures, nothing runs or
-// there is nothing better to do.
-CudaLoop::~CudaLoop() {
-  try {
-    const RelaxedCapture relaxed;
-    const CurrentContext context(device_);
-    if (!memories_.empty()) static_cast<void>(driver().ctx_synchronize());
-  } catch (const Error&) {
-    return;
-  }
-}
+CudaLoop::~CudaLoop() = default;
 
 int CudaLoop::shared_bytes() const {
   return source_.shared_bytes;
 }
 
-CudaLoop::Memory& CudaLoop::memory_of(CUstream stream) {
-  const bool one = exchanges_.ranks > 0;
-  const uint64_t capture = one ? 0 : capture_of(stream);
-  const std::lock_guard lock(mutex_);
-  std::unique_ptr<Memory>& memory = memories_[{one ? nullptr : stream, capture}];
-  if (memory == nullptr) memory = std::make_unique<Memory>(plan_, source_.scratch_bytes, device_);
-  return *memory;
-}
-
 // Before anything is asked of the driver: a failed assertion has left it with one answer for all.
 void CudaLoop::raise_if_failed() {
-  const std::lock_guard lock(mutex_);
-  for (auto& [where, memory] : memories_)
-    if (protocol::load_acquire(memory->host_report().failure) != 0) raise(*memory, where.first);
+  const std::optional<loop::Report> found = memories_.take_failure();
+  if (!found) return;
+  const auto failure = static_cast<loop::Failure>(found->failure);
+  raise_step_failure(plan_, step_failure(failure == loop::Failure::deadline ? StepFailure::Kind::deadline
+                                         : failure == loop::Failure::peer   ? StepFailure::Kind::peer
+                                                                            : StepFailure::Kind::index_too_large,
+                                         *found, timeout_));
 }
 
 void CudaLoop::renew() {
-  const std::lock_guard lock(mutex_);
-  if (memories_.empty()) return;
-  const RelaxedCapture relaxed;
-  check(driver().ctx_synchronize(), "waiting for the steps of a group that has ended");
-  memories_.clear();
+  memories_.renew();
 }
 
 std::string CudaLoop::left() const {
-  const std::lock_guard lock(mutex_);
-  for (const auto& [where, memory] : memories_) {
-    const loop::Report& report = memory->host_report();
-    if (static_cast<loop::Failure>(protocol::load_acquire(report.failure)) == loop::Failure::peer)
-      return describe_left(plan_, step_failure(StepFailure::Kind::peer, report, timeout_));
-  }
-  return "";
-}
-
-void CudaLoop::raise(Memory& memory, CUstream stream) const {
-  loop::Report& report = memory.host_report();
-  const auto failure = static_cast<loop::Failure>(report.failure);
-  const StepFailure what = step_failure(failure == loop::Failure::deadline ? StepFailure::Kind::deadline
-                                        : failure == loop::Failure::peer   ? StepFailure::Kind::peer
-                                                                           : StepFailure::Kind::index_too_large,
-                                        report, timeout_);
-  // Packets of steps that were counted lie with the peers.
-  if (exchanges_.ranks > 0) raise_step_failure(plan_, what);
-  // As if none had run. An assertion has ended the context: then this is all in vain.
-  std::memset(static_cast<void*>(&report), 0, sizeof(report));
-  // Packets of steps to come are told from those of steps that are not counted any more.
-  static_cast<void>(driver().memset_d8_async(reinterpret_cast<CUdeviceptr>(memory.data.data()), 0,
-                                             memory.arena + static_cast<size_t>(plan_.arena_bytes), stream));
-  raise_step_failure(plan_, what);
+  const std::optional<loop::Report> found = memories_.failure();
+  if (!found || static_cast<loop::Failure>(found->failure) != loop::Failure::peer) return "";
+  return describe_left(plan_, step_failure(StepFailure::Kind::peer, *found, timeout_));
 }
 
 // The device's clock has another beginning than the host's: the last task's end is taken for the moment in which the
 // stream was found done, which moves all by some microseconds.
-void CudaLoop::take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const {
+void CudaLoop::take_stamps(StepMemory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const {
   check(driver().stream_synchronize(stream), "waiting for the step to be traced");
   const uint64_t done_ns = cpu::now_ns();
   const auto* device = static_cast<const loop::Stamp*>(memory.stamps->host());
@@ -190,8 +117,8 @@ std::chrono::nanoseconds CudaLoop::limit_of(const loop::Ranks* ranks) const {
   return std::chrono::nanoseconds(ranks->limit_ns) + kLaterThanPeers;
 }
 
-void CudaLoop::launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
-                      const loop::Ranks* ranks, uint32_t most_steps) {
+void CudaLoop::launch(StepMemory& memory, const void* const* inputs, void* const* outputs, CUstream stream,
+                      bool stamped, const loop::Ranks* ranks, uint32_t most_steps) {
   const auto given = static_cast<size_t>(source_.pointers);
   const auto most = static_cast<size_t>(plan_.graph.inputs());
   std::vector<char> launch(sizeof(loop::LaunchHead) + given * sizeof(char*));
@@ -222,29 +149,29 @@ void CudaLoop::launch(Memory& memory, const void* const* inputs, void* const* ou
 void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps,
                    const loop::Ranks* ranks) {
   raise_if_failed();
-  Memory& memory = memory_of(stream);
-  if (stamps != nullptr && capture_of(stream) != 0) stamps = nullptr;
+  const std::shared_ptr<StepMemory> memory = memories_.of(stream);
+  if (stamps != nullptr && capture_of(stream).id != 0) stamps = nullptr;
   if (stamps != nullptr) {
     const size_t bytes = (plan_.tasks.size() + 1) * sizeof(loop::Stamp);
-    if (memory.stamps == nullptr) memory.stamps = std::make_unique<PinnedMemory>(device_, bytes);
-    std::memset(memory.stamps->host(), 0, bytes);
+    if (memory->stamps == nullptr) memory->stamps = std::make_unique<PinnedMemory>(device_, bytes);
+    std::memset(memory->stamps->host(), 0, bytes);
   }
   const uint64_t begin_ns = cpu::now_ns();
-  launch(memory, inputs, outputs, stream, stamps != nullptr, ranks, 1);
-  if (stamps != nullptr) take_stamps(memory, stream, begin_ns, *stamps);
+  launch(*memory, inputs, outputs, stream, stamps != nullptr, ranks, 1);
+  if (stamps != nullptr) take_stamps(*memory, stream, begin_ns, *stamps);
 }
 
 CudaLoop::Launched CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
                                           const loop::Ranks* ranks) {
-  if (most < 1 || !plan_.chained || capture_of(stream) != 0)
+  if (most < 1 || !plan_.chained || capture_of(stream).id != 0)
     throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(most) + " steps of a plan that is " +
                                                  (plan_.chained ? "" : "not ") + "chained" +
-                                                 (capture_of(stream) != 0 ? ", under graph capture" : ""));
+                                                 (capture_of(stream).id != 0 ? ", under graph capture" : ""));
   raise_if_failed();
-  Memory& memory = memory_of(stream);
-  loop::Report& report = memory.host_report();
+  const std::shared_ptr<StepMemory> memory = memories_.of(stream);
+  loop::Report& report = memory->host_report();
   report.stop = report.steps = 0;
-  launch(memory, inputs, nullptr, stream, false, ranks, most);
+  launch(*memory, inputs, nullptr, stream, false, ranks, most);
   return {&report, most, limit_of(ranks)};
 }
 

@@ -1,12 +1,10 @@
 // A plan on a GPU: emitted, compiled by NVRTC, loaded, and launched on the caller's stream as one kernel a step.
 //
-// Calls are asynchronous and may be captured in a CUDA graph. Memory of a step (arena, own arenas, scratch, events) is
-// a set of its own for every stream and for every capture: launches on one stream follow each other, launches of others
-// may overlap, and a captured graph may run again at any time. Sets live as long as the loop, which must outlive the
-// graphs that hold its launches.
+// Calls are asynchronous and may be captured in a CUDA graph, which may outlive the loop. Streams and captures have
+// memory of their own (step_memory.hpp).
 //
-// A plan with collectives has one set: its launches follow each other, in the order that all ranks issue, since they
-// are operations of the group; the count of steps is the packets' epoch.
+// A plan with collectives has one set of it: its launches follow each other, in the order that all ranks issue, since
+// they are operations of the group; the count of steps is the packets' epoch.
 //
 // A chained plan runs many steps a launch, for a host that waits for it (ark_torch.resident).
 //
@@ -17,16 +15,14 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <utility>
 
 #include "jit/kernel.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/plan.hpp"
 #include "plan/spread_collectives.hpp"
+#include "plan/step_memory.hpp"
 #include "plan/step_stamps.hpp"
 
 namespace ark::loop {
@@ -77,14 +73,11 @@ class CudaLoop {
   int shared_bytes() const;  // of a block
 
  private:
-  struct Memory;
-  Memory& memory_of(CUstream stream);
-  void launch(Memory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
+  void launch(StepMemory& memory, const void* const* inputs, void* const* outputs, CUstream stream, bool stamped,
               const loop::Ranks* ranks, uint32_t most);
   std::chrono::nanoseconds limit_of(const loop::Ranks* ranks) const;  // of a wait; zero: none
   void raise_if_failed();
-  [[noreturn]] void raise(Memory& memory, CUstream stream) const;
-  void take_stamps(Memory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
+  void take_stamps(StepMemory& memory, CUstream stream, uint64_t begin_ns, StepStamps& stamps) const;
 
   const Plan plan_;
   const CudaSource source_;
@@ -92,8 +85,7 @@ class CudaLoop {
   const int device_;
   const jit::Kernel* kernel_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::minutes(1);
-  mutable std::mutex mutex_;                                                   // guards the next
-  std::map<std::pair<CUstream, uint64_t>, std::unique_ptr<Memory>> memories_;  // by stream and capture; 0: none
+  StepMemories memories_;
 };
 
 }  // namespace ark::plan

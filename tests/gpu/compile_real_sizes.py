@@ -22,22 +22,13 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "compile"))
 import exactness
 import real_sizes
 import torch
+from compile_support import compiled
 from torch import Tensor
 
-from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
 Figures = dict[str, Any]
 RUNS = 200  # that must give the same bits
-
-
-def compiled(model: Any) -> tuple[Any, Report]:
-    report, parsed = Report(), options.parse(None, {"choose": "ark", "fallback": False})
-
-    def run(graph_module: Any, example_inputs: Any) -> Any:
-        return backend.compile_graph(graph_module, example_inputs, parsed, report)
-
-    return torch.compile(model, backend=run, dynamic=False), report
 
 
 def one_kernel(report: Report) -> Figures:
@@ -53,7 +44,7 @@ def held(case: real_sizes.Case, by_inductor: bool = True) -> Figures:
     rival = torch.compile(copy.deepcopy(case.model), dynamic=False) if by_inductor else copy.deepcopy(case.model)
     wanted = exactness.exact(case.model, case.run)
     begin = time.perf_counter()
-    call, report = compiled(case.model)
+    call, report = compiled(case.model, fallback=False)
     got = case.run(call, dtype)
     seconds = time.perf_counter() - begin
     ark, other = exactness.error(got, wanted), exactness.error(case.run(rival, dtype), wanted)
@@ -99,7 +90,7 @@ def text_in_float32(device: torch.device, small: bool) -> Figures:
     """200 greedy tokens, the same as eager's."""
     case = real_sizes.llama(torch.float32, device, small, layers=4)
     eager, _ = continued(copy.deepcopy(case.model), 200, device)
-    call, report = compiled(case.model)
+    call, report = compiled(case.model, fallback=False)
     tokens, _ = continued(call, 200, device)
     assert torch.equal(tokens, eager), f"from token {int((tokens != eager).flatten().nonzero()[0])} on"
     assert tokens.unique().numel() > 3
@@ -112,7 +103,7 @@ def text_of_a_thousand(device: torch.device, small: bool) -> Figures:
     steps, compared = (40, 20) if small else (1000, 200)
     model = real_sizes.llama(torch.bfloat16, device, small).model
     eager = copy.deepcopy(model)
-    call, report = compiled(model)
+    call, report = compiled(model, fallback=False)
     tokens, logits = continued(call, steps, device)
     resources = one_kernel(report)
     exact = exactly(eager, tokens, device)

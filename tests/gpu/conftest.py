@@ -12,6 +12,7 @@ from pathlib import Path
 
 import native
 import pytest
+import torch
 from on_gpu import GPUS, SHARED, WORLD
 from support import crew
 
@@ -88,3 +89,16 @@ def _crews() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _clean(leaves_nothing: None) -> Iterator[None]:
     yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, float32 products as exact as they can be, and no gradients."""
+    before = torch.backends.cuda.matmul.allow_tf32  # of no plain module: pytest 9.2's monkeypatch cannot put it back
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+    torch._dynamo.reset()
+    torch.backends.cuda.matmul.allow_tf32 = before

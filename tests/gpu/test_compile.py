@@ -1,4 +1,4 @@
-"""torch.compile(backend="ark") on one GPU: operators against float64, models against eager, streams, CUDA graphs."""
+"""torch.compile(backend="ark") on one GPU: operators against float64, models against eager."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import copy
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from compile_support import DEVICE, compiled, on_one_kernel
 from torch import Tensor
 from torch._inductor import config as inductor_config
 
@@ -23,42 +21,7 @@ sys.path.append(str(HERE.parent / "compile"))
 import models  # noqa: E402
 import recommender  # noqa: E402
 
-from ark_torch.compile import backend, options  # noqa: E402
-from ark_torch.compile.report import Report  # noqa: E402
-
-pytestmark = pytest.mark.limit(300)
-DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture(autouse=True)
-def fresh(tmp_path: Path) -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32  # of no plain module: pytest 9.2's monkeypatch cannot put it back
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
-    torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def compiled(model: Any, **chosen: Any) -> tuple[Any, Report]:
-    report = Report()
-    parsed = options.parse(None, {"choose": "ark", **chosen})
-
-    def run(graph_module: Any, example_inputs: Any) -> Any:
-        return backend.compile_graph(graph_module, example_inputs, parsed, report)
-
-    return torch.compile(model, backend=run, dynamic=False), report
-
-
-def on_one_kernel(report: Report) -> None:
-    (graph,) = report.graphs
-    assert [piece.runs_on for piece in graph.pieces] == ["ark"], report
-    resources = graph.pieces[0].region.resources
-    assert resources["local_bytes"] < 2048 and resources["registers"] > 0
-
-
+pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
 PARTS = max(2, (os.cpu_count() or 2) - 2)
 
 
@@ -217,36 +180,6 @@ def test_numbers_of_the_program() -> None:
     on_one_kernel(report)
 
 
-def mlp() -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    a, b = torch.randn(256, 512, device=DEVICE) / 16, torch.randn(512, 256, device=DEVICE) / 16
-
-    def call(x: Tensor) -> Tensor:
-        return torch.softmax(torch.nn.functional.silu(x @ a) @ b + x, -1)
-
-    return call, torch.randn(24, 256, device=DEVICE)
-
-
-def test_a_captured_region_is_replayed() -> None:
-    """In two graphs, alternately, with calls between: each counts its own steps."""
-    eager, x = mlp()
-    call, _ = compiled(eager)
-    call(x)
-    graphs = []
-    for _ in range(2):
-        given = x.clone()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = call(call(given))
-        graphs.append((graph, given, result))
-    for turn in range(20):
-        for graph, given, result in graphs:
-            given.normal_()
-            graph.replay()
-            torch.testing.assert_close(result, eager(eager(given)), rtol=1e-4, atol=1e-6)
-        other = torch.randn_like(x)
-        torch.testing.assert_close(call(other), eager(other), rtol=1e-4, atol=1e-6), turn
-
-
 def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, as on CPUs: what a region writes is not written while both are timed, and the choice is kept."""
     monkeypatch.setenv("ARK_CACHE", str(tmp_path))
@@ -273,60 +206,6 @@ def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         chosen.append([piece.runs_on for graph in report.graphs for piece in graph.pieces])
     assert chosen[0] == chosen[1] and set(chosen[0]) <= {"ark", "inductor"}
     assert len(list((tmp_path / "choices").iterdir())) == len(chosen[0])
-
-
-def test_streams_at_once() -> None:
-    """Launches that overlap have memory of their own; other work of the GPU goes on beside them."""
-    eager, x = mlp()
-    other = torch.randn(2048, 2048, device=DEVICE)
-    call, _ = compiled(eager)
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    given = [torch.randn_like(x) for _ in streams]
-    call(x)
-    torch.cuda.synchronize()
-    results: list[list[Tensor]] = [[] for _ in streams]
-    for _ in range(50):
-        for stream, one, found in zip(streams, given, results, strict=True):
-            with torch.cuda.stream(stream):
-                found.append(call(one))
-        other @ other
-    torch.cuda.synchronize()
-    for one, found in zip(given, results, strict=True):
-        for result in found:
-            assert torch.equal(result, found[0])
-        torch.testing.assert_close(found[0], eager(one), rtol=1e-4, atol=1e-6)
-
-
-def test_streams_of_two_priorities() -> None:
-    """Neither of two loop kernels gets between the blocks of the other, which would last a minute: calls and replays,
-    while other work leaves some multiprocessors free and some not."""
-    eager, x = mlp()
-    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
-    calls, graphs, results = [], [], []
-    for stream in streams:
-        torch._dynamo.reset()
-        calls.append(compiled(eager)[0])
-        with torch.cuda.stream(stream):
-            calls[-1](x)
-        graphs.append(torch.cuda.CUDAGraph())
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graphs[-1], stream=stream):
-            results.append(calls[-1](x))
-    beside, side = torch.randn(1280, 1280, device=DEVICE), torch.cuda.Stream()
-    began = time.monotonic()
-    for step in range(3000):
-        for number, stream in enumerate(streams if step % 2 else streams[::-1]):
-            with torch.cuda.stream(stream):
-                calls[number](x) if step % 3 else graphs[number].replay()
-        if step % 4 == 0:
-            with torch.cuda.stream(side):
-                torch.mm(beside[: 64 + step % 1200], beside)
-        if step % 500 == 499:
-            torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    assert time.monotonic() - began < 30
-    for result in results:
-        torch.testing.assert_close(result, eager(x), rtol=1e-4, atol=1e-6)
 
 
 def test_weights_at_odd_addresses() -> None:

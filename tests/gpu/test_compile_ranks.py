@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -237,6 +239,16 @@ def _many(rank: Rank, steps: int) -> None:
         for _ in range(2 + (step % 3 == 0)):
             wanted = _step(wanted, x, group) + 0
     same(held, wanted, "replays")
+    region = weakref.ref(report.graphs[0].pieces[0].region)
+    del call, report
+    torch._dynamo.reset()
+    gc.collect()
+    assert region() is None
+    for _ in range(5):
+        graph.replay()
+        for _ in range(2):
+            wanted = _step(wanted, x, group) + 0
+    same(held, wanted, "replays of a region that is gone")
 
 
 def test_a_thousand_steps() -> None:

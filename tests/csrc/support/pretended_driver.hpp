@@ -1,6 +1,8 @@
 // What tests ask of the pretended driver (pretended_memory.cpp).
 #pragma once
 
+#include <cstdint>
+
 namespace ark::test {
 
 // What this process has not given back.
@@ -17,3 +19,9 @@ __attribute__((visibility("default"))) Pretended pretended();
 __attribute__((visibility("default"))) void fail_mappings(int count);
 
 }  // namespace ark::test
+
+// tests/support/pretended/driver.cpp: whether streams are captured, and by whom; the end of a capture's graph; whether
+// graphs refuse to hold what launches use.
+extern "C" void pretend_capture(uint64_t id);
+extern "C" void pretend_graph_end(uint64_t id);
+extern "C" void pretend_refuse_to_hold(int value);

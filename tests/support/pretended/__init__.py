@@ -53,7 +53,8 @@ def enter(with_driver: bool = True) -> None:
     folder = Path(os.environ["ARK_TEST_PRETENDED"])
     if with_driver:
         driver = ctypes.CDLL(str(folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)  # found by its name from here on
-        driver.pretend_capture.argtypes = [ctypes.c_uint64]
+        for name in ("pretend_capture", "pretend_graph_end"):
+            getattr(driver, name).argtypes = [ctypes.c_uint64]
     spec = importlib.util.spec_from_file_location("pretended_device", folder / "pretended_device.so")
     assert spec is not None and spec.loader is not None
     device = importlib.util.module_from_spec(spec)

@@ -7,6 +7,10 @@
 #include <cstring>
 
 #include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
 
 #include "collectives/cuda/launcher.hpp"
 #include "cuda/add.cuh"
@@ -21,6 +25,12 @@ std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
+
+// What graphs hold: a graph is its capture's id.
+using UserObject = std::pair<CUhostFn, void*>;
+std::mutex graphs_mutex;
+std::multimap<uint64_t, UserObject> held;
+std::atomic<bool> refuses_to_hold{false};
 
 uint64_t take(size_t bytes) {
   constexpr uint64_t kPage = uint64_t{1} << 21;
@@ -49,6 +59,18 @@ void pretend_reach(int value) {
 }
 void pretend_capture(uint64_t id) {
   capture = id;
+}
+// The graph of a capture is gone, and what was instantiated from it.
+void pretend_graph_end(uint64_t id) {
+  std::multimap<uint64_t, UserObject> its;
+  {
+    const std::lock_guard lock(graphs_mutex);
+    for (auto found = held.find(id); found != held.end(); found = held.find(id)) its.insert(held.extract(found));
+  }
+  for (const auto& [graph, object] : its) object.first(object.second);
+}
+void pretend_refuse_to_hold(int value) {
+  refuses_to_hold = value != 0;
 }
 int pretend_launches() {
   return launched;
@@ -160,10 +182,27 @@ CUresult cuStreamIsCapturing(CUstream, CUstreamCaptureStatus* status) {
   *status = static_cast<CUstreamCaptureStatus>(capture != 0);
   return CUDA_SUCCESS;
 }
-CUresult cuStreamGetCaptureInfo_v3(CUstream, CUstreamCaptureStatus* status, uint64_t* id, void**, const void**,
+CUresult cuStreamGetCaptureInfo_v3(CUstream, CUstreamCaptureStatus* status, uint64_t* id, CUgraph* graph, const void**,
                                    const void**, size_t*) {
   *status = static_cast<CUstreamCaptureStatus>(capture != 0);
   *id = capture;
+  if (graph != nullptr) *graph = reinterpret_cast<CUgraph>(*id);
+  return CUDA_SUCCESS;
+}
+CUresult cuUserObjectCreate(CUuserObject* object, void* pointer, CUhostFn destroy, unsigned, unsigned) {
+  *object = reinterpret_cast<CUuserObject>(new UserObject(destroy, pointer));
+  return CUDA_SUCCESS;
+}
+CUresult cuUserObjectRelease(CUuserObject object, unsigned) {
+  const std::unique_ptr<UserObject> its(reinterpret_cast<UserObject*>(object));
+  its->first(its->second);
+  return CUDA_SUCCESS;
+}
+CUresult cuGraphRetainUserObject(CUgraph graph, CUuserObject object, unsigned, unsigned) {
+  if (refuses_to_hold) return CUDA_ERROR_UNKNOWN;
+  const std::unique_ptr<UserObject> its(reinterpret_cast<UserObject*>(object));
+  const std::lock_guard lock(graphs_mutex);
+  held.emplace(reinterpret_cast<uint64_t>(graph), *its);
   return CUDA_SUCCESS;
 }
 CUresult cuEventCreate(CUevent* event, unsigned) {
