@@ -35,7 +35,7 @@ class FunctionWriter {
 
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
-  // The same on a GPU, asked for where it is used (Later of cuda/loop/launch.cuh) if the value is a plain operand.
+  // The same on a GPU, asked for where it is used (Later of cuda/loop/task.cuh) if the value is a plain operand.
   std::string pointer_later(int value, bool write);
   // Whether lines of the value's elements begin at multiples of 16 bytes, as a constant of the text: "false" where
   // their strides (in elements) say so, "true", or "kAligned", which is chosen by where the operand lies when the

@@ -1,7 +1,7 @@
 // What all ways to compute attention share: the operands' strides, who may look where, the running softmax.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/task.cuh"
 #include "cuda/loop/tensor.cuh"
 
 namespace ark::loop {

@@ -6,7 +6,7 @@
 // the launch with an error.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/failure.cuh"
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {

@@ -7,7 +7,7 @@
 #include "cuda/packet.cuh"
 
 #include "cuda/loop/exchange.cuh"
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/failure.cuh"
 
 namespace ark::loop {
 

@@ -6,6 +6,7 @@
 // product()'s, in its order: bits do not depend on what else was chosen, nor on tiles.
 #pragma once
 
+#include "cuda/loop/failure.cuh"
 #include "cuda/loop/matmul.cuh"
 
 namespace ark::loop {

@@ -5,8 +5,8 @@
 // error.
 #pragma once
 
+#include "cuda/loop/failure.cuh"
 #include "cuda/loop/group.cuh"
-#include "cuda/loop/launch.cuh"
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {

@@ -8,7 +8,7 @@
 // into a slot is read from the tables.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/task.cuh"
 
 namespace ark::loop {
 

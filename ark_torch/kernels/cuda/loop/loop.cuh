@@ -11,7 +11,7 @@
 // event form one release sequence. Events only grow: step s waits for s * threshold (modulo 2^32, compared by their
 // difference), so nothing is reset. Which step it is each worker counts for itself in device memory, so that a launch
 // captured in a graph goes on where the one before ended. Launches on one stream are ordered by the stream; launches
-// that may overlap have memory of their own (csrc/plan/cuda_loop.hpp).
+// that may overlap have memory of their own (csrc/plan/step_memory.hpp).
 //
 // Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
 //
@@ -24,12 +24,13 @@
 // GPU delays a launch, or the end of it, but nobody waits for a block that cannot start. The plan's validator has found
 // that every wait can be met. A spin polls the abort word, and ends after the launch's limit with a report. Two loop
 // kernels at once, of one priority: the device starts all blocks of the one before those of the other, as
-// tests/gpu/test_compile.py saw it do. Were one of higher priority, its blocks could come before the last ones of a
-// kernel that holds a part of the SMs already, and wait for those SMs in turn. So launches are of one priority,
+// tests/gpu/test_compile_streams.py saw it do. Were one of higher priority, its blocks could come before the last ones
+// of a kernel that holds a part of the SMs already, and wait for those SMs in turn. So launches are of one priority,
 // whatever their stream's (LaunchMode::cooperative), which a node of a graph keeps: an event between the streams would
 // order launches, but not the replays of graphs.
 #pragma once
 
+#include "cuda/loop/event.cuh"
 #include "cuda/loop/lookahead.cuh"
 
 namespace ark::loop {
@@ -41,38 +42,6 @@ struct QueueEntry {
 #if defined(__CUDACC__)
 
 inline constexpr int kLine = 128;  // bytes that one prefetch brings
-
-ARK_LOOP uint32 load_event(const uint32* word) {
-  uint32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-}
-ARK_LOOP void bump_event(uint32* word) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(word) : "memory");
-}
-
-// False when the launch ends early. By one thread.
-static __device__ __noinline__ bool wait_long(const LaunchHead& head, const uint32* word, uint32 target, int number,
-                                              int task, int stage, int event) {
-  const unsigned long long began = now_ns();
-  while (true) {
-    for (int turn = 0; turn < 256; ++turn)
-      if (static_cast<int>(load_event(word) - target) >= 0) return true;
-    if (aborted(head)) return false;
-    if (head.timeout_ns != 0 && now_ns() - began > head.timeout_ns) {
-      fail(head, Failure::deadline, number, task, stage, event, load_event(word), target, 0);
-      return false;
-    }
-  }
-}
-
-ARK_LOOP bool await(const WaitFor& wait, uint32 step, const TaskEntry& task) {
-  const Worker& here = worker();
-  const uint32* word = here.events + wait.event * kEventStride;
-  const uint32 target = step * wait.threshold;
-  ARK_ROLLED for (int turn = 0; turn < 64; ++turn) if (static_cast<int>(load_event(word) - target) >= 0) return true;
-  return wait_long(*here.head, word, target, here.number, task.task, task.stage, wait.event);
-}
 
 // What the threads of a block tell each other, and what each keeps for itself while a task's function runs.
 template <int kPointers>

@@ -11,6 +11,7 @@
 // and whoever reads it adds them, in order of ranks, and rounds once.
 #pragma once
 
+#include "cuda/loop/failure.cuh"
 #include "cuda/loop/lanes.cuh"
 #include "cuda/loop/runs.cuh"
 

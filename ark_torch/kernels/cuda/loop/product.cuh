@@ -1,8 +1,8 @@
 // What all kernels of matrix products share: a product's shape, where its rows lie, how an element is finished.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
 #include "cuda/loop/ptx.cuh"
+#include "cuda/loop/task.cuh"
 
 namespace ark::loop {
 

@@ -4,7 +4,7 @@
 // own, then those of the warp's lanes before it, then those of the warps before. The order depends on the row's length.
 #pragma once
 
-#include "cuda/loop/launch.cuh"
+#include "cuda/loop/group.cuh"
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {

@@ -6,8 +6,8 @@
 // k-th of the threads' own greatest is left out first: k elements at least are not.
 #pragma once
 
+#include "cuda/loop/group.cuh"
 #include "cuda/loop/keys.cuh"
-#include "cuda/loop/launch.cuh"
 
 namespace ark::loop {
 
