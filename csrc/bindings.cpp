@@ -175,7 +175,7 @@ void bind_jit(py::module_& m) {
             source.fuse = fuse;
             source.may_spill = may_spill;
             if (cached) {
-              cubin = compiler.cubin(source);
+              cubin = compiler.get(source).cubin;
             } else {
               ark::jit::Compiled compiled = compiler.compile(source);
               cubin = std::move(compiled.cubin);

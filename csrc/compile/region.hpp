@@ -62,7 +62,7 @@ class Region {
 
   const plan::Plan& plan() const { return plan_; }
   const std::string& source() const { return cuda_ ? cuda_->source() : kernel_->source(); }
-  bool from_cache() const { return kernel_ && kernel_->from_cache(); }
+  bool from_cache() const { return cuda_ ? cuda_->kernel().from_cache : kernel_->from_cache(); }
   const plan::CudaLoop* cuda_kernel() const { return cuda_.get(); }  // nullptr: on the CPU
   const std::string& name() const { return options_.name; }
   // How long the kernel of the last call ran; 0 before the first, and on a GPU.

@@ -71,30 +71,28 @@ Source Compiler::complete(const Source& source) const {
   return whole;
 }
 
-std::vector<uint8_t> Compiler::cubin(const Source& source) {
+CachedKernel Compiler::get(const Source& source) {
   const Source whole = complete(source);
   if (prebuilt_.any()) {
-    if (auto found = prebuilt_.find(settings_.version, whole, headers())) return std::move(*found);
+    if (auto found = prebuilt_.find(settings_.version, whole, headers()))
+      return {std::move(*found), CachedKernel::Origin::cache};
   }
   struct OtherVersion {};
-  auto get = [&](const std::string& version) {
+  auto by_version = [&](const std::string& version) {
     const std::string compiler = "nvrtc " + version;
     const std::string key = cache_key(settings_.version, compiler, whole, headers());
-    return cache_
-        .get(key, settings_.version, compiler, whole,
-             [&] {
-               if (nvrtc().version() != version) throw OtherVersion{};
-               return nvrtc().compile(whole, headers(), settings_.include_dirs, key.substr(0, 16) + ".cu");
-             })
-        .cubin;
+    return cache_.get(key, settings_.version, compiler, whole, [&] {
+      if (nvrtc().version() != version) throw OtherVersion{};
+      return nvrtc().compile(whole, headers(), settings_.include_dirs, key.substr(0, 16) + ".cu");
+    });
   };
   if (const std::string version = version_by_name(); !version.empty()) {
     try {
-      return get(version);
+      return by_version(version);
     } catch (const OtherVersion&) {  // the library with that name could not be opened, or is another
     }
   }
-  return get(nvrtc().version());
+  return by_version(nvrtc().version());
 }
 
 Compiled Compiler::compile(const Source& source) {

@@ -22,8 +22,9 @@ class Compiler {
   // driver_version 0: for no driver here. Nothing is opened or read yet, but the cache's folder.
   Compiler(Settings settings, int driver_version, LibraryOpener opener = LibraryOpener::system());
 
-  // From the wheel, from the cache, or compiled. Throws Error(system). May be called by any thread.
-  std::vector<uint8_t> cubin(const Source& source);
+  // From the wheel (which counts as the cache), from the cache, or compiled. Throws Error(system). May be called by any
+  // thread.
+  CachedKernel get(const Source& source);
   // Past the cache, with log and resources.
   Compiled compile(const Source& source);
 

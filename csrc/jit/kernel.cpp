@@ -33,6 +33,7 @@ struct KernelLibrary::Impl {
   struct Module {
     std::mutex mutex;  // held while the stub is compiled and loaded; other stubs go on
     CUmodule module = nullptr;
+    bool from_cache = false;
     std::map<std::string, Kernel> kernels;  // by entry; nodes do not move
   };
 
@@ -57,8 +58,9 @@ struct KernelLibrary::Impl {
       Source source{stub, target.arch, {}};
       source.fuse = fuse;
       source.may_spill = may_spill;
-      const std::vector<uint8_t> cubin = compiler.cubin(source);
-      check(driver().module_load_data(&module.module, cubin.data()), "loading the kernel " + entry);
+      const CachedKernel found = compiler.get(source);
+      check(driver().module_load_data(&module.module, found.cubin.data()), "loading the kernel " + entry);
+      module.from_cache = found.origin == CachedKernel::Origin::cache;
     }
     Kernel kernel;
     kernel.entry = entry;
@@ -83,6 +85,7 @@ struct KernelLibrary::Impl {
     check(driver().func_get_param_info(kernel.function, 0, &offset, &kernel.param_bytes),
           "cuFuncGetParamInfo of " + entry + ", which must take one struct");
     kernel.can_overlap = target.major >= 9;
+    kernel.from_cache = module.from_cache;
     module.kernels.emplace(entry, std::move(kernel));
   }
 

@@ -33,6 +33,7 @@ struct Kernel {
   int max_dynamic_shared = 0;  // bytes a block; already allowed, launch() needs no further call
   size_t param_bytes = 0;      // size of the parameter struct
   bool can_overlap = false;    // the device knows programmatic dependent launch
+  bool from_cache = false;     // on disk, or prebuilt; else compiled in this process
 };
 
 struct Dim3 {

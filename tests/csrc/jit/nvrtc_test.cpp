@@ -215,12 +215,14 @@ TEST(Compiler, WarmStartOpensNothing) {
   });
   PretendedLoader loader;
   Compiler compiler(settings, kNoDriver, loader.opener());
-  EXPECT_EQ(compiler.cubin(source), (std::vector<uint8_t>{1, 2, 3}));
+  const CachedKernel found = compiler.get(source);
+  EXPECT_EQ(found.cubin, (std::vector<uint8_t>{1, 2, 3}));
+  EXPECT_EQ(found.origin, CachedKernel::Origin::cache);
   EXPECT_TRUE(loader.asked.empty());
   // Another header, another key: now NVRTC is wanted, and missed.
   root.write("kernels/cuda/a.cuh", "texT");
   Compiler edited(settings, kNoDriver, loader.opener());
-  EXPECT_NE(message_of([&] { edited.cubin(source); }).find("no NVRTC"), std::string::npos);
+  EXPECT_NE(message_of([&] { edited.get(source); }).find("no NVRTC"), std::string::npos);
   EXPECT_FALSE(loader.asked.empty());
 }
 

@@ -106,9 +106,10 @@ TEST_F(PrebuiltTest, ComesBeforeCacheAndCompiler) {
     return nullptr;
   };
   Compiler compiler(settings, 0, opener);
-  EXPECT_EQ(compiler.cubin(kSource), kCubin);
+  EXPECT_EQ(compiler.get(kSource).cubin, kCubin);
+  EXPECT_EQ(compiler.get(kSource).origin, CachedKernel::Origin::cache);
   EXPECT_EQ(opened, 0);
-  EXPECT_THROW(compiler.cubin({"another", "sm_90a", {}}), Error);
+  EXPECT_THROW(compiler.get({"another", "sm_90a", {}}), Error);
   EXPECT_GT(opened, 0);
 }
 
