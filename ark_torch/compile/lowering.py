@@ -5,7 +5,7 @@ results), registered with @lowers(overload, ...). It raises Unsupported with the
 function answers the question whether a node is supported: it is run on a throw-away Lowering that takes every argument
 as an input (`reason_against`), so that the answer and the act cannot differ.
 
-Views are not lowered: `operand` works out sizes and strides by running the view on a tensor without storage.
+Views are not lowered: `operand` works out where they lie (views.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ark_torch.compile.ir import (
 )
 from ark_torch.compile.ir import Node as GraphNode
 from ark_torch.compile.report import log
+from ark_torch.compile.views import view_of
 
 CPU = torch.device("cpu")
 Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
@@ -199,15 +200,10 @@ class Lowering:
             if shape is None:
                 raise Unsupported("a constant that is split")
             return base._replace(shape=tuple(shape.shape))
-        storage = torch.empty_strided(base.shape, base.strides, dtype=base.dtype, device="meta")
-        storage = storage.as_strided(base.shape, base.strides, base.offset)
         arguments = torch.fx.node.map_arg(tuple(node.args[1:]), _no_tensor)
         if node.target is torch.ops.aten.as_strided.default:
             arguments = self._from_the_root(node, arguments)
-        result = node.target(storage, *arguments, **node.kwargs)  # type: ignore[operator]
-        if isinstance(result, torch.Tensor):
-            return self._restrided(base, result)
-        return tuple(self._restrided(base, part) for part in result)
+        return view_of(node.target, base, arguments, node.kwargs)
 
     def _from_the_root(self, node: Node, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """as_strided's offset counts from the beginning of the storage; here from that of the root's buffer, in which
@@ -219,13 +215,6 @@ class Lowering:
         if len(arguments) < 3 or arguments[2] is None or not isinstance(whole, Strided):
             return arguments
         return (*arguments[:2], arguments[2] + whole.offset)
-
-    def _restrided(self, base: Strided, view: torch.Tensor) -> Strided:
-        if view.dtype != base.dtype:
-            raise Unsupported("a view that changes the element type")
-        if view.numel() == 0:
-            raise Unsupported("a tensor without elements")
-        return Strided(base.buffer, base.dtype, tuple(view.shape), tuple(view.stride()), int(view.storage_offset()))
 
     def _constant(self, node: Node) -> Literal:
         tensor = analysis.tensor_of(node)

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <tuple>
 
 #include "plan/loads.hpp"
@@ -40,7 +41,7 @@ struct Asked {
 
 // A page, and all who read it, by task.
 struct Page {
-  std::vector<Asked> by;
+  std::span<const Asked> by;
 
   // Pages of one value that the same tasks read.
   auto group() const { return std::tie(by.front().run, by.front().value, by.front().task, by.back().task); }
@@ -51,7 +52,8 @@ struct Page {
   }
 };
 
-std::vector<Page> pages_of(const Plan& plan) {
+// What is asked for, in the order of pages.
+std::vector<Asked> asked_of(const Plan& plan) {
   const std::vector<int> runs = runs_of(plan);
   std::vector<Asked> all;
   for (size_t queue = 0; queue < plan.queues.size(); ++queue) {
@@ -65,10 +67,14 @@ std::vector<Page> pages_of(const Plan& plan) {
   std::sort(all.begin(), all.end(), [](const Asked& a, const Asked& b) {
     return std::tuple_cat(a.what(), std::tie(a.task)) < std::tuple_cat(b.what(), std::tie(b.task));
   });
+  return all;
+}
+
+std::vector<Page> pages_of(const std::vector<Asked>& all) {
   std::vector<Page> pages;
-  for (const Asked& one : all) {
-    if (pages.empty() || pages.back().by.back().what() != one.what()) pages.emplace_back();
-    pages.back().by.push_back(one);
+  for (size_t first = 0, last = 0; first < all.size(); first = last) {
+    while (last < all.size() && all[last].what() == all[first].what()) ++last;
+    pages.push_back({std::span(all).subspan(first, last - first)});
   }
   std::sort(pages.begin(), pages.end(), [](const Page& a, const Page& b) { return a.place() < b.place(); });
   return pages;
@@ -79,12 +85,13 @@ std::vector<Page> pages_of(const Plan& plan) {
 std::vector<Queue> share_loads(const Plan& plan) {
   std::vector<std::vector<char>> asks(plan.queues.size());
   for (size_t queue = 0; queue < asks.size(); ++queue) asks[queue].resize(plan.queues[queue].loads.size(), 0);
-  const std::vector<Page> pages = pages_of(plan);
+  const std::vector<Asked> all = asked_of(plan);
+  const std::vector<Page> pages = pages_of(all);
   // In order, so that what a task asks for lies side by side.
   for (size_t first = 0, last = 0; first < pages.size(); first = last) {
     while (last < pages.size() && pages[last].beside(pages[first])) ++last;
     for (size_t page = first; page < last; ++page) {
-      const std::vector<Asked>& by = pages[page].by;
+      const std::span<const Asked> by = pages[page].by;
       const Asked& one = by[(page - first) * by.size() / (last - first)];
       asks[one.queue][one.load] = 1;
     }

@@ -65,31 +65,31 @@ void check_stages(const Plan& plan) {
 
 void check_task(const Plan& plan, int index) {
   const Task& task = plan.tasks[index];
-  const std::string name = describe(plan, index);
+  const auto name = [&] { return describe(plan, index); };
   if (task.stage < 0 || task.stage >= static_cast<int>(plan.stages.size())) {
-    structure_error(name + " is of no stage: there are " + to_string(plan.stages.size()));
+    structure_error(name() + " is of no stage: there are " + to_string(plan.stages.size()));
   }
   const Stage& stage = plan.stages[task.stage];
   if (task.begin < 0 || task.end > stage.extent || task.begin >= task.end) {
-    structure_error(name + " is no part of its stage's extent of " + to_string(stage.extent));
+    structure_error(name() + " is no part of its stage's extent of " + to_string(stage.extent));
   }
   if (task.begin % stage.grain != 0 || (task.end % stage.grain != 0 && task.end != stage.extent)) {
-    structure_error(name + " is not cut at multiples of its stage's grain of " + to_string(stage.grain));
+    structure_error(name() + " is not cut at multiples of its stage's grain of " + to_string(stage.grain));
   }
   if (task.worker < 0 || task.worker >= plan.target.workers) {
-    structure_error(name + " is for a worker that is not there: there are " + to_string(plan.target.workers));
+    structure_error(name() + " is for a worker that is not there: there are " + to_string(plan.target.workers));
   }
   if (!task.carried.empty() && !plan.chained) {
-    structure_error(name + " waits for the step before, in a plan whose steps are launches of their own");
+    structure_error(name() + " waits for the step before, in a plan whose steps are launches of their own");
   }
   if (std::holds_alternative<CollectiveStage>(stage.body) &&
       (task.replica || (task.worker != 0 && !is_spread(stage)))) {
-    structure_error(name + " is a collective" +
+    structure_error(name() + " is a collective" +
                     (is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0"));
   }
   for (const int event : task.carried) {
     if (event >= 0 && event < static_cast<int>(plan.events.size()) && plan.events[event].packets) {
-      structure_error(name + " waits for packets of the step before, which have no counter");
+      structure_error(name() + " waits for packets of the step before, which have no counter");
     }
   }
   for (const auto* list : {&task.waits, &task.signals, &task.carried}) {
@@ -97,10 +97,10 @@ void check_task(const Plan& plan, int index) {
     for (size_t at = 0; at < list->size(); ++at) {
       const int event = (*list)[at];
       if (event < 0 || event >= static_cast<int>(plan.events.size())) {
-        structure_error(name + verb + to_string(event) + ": there are " + to_string(plan.events.size()) + " events");
+        structure_error(name() + verb + to_string(event) + ": there are " + to_string(plan.events.size()) + " events");
       }
       if (std::find(list->begin(), list->begin() + at, event) != list->begin() + at) {
-        structure_error(name + verb + to_string(event) + " twice");
+        structure_error(name() + verb + to_string(event) + " twice");
       }
     }
   }

@@ -23,16 +23,16 @@ void check_heads(const Plan& plan) {
       const Task& task = plan.tasks[index];
       const int last = std::exchange(before, index);
       if (task.head < 0) continue;
-      const std::string name = describe(plan, index) + " begins with ";
-      if (task.head != last) heads_error(name + "a task that is not the one before it in its queue");
+      const auto name = [&] { return describe(plan, index) + " begins with "; };
+      if (task.head != last) heads_error(name() + "a task that is not the one before it in its queue");
       const Task& head = plan.tasks[last];
-      if (head.head >= 0) heads_error(name + describe(plan, last) + ", which begins with another itself");
+      if (head.head >= 0) heads_error(name() + describe(plan, last) + ", which begins with another itself");
       if (task.replica || !head.replica)
-        heads_error(name + describe(plan, last) + ", which is not for its worker alone");
+        heads_error(name() + describe(plan, last) + ", which is not for its worker alone");
       if (!task.waits.empty() || !task.carried.empty())
-        heads_error(name + describe(plan, last) + ", and waits behind it for an event that nobody looks at there");
+        heads_error(name() + describe(plan, last) + ", and waits behind it for an event that nobody looks at there");
       if (!head.signals.empty())
-        heads_error(name + describe(plan, last) + ", which signals an event that nobody bumps there");
+        heads_error(name() + describe(plan, last) + ", which signals an event that nobody bumps there");
     }
   }
 }

@@ -25,18 +25,18 @@ class TailChecker {
   // Tiles in which the task at `index` is one.
   void check(int index) const {
     const Task& task = plan_.tasks[index];
-    const std::string name = describe(plan_, index);
+    const auto name = [&] { return describe(plan_, index); };
     std::vector<Access> made;  // so far, by the task itself
     for (const Access& access : stage_.accesses)
       if (access.write && !is_one_of(later_, access)) made.push_back(access);
     for (const Stage& next : stage_.tail) {
       if (next.extent != stage_.extent || !next.tail.empty())
-        fail(name + " goes on with " + next.name + ", whose tiles are not its own");
+        fail(name() + " goes on with " + next.name + ", whose tiles are not its own");
       for (const Access& access : next.accesses) {
-        const std::string place = "value " + to_string(access.value) + " in " + next.name;
+        const auto place = [&] { return "value " + to_string(access.value) + " in " + next.name; };
         if (access.write) {
           if (!is_one_of(stage_.accesses, access))
-            fail(name + " writes " + place + ", which its stage does not declare");
+            fail(name() + " writes " + place() + ", which its stage does not declare");
           continue;
         }
         const Region region = region_of(plan_.graph, stage_, access, task.begin, task.end);
@@ -47,10 +47,10 @@ class TailChecker {
           const bool changed = is_one_of(next.accesses, one);  // by the same stage, where it lies
           if ((!changed && !is_one_of(made, one)) ||
               !covers(region_of(plan_.graph, stage_, one, task.begin, task.end), region))
-            fail(name + " reads " + place + ", of which another tile of its stage writes a part");
+            fail(name() + " reads " + place() + ", of which another tile of its stage writes a part");
         }
         if (!own && !is_one_of(stage_.accesses, access))
-          fail(name + " reads " + place + ", which its stage does not declare");
+          fail(name() + " reads " + place() + ", which its stage does not declare");
       }
       for (const Access& access : next.accesses)
         if (access.write) made.push_back(access);

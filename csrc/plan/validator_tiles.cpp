@@ -120,22 +120,24 @@ void check_placements(const Plan& plan) {
       const Value& value = plan.graph.values()[access.value];
       const Buffer& buffer = buffers[value.buffer];
       const Placement& placement = plan.placements[value.buffer];
-      const std::string name = describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") +
-                               " value " + to_string(access.value) + " in buffer " + to_string(value.buffer);
+      const auto name = [&] {
+        return describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") + " value " +
+               to_string(access.value) + " in buffer " + to_string(value.buffer);
+      };
       if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0 && placement.pushed.ranks == 0)
-        tiles_error(name + ", which has no place");
+        tiles_error(name() + ", which has no place");
       const Region region = region_of(value);
       if (region.offset < 0 || region.end() > buffer.bytes) {
-        tiles_error(name + " beyond its " + to_string(buffer.bytes) + " bytes");
+        tiles_error(name() + " beyond its " + to_string(buffer.bytes) + " bytes");
       }
       if (access.write && placement.packets) {
         int& by = writer[value.buffer];
-        if (by >= 0 && by != task.stage) tiles_error(name + ", whose packets stage " + to_string(by) + " writes too");
+        if (by >= 0 && by != task.stage) tiles_error(name() + ", whose packets stage " + to_string(by) + " writes too");
         by = task.stage;
       }
       if (access.write && task.replica != placement.own) {
-        tiles_error(name + (task.replica ? ", which all workers share, as one of several replicas"
-                                         : ", of which each worker has a copy of its own"));
+        tiles_error(name() + (task.replica ? ", which all workers share, as one of several replicas"
+                                           : ", of which each worker has a copy of its own"));
       }
     }
   }

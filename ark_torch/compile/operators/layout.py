@@ -13,6 +13,7 @@ from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, check_apart, lowers
 from ark_torch.compile.operators.pointwise import keyword
+from ark_torch.compile.views import view_of
 
 prims = torch.ops.prims
 
@@ -89,11 +90,8 @@ def write_part(low: Lowering, node: Node) -> Operand:
     base, source, *where = node.args
     out = low.copy(low.operand(base), low.result(node))
     view = aten.slice.Tensor if node.target is aten.slice_scatter.default else aten.select.int
-    storage = torch.empty_strided(out.shape, out.strides, dtype=out.dtype, device="meta")
-    part = view(storage, *(where or [0]), **node.kwargs)
-    if part.numel() == 0:
-        raise Unsupported("a tensor without elements")
-    target = out._replace(shape=tuple(part.shape), strides=tuple(part.stride()), offset=int(part.storage_offset()))
+    target = view_of(view, out, where or [0], node.kwargs)
+    assert isinstance(target, Strided)  # one view
     low.copy(low.expand(low.operand(source), target.shape), target)
     return out
 
