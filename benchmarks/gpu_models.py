@@ -203,7 +203,8 @@ def made_of(told: Report) -> Row:
 
 
 def compile_seconds(name: str, arguments: argparse.Namespace) -> Row:
-    """Of two processes one after the other on one cache folder."""
+    """Of two processes one after the other on one cache folder; torch's own caches are off, and ark asks NVRTC to keep
+    nothing either."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as cache:
         for when in ("cold", "cached"):

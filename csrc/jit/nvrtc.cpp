@@ -179,6 +179,13 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
               context);
 }
 
+std::vector<std::string> Nvrtc::options_of(const Source& source, const std::vector<std::string>& include_dirs) const {
+  std::vector<std::string> options = all_options(source);
+  for (const std::string& folder : include_dirs) options.push_back("--include-path=" + folder);
+  if (std::pair(major_, minor_) >= std::pair(12, 9)) options.push_back("--no-cache");
+  return options;
+}
+
 Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers,
                         const std::vector<std::string>& include_dirs, const std::string& name) const {
   int count = 0;
@@ -205,8 +212,7 @@ Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers
               "nvrtcCreateProgram");
   const std::unique_ptr<Api::Program, int (*)(Api::Program*)> owner(&program, api_->destroy_program);
 
-  std::vector<std::string> options = all_options(source);
-  for (const std::string& folder : include_dirs) options.push_back("--include-path=" + folder);
+  const std::vector<std::string> options = options_of(source, include_dirs);
   std::vector<const char*> pointers;
   for (const std::string& option : options) pointers.push_back(option.c_str());
   const int result = api_->compile_program(program, static_cast<int>(pointers.size()), pointers.data());

@@ -33,6 +33,10 @@ class Nvrtc {
   const std::string& path() const { return path_; }
   std::string version() const { return std::to_string(major_) + "." + std::to_string(minor_); }
 
+  // What it is called with. From 12.9 on, without the cache that it shares with the driver (CUDA_CACHE_PATH): a cubin
+  // from there comes without ptxas's report, and a kernel that spills would be let through.
+  std::vector<std::string> options_of(const Source& source, const std::vector<std::string>& include_dirs) const;
+
   // Throws Error(system) with the beginning of the log when it does not compile.
   Compiled compile(const Source& source, const std::vector<Header>& headers,
                    const std::vector<std::string>& include_dirs, const std::string& name) const;

@@ -166,6 +166,25 @@ TEST(FindNvrtc, TakesTheNextWhenOneDoesNotOpen) {
   EXPECT_EQ(nvrtc.version(), "12.6");
 }
 
+TEST(FindNvrtc, NoneButOursKeepsCubins) {
+  const Source source{"stub", "sm_90a", {"--one"}};
+  const auto options = [&](std::pair<int, int> version) {
+    Settings settings;
+    settings.nvrtc = "libnvrtc.so";
+    PretendedLoader loader;
+    loader.versions["libnvrtc.so"] = version;
+    return Nvrtc::find(settings, kNoDriver, loader.opener()).options_of(source, {"folder"});
+  };
+  std::vector<std::string> older = all_options(source);
+  older.push_back("--include-path=folder");
+  EXPECT_EQ(options({12, 0}), older);
+  EXPECT_EQ(options({12, 8}), older);
+  std::vector<std::string> newer = older;
+  newer.push_back("--no-cache");
+  for (const std::pair<int, int> version : {std::pair(12, 9), std::pair(13, 0), std::pair(13, 3)})
+    EXPECT_EQ(options(version), newer) << version.first << "." << version.second;
+}
+
 std::string message_of(const std::function<void()>& body, ErrorKind kind = ErrorKind::system) {
   try {
     body();
