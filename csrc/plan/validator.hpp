@@ -14,7 +14,6 @@ void check_placements(const Plan& plan);
 // validator_tails.cpp: that a task's second half reads what the task itself has written, or what its stage declares.
 void check_tails(const Plan& plan);
 // validator_heads.cpp: that nothing is waited for or told between tasks that are run in one go.
-// between.
 void check_heads(const Plan& plan);
 // validator_loads.cpp: the loaders' lists.
 void check_loads(const Plan& plan);
