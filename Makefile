@@ -8,6 +8,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.ark-setup
 PYTEST := $(PY) -m pytest
+PIP := $(PY) -m pip install -q --disable-pip-version-check
 
 # Debian's names: C++ compiler, CPython's headers and venv, CMake and GoogleTest for the C++ tests. ccache and Ninja
 # make rebuilds quick; iproute2 makes the network namespaces of one test.
@@ -25,7 +26,7 @@ help: ## this list
 
 setup: $(STAMP) build ## creates .venv with all that is needed, and builds the extension
 
-$(STAMP): pyproject.toml setup.py Makefile ark_torch/_version.py
+$(STAMP): pyproject.toml requirements/dev.txt setup.py Makefile ark_torch/_version.py
 	@test -n "$(PYTHON)" || { echo "No python3 found: install Python 3.10 or newer (Debian: apt-get install python3 python3-venv python3-dev)."; exit 1; }
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$(PYTHON) is too old: ark_torch needs Python 3.10 or newer (make setup PYTHON=/path/to/python3)."; exit 1; }
 	@missing=""; if command -v dpkg-query >/dev/null; then \
@@ -40,8 +41,10 @@ $(STAMP): pyproject.toml setup.py Makefile ark_torch/_version.py
 	else for c in c++ cmake make; do command -v $$c >/dev/null || { echo "Please install $$c (Debian names of all that is needed: $(SYSTEM_PACKAGES))."; exit 1; }; done; fi
 	@test -x $(PY) || { echo "Creating $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
 	@echo "Installing $(TORCH) and the tools of development"
-	@$(PY) -m pip install -q --disable-pip-version-check "$(TORCH)" "setuptools>=77" "ninja>=1.11"
-	@$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e ".[dev]"
+	@$(PIP) "$(TORCH)" "setuptools>=77" "ninja>=1.11"
+	@$(PY) setup.py -q build_ext --inplace & build=$$!; \
+	  $(PIP) -r requirements/dev.txt; tools=$$?; wait $$build && exit $$tools
+	@$(PIP) --no-build-isolation --no-deps -e .
 	@touch $(BUILT) $@
 
 # The extension, when a source is newer. setup.py decides file by file what to compile.
@@ -55,20 +58,37 @@ $(BUILT): $(SOURCES) | $(STAMP)
 demo: setup ## trains a small GPT on two processes over ark and over Gloo, and compares
 	$(PY) examples/train_gpt.py --output demo-output
 
-# AddressSanitizer's build is the longest: with it a slow machine without a compiler cache takes over an hour and a half.
-test: setup test-cpp-plain test-cpp-thread ## everything but the nightly runs (50 to 80 minutes on two cores)
-	$(PYTEST) -m "not nightly"
+# Tests that share the cores first, then those that must not (tests/conftest.py says which; 5: none is among them).
+JOBS ?= $(shell nproc)
+define python_tests
+$(PYTEST) -n $(JOBS) --dist loadgroup -m "$(1)not alone" $(2)
+$(PYTEST) -m "$(1)alone" $(2) || test $$? = 5
+endef
 
-test-quick: CTEST_FLAGS := -LE slow
-test-quick: setup test-cpp-plain ## the fast tests
-	$(PYTEST) -m quick
+test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
+	$(call python_tests,,)
 
-test-nightly: setup test-cpp ## every test, the long ones and AddressSanitizer's too
-	$(PYTEST)
+test-quick: setup ## the fast tests (two minutes)
+	$(call python_tests,quick and ,)
+
+# A shard takes up to 25 minutes on two cores; the first of several has the C++ tests, too.
+SHARD ?= 1/1
+test-nightly: setup $(if $(filter 1/%,$(SHARD)),test-cpp) ## every test, long and short; SHARD=2/6: every sixth, from the second on
+	$(call python_tests,,--night --shard $(SHARD))
 
 # A test of these fails where it cannot run. Without a GPU nothing is collected, and that fails too.
 test-gpu: setup ## the tests on GPUs; SHARD=2/3: every third, from the second on; ARK_TEST_RANKS=2: ranks share one
-	ARK_TEST_SHARD=$(SHARD) NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) tests/gpu
+	NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 $(PYTEST) --night --shard $(SHARD) tests/gpu
+
+.PHONY: test-torch test-mutations wheels
+test-torch: setup ## the fast tests and PyTorch's own suite with another PyTorch: VERSION=2.14.1
+	tools/test_torch.sh $(VERSION)
+
+test-mutations: setup ## small faults put in one by one: what notices each (a night)
+	$(PY) tests/mutations.py
+
+wheels: setup ## manylinux wheels, one for each PyTorch minor, each installed and tried
+	$(PY) tools/build_wheels.py
 
 .PHONY: test-gpu-long test-gpu-sanitizer
 test-gpu-long: setup ## on GPUs: 10^5 random operations against NCCL, and five minutes of mixed load
@@ -81,23 +101,31 @@ test-gpu-sanitizer: setup ## every family of kernels under compute-sanitizer (of
 test-kernels: setup ## every instantiation of every CUDA kernel for six architectures, without a GPU (half an hour on two cores)
 	$(PY) -m ark_torch.tools.compile_kernels --every --all
 
-test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: plain, ThreadSanitizer, Address and UB Sanitizer
+test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the library as built alone, ThreadSanitizer, Address and UB Sanitizer
 
+# Links what setup.py has compiled already, and compiles the tests folder by folder.
+test-cpp-gate: setup
+	@$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
+	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
+
+# Every file by itself, so that none comes to lean on another's includes; with libark_torch, and a program that uses it.
 test-cpp-plain: setup
 	@$(call cpp_tests,plain,-DCMAKE_PREFIX_PATH="$$($(PY) -c 'import torch; print(torch.utils.cmake_prefix_path)')")
 	@ln -sf build/cpp-plain/compile_commands.json compile_commands.json
 
 test-cpp-thread: setup
-	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF)
+	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
 
 test-cpp-address: setup
-	@$(call cpp_tests,address,-DARK_SANITIZE=address -DARK_WITH_TORCH=OFF)
+	@$(call cpp_tests,address,-DARK_SANITIZE=address -DARK_WITH_TORCH=OFF $(UNITY))
+
+UNITY := -DCMAKE_UNITY_BUILD=ON -DCMAKE_UNITY_BUILD_BATCH_SIZE=6
 
 define cpp_tests
 echo "C++ tests, $(1)"; \
 PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
 cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-ctest --test-dir build/cpp-$(1) --output-on-failure -j 2 $(CTEST_FLAGS)
+ctest --test-dir build/cpp-$(1) --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
 endef
 
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)

@@ -81,12 +81,18 @@ def make_build_command() -> type:
                 flags = [*self.compiler.compiler_so[1:], *(f"-I{folder}" for folder in folders), *extra_postargs]
                 headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", flags)
                 group = [source for source in sources if source.startswith(KNOW_TORCH)]
-                core = [source for source in sources if source not in group and source not in BINDINGS]
+                planner = [source for source in sources if source.startswith(PLANNER)]
+                core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
+
+                def compile_core() -> list:
+                    objects = compile_part(core, "core") + compile_part(planner, "planner", "-O1")
+                    keep_archive(objects, Path(output_dir) / "libark_core.a")
+                    return objects
+
                 with ThreadPoolExecutor() as beside:
-                    core_objects = beside.submit(compile_part, core, "core")
+                    core_objects = beside.submit(compile_core)
                     on_headers = headers.wait()
-                    # No collective passes through the bindings, and -O1 takes two thirds of the time. Linked last: of
-                    # the inline functions that several units compile, the others' copy is taken.
+                    # Linked last: of the inline functions that several units compile, the others' copy is taken.
                     bindings = beside.submit(compile_part, BINDINGS, "bindings", "-O1", *on_headers)
                     objects = compile_part(group, "process_group", *on_headers)
                     return core_objects.result() + objects + bindings.result()
@@ -105,7 +111,9 @@ def make_build_command() -> type:
     return Build
 
 
+# What no collective passes through: -O1 takes two thirds of the time to compile.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
+PLANNER = "csrc/plan/"
 KNOW_TORCH = ("csrc/process_group/", "csrc/compile/")
 
 # What many files use is compiled again in each translation unit: PyTorch's templates, 2 s, and the C++ library's.
@@ -129,6 +137,12 @@ def in_units(sources: list, folder: Path) -> list:
         units[-1].append(source)
         room = 0 if alone else room - length
     return [unit_of(files, folder) if len(files) > 1 else files[0] for files in units]
+
+
+def keep_archive(objects: list, archive: Path) -> None:
+    """What knows no torch as a static library: the C++ tests link the code that the extension runs (ARK_CORE_ARCHIVE)."""
+    archive.unlink(missing_ok=True)
+    subprocess.run([*shlex.split(os.environ.get("AR", "ar")), "crs", str(archive), *objects], check=True)
 
 
 def unit_of(files: list, folder: Path) -> str:

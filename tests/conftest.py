@@ -1,32 +1,88 @@
 """Shared by all tests: markers, hard time limits, and the check that a test leaves nothing behind.
 
-Markers: `quick` (make test-quick), none (make test), `nightly` (make test-nightly). A test without a time
-limit of its own gets one here; the limit is enforced by a timer signal, so that a test that hangs in the
-test process itself fails too (ranks have their own limits, see support/launcher.py).
+Tiers: `quick` (make test-quick), none (make test), `nightly` (only with --night: make test-nightly, which runs all
+tests, and those of the compiler with full optimisation). `changed("setup.py", ...)`: nightly, but in `make test` too
+when the last commit or what is not committed yet changes one of these paths (ARK_TEST_BASE: since another revision).
+`alone`: not beside other tests, since it needs both cores or holds a bound on time. --shard 2/5 runs every fifth test,
+from the second on.
+
+A test without a time limit of its own gets one here; the limit is enforced by a timer signal, so that a test that hangs
+in the test process itself fails too (ranks have their own limits, see support/launcher.py).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
 from types import FrameType
 
 import pytest
-from support import processes, start, tables
+from support import precompiled, processes, start, tables
 
 HARD_LIMIT_S = 300.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--night", action="store_true", help="every test, the long ones too, and full optimisation")
+    parser.addoption("--shard", default="", metavar="i/n", help="every n-th test, from the i-th on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "quick: runs in make test-quick (all of them under 3 minutes)")
-    config.addinivalue_line("markers", "nightly: long; runs in make test-nightly only")
+    config.addinivalue_line("markers", "quick: runs in make test-quick (all of them under 2 minutes)")
+    config.addinivalue_line("markers", "nightly: long; runs with --night only (make test-nightly)")
+    config.addinivalue_line("markers", "changed(*paths): nightly, but runs in make test too when one of these changed")
+    config.addinivalue_line("markers", "alone: runs beside no other test")
     config.addinivalue_line("markers", "limit(seconds): hard time limit of one test")
     # A job in a shell's background is started with Ctrl-C ignored, and so would be all processes that it starts.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@functools.cache
+def _changed_paths() -> tuple[str, ...]:
+    """What differs from the base revision, untracked files included; everything where git can not say."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> list[str] | None:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        except OSError:
+            return None
+        return done.stdout.splitlines() if done.returncode == 0 else None
+
+    changed = git("diff", "--name-only", os.environ.get("ARK_TEST_BASE", "HEAD~1"))
+    untracked = git("ls-files", "--others", "--exclude-standard")
+    return ("*",) if changed is None or untracked is None else (*changed, *untracked)
+
+
+def _is_for_the_night(item: pytest.Item) -> bool:
+    if item.get_closest_marker("nightly"):
+        return True
+    marker = item.get_closest_marker("changed")
+    return marker is not None and not any(
+        path == "*" or fnmatch(path, pattern) for path in _changed_paths() for pattern in marker.args
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = items if config.getoption("--night") else [item for item in items if not _is_for_the_night(item)]
+    shard = config.getoption("--shard")
+    if shard:
+        index, _, count = shard.partition("/")
+        if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
+            raise pytest.UsageError(f"--shard {shard}: it is i/n with 1 <= i <= n, such as 2/3")
+        kept = kept[int(index) - 1 :: int(count)]
+    remaining = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+    items[:] = kept
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -47,6 +103,26 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all processes of the run (pytest-xdist gives each a folder within the run's)."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_compilers(shared_folder: Path) -> Iterator[None]:
+    """What compilers need, ark's and Inductor's, is made once for this process and all that it starts."""
+    made = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor")}
+    compiler = precompiled.compiler(shared_folder)
+    if compiler is not None:
+        made["CXX"] = compiler
+    os.environ.update(made)
+    yield
+    for name in made:
+        del os.environ[name]
 
 
 def _shared_memory_names() -> set[str]:

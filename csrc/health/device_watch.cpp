@@ -18,7 +18,7 @@
 namespace ark {
 
 namespace {
-constexpr std::chrono::milliseconds kSlice{100};
+constexpr std::chrono::milliseconds kWatchInterval{100};
 constexpr std::chrono::seconds kStill{1};  // copy engines that wait rather than move
 }  // namespace
 
@@ -195,7 +195,7 @@ class Thread {
         }
       }
       lock.lock();
-      changed_.wait_for(lock, kSlice, [] { return false; });
+      changed_.wait_for(lock, kWatchInterval, [] { return false; });
     }
   }
 

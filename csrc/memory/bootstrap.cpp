@@ -18,7 +18,7 @@ namespace {
 using Milliseconds = Rendezvous::Milliseconds;
 using Outcome = OutcomeMessage::Kind;
 
-constexpr Milliseconds kSlice{100};
+constexpr Milliseconds kPollInterval{100};
 constexpr Milliseconds kLastWords{500};  // an outcome may still be on its way through the store when a socket ends
 
 void check(const ConnectOptions& options) {
@@ -184,7 +184,7 @@ class Bootstrap {
 
   OutcomeMessage await_outcome(int peer, const Neighbourhood& all) {
     for (;;) {
-      if (auto said = rendezvous_.outcome(peer, kSlice)) return *said;
+      if (auto said = rendezvous_.outcome(peer, kPollInterval)) return *said;
       rendezvous_.check();
       for (int other = 0; other < options_.size; ++other) {
         const int socket = all.connections[other].get();

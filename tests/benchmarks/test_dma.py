@@ -13,6 +13,7 @@ from support import start
 
 from ark_torch import _C, _jit
 
+of_benchmarks = pytest.mark.changed("benchmarks/dma*", "csrc/dma/*", "ark_torch/kernels/*channel*")
 ROWS = [
     {"engine": "cpu", "what": "latency", "bytes": 8192, "us": 19.0, "blocks": 0, "wrong": 0},
     {"engine": "packet", "what": "latency", "bytes": 8192, "us": 2.0, "blocks": 4, "wrong": 0},
@@ -24,7 +25,10 @@ ENDS = ("ping", "send", "put")
 ABOUT = {"machine": {"cpu": "x"}, "versions": {"torch": "2.13.0"}, "date": "2026-11-21", "rows": ROWS}
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_120"])
+@of_benchmarks
+@pytest.mark.parametrize(
+    "arch", ["sm_90a", *(pytest.param(arch, marks=pytest.mark.nightly) for arch in ("sm_80", "sm_100a", "sm_120"))]
+)
 def test_kernels_compile(arch: str) -> None:
     _jit.configure()
     _, kernels = _C._compile_kernel(dma_program.stub(), arch)
@@ -40,6 +44,7 @@ def test_kernels_compile(arch: str) -> None:
         assert 0 < kernel["registers"] <= (64 if of_1024_threads else 128) and kernel["spilled"] <= 64, kernel
 
 
+@of_benchmarks
 @pytest.mark.limit(400)
 def test_program_compiles_and_says_what_it_lacks(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(dma.__file__)), "--build", str(tmp_path / "built")]
@@ -63,7 +68,7 @@ def test_verdicts() -> None:
     assert dma.verdicts([]) == []
 
 
-@pytest.mark.quick
+@of_benchmarks
 def test_table_and_picture(tmp_path: Path) -> None:
     text = dma.table(ABOUT)
     assert "| one way, us | 8 KB |" in text and "| packet | 2 |" in text
@@ -73,7 +78,7 @@ def test_table_and_picture(tmp_path: Path) -> None:
     assert dma.draw(ABOUT | {"rows": []}, tmp_path / "y.png") == "no picture: nothing was measured"
 
 
-@pytest.mark.quick
+@of_benchmarks
 @pytest.mark.parametrize("options", [["--sizes", "24"], ["--sizes", "8"], ["--blocks", "17"]])
 def test_bad_arguments(options: list[str]) -> None:
     command = [sys.executable, str(Path(dma.__file__)), *options]

@@ -17,6 +17,7 @@ import torch
 import training
 from support import launcher, start
 
+of_benchmarks = pytest.mark.changed("benchmarks/*")
 FOLDER = start.TESTS.parent / "benchmarks"
 
 
@@ -33,6 +34,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
+@of_benchmarks
 @pytest.mark.parametrize("ranks", ["2", "3"])
 def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     small = ["--megabytes", "0.02", "--rounds", "1", "--product", "32", "--window-ms", "5"]
@@ -53,6 +55,7 @@ def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     assert interference.table(report(tmp_path)).count("\n| all_") == len(rows)
 
 
+@of_benchmarks
 def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     modes = ["graph", "ddp", "fsdp2"]
     small = ["--models", "tiny", "--rounds", "1", "--steps", "1", "--bucket-mb", "0.1"]
@@ -72,6 +75,7 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     assert training.table(report(tmp_path)).count("\n| tiny") == len(rows)
 
 
+@of_benchmarks
 def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None:
     other = tmp_path / "bare_loop"
     other.write_text("#!/bin/sh\necho 645 us\n")
@@ -89,7 +93,7 @@ def test_decoding_on_several_ranks(tmp_path: Path, leaves_nothing: None) -> None
     assert done.stdout.count("\n| 2 |") == 2, done.stdout
 
 
-@pytest.mark.quick
+@of_benchmarks
 @pytest.mark.parametrize("script", ["interference.py", "training.py", "dma.py"])
 def test_without_a_gpu_one_sentence(script: str, tmp_path: Path) -> None:
     done = run(script, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -109,6 +113,7 @@ if __name__ == "__main__":
 """
 
 
+@of_benchmarks
 def test_what_time_does_not_allow_is_left_out(tmp_path: Path) -> None:
     script = tmp_path / "patient.py"
     script.write_text(PATIENT.format(folder=str(FOLDER)))
@@ -138,6 +143,7 @@ if __name__ == "__main__":
 """
 
 
+@of_benchmarks
 @pytest.mark.parametrize("broken", [False, True])
 def test_ranks_that_hang_are_ended_and_what_they_wrote_is_kept(
     broken: bool, tmp_path: Path, leaves_nothing: None

@@ -1,4 +1,4 @@
-"""Every test of the compiler runs on a fresh cache folder and a fresh Dynamo.
+"""Every test of the compiler runs on a fresh Dynamo. Compiled sources are shared by the tests of a run.
 
 `plan` is the C++ side: the double in reference.py, and the extension's own.
 """
@@ -17,18 +17,24 @@ from ark_torch import _C
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-SIDES = ["reference", "cpp"]
-# Models and operators as users get them; elsewhere the compiler, which takes most of the time, optimises less.
+# At night also on the double, which tells faults of the lowering from the planner's.
+SIDES = [pytest.param("reference", marks=pytest.mark.nightly), "cpp"]
+# What a cache folder keeps is what these test: each has a new one.
+OF_THE_CACHE = ("test_choice", "test_costs", "test_explained", "test_host_compiler", "test_options")
+# Models and operators as users get them, at night; the C++ compiler takes most of the time, and optimises less here.
 FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler")
 
 
 @pytest.fixture(autouse=True)
-def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache"))
+def fresh(
+    request: pytest.FixtureRequest, tmp_path: Path, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    module = request.module.__name__
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache" if module in OF_THE_CACHE else shared_folder / "compiled"))
     # Plans that are the same on every machine, and nothing to measure in each fresh cache; csrc/plan/costs_test.cpp and
     # test_costs.py measure.
     monkeypatch.setenv("ARK_COSTS", "assumed")
-    if request.module.__name__ not in FULLY_OPTIMISED:
+    if module not in FULLY_OPTIMISED or not request.config.getoption("--night"):
         monkeypatch.setenv("ARK_OPTIMISE", "1")
     torch._dynamo.reset()
     torch.manual_seed(0)

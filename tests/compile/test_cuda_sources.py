@@ -105,14 +105,14 @@ extern "C" __global__ void __launch_bounds__(1024, 1) loop_kernel(const float* f
 """
 
 
-@pytest.fixture(params=["sm_90a", "sm_80"])
+@pytest.fixture(params=["sm_90a", pytest.param("sm_80", marks=pytest.mark.nightly)])
 def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sources:
     made = Sources(monkeypatch)
     made.arch = str(request.param)
     return made
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
 def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     """The sizes of one with a thousand million weights, two layers of it: decoding and a prompt."""
     config = models.Config(2048, 2, 32, 8, 8192, 1024, 1024)
@@ -134,6 +134,7 @@ def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
 OTHERS = [(4096, 32, 32, 11008), (1536, 12, 2, 8960), (3072, 24, 8, 8192), (576, 9, 3, 1536), (2048, 32, 4, 5632)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sizes, rows", list(zip(OTHERS, (1, 1, 2, 4, 16), strict=True)))
 def test_other_llamas(sources: Sources, compiled: Any, sizes: tuple[int, int, int, int], rows: int) -> None:
     """A layer of each, decoding as many sequences, and a prompt of five."""
@@ -158,7 +159,7 @@ def test_many_steps_a_launch(sources: Sources) -> None:
     sources.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.float16])
 def test_encoder_and_decoder(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     encoder, decoder = (
         models.Encoder(1024, 16, 1, 100, 384).to(dtype).eval(),

@@ -146,6 +146,7 @@ def _recommend(rank: Rank) -> None:
         assert error(got, right) <= 1.5 * error(beside, right) + torch.finfo(torch.float32).eps
 
 
+@pytest.mark.nightly
 def test_recommender_on_ranks() -> None:
     run_ranks(_recommend, 1)
     run_ranks(_recommend, 2)

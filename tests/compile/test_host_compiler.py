@@ -58,6 +58,7 @@ def compiled(folder: Path) -> int:
     return (folder / "asked").read_text().count("-o plan.so")
 
 
+@pytest.mark.changed("csrc/jit/*", "ark_torch/_jit.py")
 def test_many_processes_compile_once_and_a_cache_that_does_not_load_is_replaced(tmp_path: Path) -> None:
     cxx = counting(tmp_path) + " -DFROM_CXX"
     for process in [start(tmp_path, cxx) for _ in range(4)]:
@@ -87,6 +88,7 @@ COMPILERS = {
 }
 
 
+@pytest.mark.changed("csrc/jit/*", "ark_torch/_jit.py")
 @pytest.mark.parametrize("name", COMPILERS)
 def test_without_a_compiler_that_works(name: str, tmp_path: Path) -> None:
     """One sentence and the right answer; an error only where the user wants no fallback."""

@@ -111,6 +111,7 @@ def test_llama_touches_no_whole_cache(double: Any, compiled: Any) -> None:
     assert [mask["dtype"] for mask in masks] == [torch.bool] * 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype, layers", [(torch.float32, 2), (torch.bfloat16, 1)])
 def test_llama_error(compiled: Any, dtype: torch.dtype, layers: int) -> None:
     """The prompt (of float32 only, for the time that it takes) and three steps."""
@@ -151,6 +152,7 @@ def test_llama_padded(compiled: Any, attention: str) -> None:
     assert len(report.graphs) == 2 and len(report.regions) == 2
 
 
+@pytest.mark.nightly
 def test_generate(compiled: Any) -> None:
     """transformers' own loop over its own static cache."""
     model = llama()
@@ -224,6 +226,7 @@ def gpt2(**changes: Any) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
+@pytest.mark.nightly
 def test_gpt2(compiled: Any) -> None:
     model = gpt2().eval()
     report = exactness.check(
@@ -234,6 +237,7 @@ def test_gpt2(compiled: Any) -> None:
     assert report.graphs[0].nodes > 80 and sum(piece.nodes for piece in report.regions) >= report.graphs[0].nodes - 1
 
 
+@pytest.mark.nightly
 def test_gpt2_training(compiled: Any) -> None:
     """20 steps through the fallback: eager's numbers within rounding."""
     losses, weights = [], []

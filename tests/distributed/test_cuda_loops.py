@@ -61,7 +61,9 @@ def _refused(rank: Rank, setter: str, value: int) -> str:
     return piece.reason
 
 
-@pytest.mark.parametrize("what", TOO_SMALL)
+@pytest.mark.parametrize(
+    "what", [what if what == "blocks" else pytest.param(what, marks=pytest.mark.nightly) for what in TOO_SMALL]
+)
 def test_a_plan_that_needs_more_than_the_gpu_has(pretended_gpu: Any, what: str) -> None:
     setter, value, told = TOO_SMALL[what]
     (reason,) = run_ranks(_refused, 1, setter, value, env=pretended_gpu)

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from support.grid import DTYPES, LARGE, LAYOUTS, SMALL, each_world, run, uneven_splits
+from support.grid import DTYPES, LARGE, LAYOUTS, SIZED, each_world, run, uneven_splits
 from support.launcher import run_ranks
 from support.layouts import Placed, poison
 from support.rank import Rank
@@ -20,7 +20,7 @@ from support.reference import assert_same_bits, join, make_input
 
 def _broadcast(rank: Rank) -> None:
     rank.init()
-    for seed, (dtype, count, layout) in enumerate(itertools.product(DTYPES, SMALL + LARGE[:1], LAYOUTS)):
+    for seed, ((dtype, count), layout) in enumerate(itertools.product(SIZED, LAYOUTS)):
         root = seed % rank.world_size
         what = f"broadcast {dtype} {count} {layout} from {root}"
         values = make_input(dtype, count, seed, root)
@@ -42,7 +42,7 @@ def test_broadcast(world: int, carrier: str) -> None:
 def _all_gather(rank: Rank) -> None:
     rank.init()
     world = rank.world_size
-    for seed, (dtype, count, layout) in enumerate(itertools.product(DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, ((dtype, count), layout) in enumerate(itertools.product(SIZED, ("plain", "strided"))):
         what = f"all_gather {dtype} {count} {layout}"
         expected = [make_input(dtype, count, seed, r) for r in range(world)]
         mine = Placed(expected[rank.rank], layout)
@@ -107,7 +107,7 @@ def test_all_gather_aliasing(world: int, carrier: str) -> None:
 def _gather_scatter(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank
-    for seed, (dtype, count, layout) in enumerate(itertools.product(DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, ((dtype, count), layout) in enumerate(itertools.product(SIZED, ("plain", "strided"))):
         root = seed % world
         what = f"gather {dtype} {count} {layout} to {root}"
         expected = [make_input(dtype, count, seed, r) for r in range(world)]
@@ -203,7 +203,7 @@ def _send_recv(rank: Rank) -> None:
     rank.init()
     world, me = rank.world_size, rank.rank
     after, before = (me + 1) % world, (me - 1) % world
-    for seed, (dtype, count, layout) in enumerate(itertools.product(DTYPES, SMALL + LARGE[:1], ("plain", "strided"))):
+    for seed, ((dtype, count), layout) in enumerate(itertools.product(SIZED, ("plain", "strided"))):
         what = f"send/recv {dtype} {count} {layout}"
         sent = Placed(make_input(dtype, count, seed, me), layout)
         got = Placed(poison(torch.empty(count, dtype=dtype)), layout if me % 2 else "plain")
@@ -214,6 +214,14 @@ def _send_recv(rank: Rank) -> None:
         got.check(what)
 
 
-@pytest.mark.parametrize("world, carrier", [(2, "shm"), (3, "shm"), (4, "shm"), (2, "gloo"), (3, "gloo")])
+@pytest.mark.parametrize(
+    "world, carrier",
+    [
+        (2, "shm"),
+        (3, "shm"),
+        (2, "gloo"),
+        *(pytest.param(*more, marks=pytest.mark.nightly) for more in ((4, "shm"), (3, "gloo"))),
+    ],
+)
 def test_send_recv(world: int, carrier: str) -> None:
     run(_send_recv, world, carrier)

@@ -1,12 +1,10 @@
 """These tests run where there is a GPU, all of them, and are not collected elsewhere: none skips itself.
 
-ARK_TEST_SHARD=2/3 (make test-gpu SHARD=2/3) runs every third test, from the second on. Tests of messages and of
-failures need a second GPU.
+make test-gpu SHARD=2/3 runs every third test, from the second on. Tests of messages and of failures need a second GPU.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,16 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     if SHARED:
         items[:] = [item for item in items if here not in item.path.parents or "nccl" not in item.name]
-    shard = os.environ.get("ARK_TEST_SHARD", "")
-    if not shard:
-        return
-    index, _, count = shard.partition("/")
-    if not (index.isdigit() and count.isdigit() and 1 <= int(index) <= int(count)):
-        raise pytest.UsageError(f"SHARD={shard}: it is i/n with 1 <= i <= n, such as 2/3")
-    mine = [item for item in items if here in item.path.parents]
-    kept = set(mine[int(index) - 1 :: int(count)])
-    items[:] = [item for item in items if item not in mine or item in kept]
-    print(f"\nshard {shard}: {len(kept)} of {len(mine)} tests")
 
 
 @pytest.fixture(scope="session")

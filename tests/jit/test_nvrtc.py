@@ -29,7 +29,7 @@ def installed(package: str) -> bool:
 
 
 pytestmark = pytest.mark.skipif(not installed("nvidia-cuda-nvrtc"), reason="nvidia-cuda-nvrtc is not installed")
-QUICK = "sm_90a"
+HOPPER = "sm_90a"
 
 SMALL = """
 struct Params { float* values; };
@@ -54,7 +54,7 @@ def check(results: Iterable[Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    "arch", [pytest.param(arch, marks=pytest.mark.quick if arch == QUICK else ()) for arch in ARCHITECTURES]
+    "arch", [pytest.param(arch, marks=() if arch == HOPPER else pytest.mark.nightly) for arch in ARCHITECTURES]
 )
 def test_each_kind_of_kernel_compiles(arch: str) -> None:
     """`make test-kernels` compiles each instantiation."""

@@ -36,6 +36,10 @@ if BACKEND == "gloo":  # for working on the tests themselves: what plain Gloo ha
     DTYPES = SPREAD = (torch.float32, torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8)
     OPS, LAYOUTS = ("SUM", "PRODUCT", "MIN", "MAX"), ("plain",)
 
+# The large one for a type of each width: what moves bytes knows no more of a type.
+WIDTHS = (torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128)
+SIZED = [(dtype, count) for dtype in DTYPES for count in SMALL + (LARGE[:1] if dtype in WIDTHS else ())]
+
 
 def factor_of(rank: int) -> float:
     return 0.25 + 0.375 * rank
@@ -60,10 +64,10 @@ def uneven_splits(world: int, seed: int) -> list[list[int]]:
 
 
 def each_world(test: Any) -> Any:
-    """W = 1..4 over shared memory, 2 over Gloo (3 at night); W = 2 is quick."""
+    """W = 1, 2, 3 over shared memory, 2 over Gloo (4 and 3 at night); W = 2 is quick."""
     parameters = []
     for world in WORLDS:
-        marks = [pytest.mark.quick] if world == 2 else []
+        marks = {2: [pytest.mark.quick], 4: [pytest.mark.nightly]}.get(world, [])
         parameters.append(pytest.param(world, "shm", marks=marks, id=f"{world}"))
     parameters.append(pytest.param(2, "gloo", id="2-carried"))
     parameters.append(pytest.param(3, "gloo", marks=[pytest.mark.nightly], id="3-carried"))

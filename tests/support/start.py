@@ -26,6 +26,9 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "GLOO_SOCKET_IFNAME": "lo",
     "PYTHONUNBUFFERED": "1",
+    # As in tests/compile/conftest.py: nothing is measured for plans, and the C++ compiler optimises less.
+    "ARK_COSTS": "assumed",
+    "ARK_OPTIMISE": "1",
 }
 
 

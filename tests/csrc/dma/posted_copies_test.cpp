@@ -11,7 +11,7 @@
 #include "support/wait_until.hpp"
 
 namespace ark::protocol {
-namespace {
+namespace posted_copies_test {
 
 constexpr uint64_t kSlots = 3, kWords = 50;
 
@@ -89,5 +89,5 @@ TEST(PostedCopies, AnAbortReleasesEveryWait) {
   stream.join();
 }
 
-}  // namespace
+}  // namespace posted_copies_test
 }  // namespace ark::protocol

@@ -9,7 +9,7 @@
 #include "temp_folder.hpp"
 
 namespace ark::jit {
-namespace {
+namespace prebuilt_test {
 
 const std::vector<Header> kHeaders = {{"cuda/a.cuh", "text"}};
 const Source kSource{"stub", "sm_90a", {}};
@@ -113,5 +113,5 @@ TEST_F(PrebuiltTest, ComesBeforeCacheAndCompiler) {
   EXPECT_GT(opened, 0);
 }
 
-}  // namespace
+}  // namespace prebuilt_test
 }  // namespace ark::jit

@@ -14,7 +14,7 @@
 #include "memory/support.hpp"
 
 namespace ark::test {
-namespace {
+namespace bootstrap_intruders_test {
 
 constexpr int kSize = 3;
 
@@ -229,5 +229,5 @@ TEST(BootstrapLeaks, AThousandGroupsLeaveNothing) {
   EXPECT_EQ(count_lines("/proc/self/maps", "memfd:ark"), 0);
 }
 
-}  // namespace
+}  // namespace bootstrap_intruders_test
 }  // namespace ark::test

@@ -13,7 +13,7 @@
 #include "support/processes.hpp"
 
 namespace ark::test {
-namespace {
+namespace shared_memory_test {
 
 std::string error_of(const std::function<void()>& work, ErrorKind kind = ErrorKind::system) {
   try {
@@ -190,5 +190,5 @@ TEST(SharedMemory, CommitBeyondTheMemoryOfTheMachine) {
   memory.commit(0, 1 << 20);              // and it stays usable
 }
 
-}  // namespace
+}  // namespace shared_memory_test
 }  // namespace ark::test

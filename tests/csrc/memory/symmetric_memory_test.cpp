@@ -11,7 +11,7 @@
 #include "support/pretended_driver.hpp"
 
 namespace ark::test {
-namespace {
+namespace symmetric_memory_test {
 
 constexpr size_t kMegabyte = 1 << 20;
 
@@ -270,5 +270,5 @@ TEST(MemoryMeeting, ARankThatDiesIsNamed) {
   }
 }
 
-}  // namespace
+}  // namespace symmetric_memory_test
 }  // namespace ark::test

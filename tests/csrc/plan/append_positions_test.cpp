@@ -14,7 +14,7 @@
 #include "stage_case.hpp"
 
 namespace ark::plan {
-namespace {
+namespace append_positions_test {
 
 constexpr int kWorkers = 8;
 
@@ -131,5 +131,5 @@ TEST(AppendedPositions, TheValidatorLooksAtWhoseRowsTheyRead) {
   EXPECT_NE(verdict(true).find("another tile"), std::string::npos);
 }
 
-}  // namespace
+}  // namespace append_positions_test
 }  // namespace ark::plan

@@ -7,7 +7,7 @@
 #include "plan/cpu_case.hpp"
 
 namespace ark::plan::test {
-namespace {
+namespace cpu_attention_test {
 
 constexpr double kMinusInfinity = -std::numeric_limits<double>::infinity();
 constexpr ScalarType kFloats[] = {ScalarType::f32, ScalarType::bf16, ScalarType::f16};
@@ -142,5 +142,5 @@ TEST(CpuAttentionTest, NothingPastTheLengthInUseMatters) {
   expect_attention(made, one);
 }
 
-}  // namespace
+}  // namespace cpu_attention_test
 }  // namespace ark::plan::test

@@ -5,7 +5,7 @@
 #include "plan/cpu_case.hpp"
 
 namespace ark::plan::test {
-namespace {
+namespace cpu_matmul_test {
 
 constexpr ScalarType kFloats[] = {ScalarType::f32, ScalarType::bf16, ScalarType::f16};
 
@@ -136,5 +136,5 @@ TEST(CpuMatmulTest, WorkersDoNotChangeBits) {
   for (size_t i = 1; i < results.size(); ++i) EXPECT_EQ(results[i], results[0]) << i + 1 << " workers";
 }
 
-}  // namespace
+}  // namespace cpu_matmul_test
 }  // namespace ark::plan::test

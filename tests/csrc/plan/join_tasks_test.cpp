@@ -14,7 +14,7 @@
 #include "plan/targets.hpp"
 
 namespace ark::plan {
-namespace {
+namespace join_tasks_test {
 
 constexpr int kWorkers = 6;
 constexpr int64_t kWidth = 512;
@@ -117,5 +117,5 @@ TEST(JoinedTasks, TheValidatorRefusesWhatOneRunCannotDo) {
   EXPECT_TRUE(says(broken([](Plan&, Task& task, Task& head) { std::swap(task.signals, head.signals); }), "signals"));
 }
 
-}  // namespace
+}  // namespace join_tasks_test
 }  // namespace ark::plan

@@ -12,7 +12,7 @@
 #include "stage_case.hpp"
 
 namespace ark::plan {
-namespace {
+namespace keep_float_test {
 
 constexpr int kWorkers = 12;
 constexpr ScalarType kHalf = ScalarType::bf16;
@@ -77,5 +77,5 @@ TEST(KeepFloat, ManyRowsAreNotStoredTwiceAsWide) {
   EXPECT_EQ(written(builder), Types{kHalf});
 }
 
-}  // namespace
+}  // namespace keep_float_test
 }  // namespace ark::plan

@@ -13,7 +13,7 @@
 #include "stage_case.hpp"
 
 namespace ark::plan {
-namespace {
+namespace merge_products_test {
 
 constexpr int kWorkers = 6;
 
@@ -239,5 +239,5 @@ TEST(JoinedPointwise, TheValidatorLooksAtWhatTailsTouch) {
             "");
 }
 
-}  // namespace
+}  // namespace merge_products_test
 }  // namespace ark::plan

@@ -11,7 +11,7 @@
 #include "plan/targets.hpp"
 
 namespace ark::plan {
-namespace {
+namespace packets_test {
 
 constexpr int64_t kWidth = 512;
 
@@ -102,5 +102,5 @@ TEST(Packets, AnElementLiesTwiceAsFarFromTheFirst) {
   EXPECT_EQ(place_of(plan, value, 6).offset, offset + 12);
 }
 
-}  // namespace
+}  // namespace packets_test
 }  // namespace ark::plan

@@ -16,7 +16,7 @@
 #include "plan/targets.hpp"
 
 namespace ark::plan {
-namespace {
+namespace push_sums_test {
 
 constexpr int64_t kWidth = 512;
 
@@ -123,5 +123,5 @@ TEST(PushSums, TheValidatorLooksAtTheirPlaces) {
   }
 }
 
-}  // namespace
+}  // namespace push_sums_test
 }  // namespace ark::plan

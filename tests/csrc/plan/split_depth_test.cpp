@@ -11,7 +11,7 @@
 #include "stage_case.hpp"
 
 namespace ark::plan {
-namespace {
+namespace split_depth_test {
 
 constexpr int kWorkers = 12;
 constexpr ScalarType kHalf = ScalarType::f16;
@@ -87,5 +87,5 @@ TEST(SplitDepth, WhatIsShallowSeenOrReadTwiceStaysWhole) {
   EXPECT_EQ(products_in(twice), 2u);
 }
 
-}  // namespace
+}  // namespace split_depth_test
 }  // namespace ark::plan

@@ -357,9 +357,9 @@ TEST(Stages, DeadNodesHaveNone) {
   EXPECT_EQ(stages_of(builder).size(), 1u);
 }
 
-class RandomStages : public testing::TestWithParam<uint32_t> {};
+class RandomPrograms : public testing::TestWithParam<uint32_t> {};
 
-TEST_P(RandomStages, ComputeWhatTheNodesCompute) {
+TEST_P(RandomPrograms, ComputeWhatTheNodesCompute) {
   for (uint32_t i = 0; i < 40; ++i) {
     const uint32_t seed = GetParam() * 1000 + i;
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -370,7 +370,7 @@ TEST_P(RandomStages, ComputeWhatTheNodesCompute) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Seeds, RandomStages, testing::Range(0u, 20u));
+INSTANTIATE_TEST_SUITE_P(Seeds, RandomPrograms, testing::Range(0u, 20u));
 
 }  // namespace
 }  // namespace ark::plan

@@ -14,7 +14,7 @@
 #include "plan/simulated_plan.hpp"
 
 namespace ark::plan {
-namespace {
+namespace validator_test {
 
 using test::Mutation;
 using test::RandomStages;
@@ -112,5 +112,5 @@ TEST(ValidatorTest, RejectsBrokenOrderOfSteps) {
   try_mutations(test::step_mutations(), 100, Steps::chained);
 }
 
-}  // namespace
+}  // namespace validator_test
 }  // namespace ark::plan
