@@ -64,7 +64,10 @@ def _check_files(folder: Path, ranks: list[int]) -> dict[int, Any]:
     return load([folder])
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["between operations", "inside one"])
+@pytest.mark.parametrize(
+    "inside",
+    [pytest.param(False, id="between operations", marks=pytest.mark.nightly), pytest.param(True, id="inside one")],
+)
 def test_killed_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str], inside: bool) -> None:
     body = _victim_inside if inside else _victim_outside
     with Job(body, 3, env={"ARK_FLIGHT_DUMP": str(tmp_path / "flight_")}, destroy=False) as job:
@@ -106,6 +109,7 @@ def _late(rank: Rank) -> str:
     return error
 
 
+@pytest.mark.nightly
 def test_late_rank_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two ranks time out; the third then comes, raises too (at the latest in its second call), and leaves a record."""
     with Job(_late, 3, env={"ARK_FLIGHT_DUMP": str(tmp_path / "flight_")}, destroy=False) as job:

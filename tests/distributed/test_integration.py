@@ -59,17 +59,17 @@ def test_distributed_data_parallel() -> None:
     _torchrun(2, "ddp.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_fully_shard(ranks: int) -> None:
     _torchrun(ranks, "fsdp2.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_dtensor_and_tensor_parallel(ranks: int) -> None:
     _torchrun(ranks, "tensor_parallel.py")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_pipeline_schedules(ranks: int) -> None:
     _torchrun(ranks, "pipeline.py")
 
@@ -78,11 +78,12 @@ def test_distributed_checkpoint() -> None:
     _torchrun(2, "checkpoint.py")
 
 
+@pytest.mark.nightly
 def test_zero_redundancy_optimizer_and_join() -> None:
     _torchrun(2, "zero.py")
 
 
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.nightly)])
 def test_elastic_restart(how: str, tmp_path: Path) -> None:
     _torchrun(2, "elastic.py", str(tmp_path), how, options=("--max-restarts=1", "--monitor-interval=0.2"))
     names = sorted(path.name for path in tmp_path.iterdir())

@@ -48,9 +48,9 @@ def _start_and_exit(rank: Rank, how: str) -> float:
 
 
 @pytest.mark.parametrize("how", EXITS)
-def test_two_hundred_starts_and_exits(how: str) -> None:
-    """34 forked processes a way, 204 in all; values() fails on any exit code but 0."""
-    for _ in range(17):
+def test_starts_and_exits(how: str, request: pytest.FixtureRequest) -> None:
+    """Four forked processes a way, 34 at night; values() fails on any exit code but 0."""
+    for _ in range(17 if request.config.getoption("--night") else 2):
         assert run_ranks(_start_and_exit, 2, how, destroy=False, timeout=30) == [2.0, 2.0]
 
 
@@ -206,6 +206,7 @@ def _idle(rank: Rank) -> dict[str, Any]:
 
 
 @ark_only
+@pytest.mark.alone
 def test_idle_ranks_cost_no_cpu() -> None:
     """CPU seconds over two seconds of wall time; the bound leaves room for the interpreter and slow machines."""
     for rank, used in enumerate(run_ranks(_idle, 2)):
@@ -223,6 +224,7 @@ def _oversubscribed(rank: Rank) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.alone
 def test_more_ranks_than_cores_do_not_collapse() -> None:
     """Not a benchmark: a spin without a bound would take minutes here."""
     ranks = max(6, 2 * (os.cpu_count() or 1) + 2)

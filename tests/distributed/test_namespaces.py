@@ -127,6 +127,7 @@ def _check(results: list[tuple[int, str]], carried: bool) -> None:
         assert sum("Gloo" in line for line in output.splitlines()) <= 6, output
 
 
+@pytest.mark.nightly
 def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple[str, str]]) -> None:
     started = time.monotonic()
     results = _run(namespaces, [0, 1])
@@ -139,6 +140,7 @@ def test_two_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]]) 
     _check(_run(namespaces, [0, 0, 1, 1]), carried=True)
 
 
+@pytest.mark.nightly
 def test_private_mounts_as_well(namespaces: list[tuple[str, str]]) -> None:
     _check(_run(namespaces, [0, 1], private_mounts=True), carried=True)
 

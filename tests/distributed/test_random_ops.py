@@ -280,7 +280,9 @@ def test_a_few_random_operations() -> None:
     run_ranks(_random, 2, _seed(1), 400, 1, timeout=100)
 
 
-@pytest.mark.parametrize("world, threads", [(2, 1), (2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "world, threads", [(2, 3), (3, 2), *(pytest.param(*more, marks=pytest.mark.nightly) for more in ((2, 1), (4, 1)))]
+)
 def test_random_operations(world: int, threads: int) -> None:
     operations = int(os.environ.get("ARK_TEST_OPERATIONS", "1250"))
     run_ranks(_random, world, _seed(7 + world), operations, threads, timeout=280)

@@ -16,6 +16,7 @@ import pytest
 from support import launcher, processes, start
 
 EXAMPLES = start.TESTS.parent / "examples"
+of_examples = pytest.mark.changed("examples/*")
 TINY = ["--steps", "12", "--layers", "2", "--width", "32", "--context", "32", "--batch", "4", "--ranks", "2"]
 
 
@@ -32,9 +33,13 @@ def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.
 
 
 @pytest.mark.parametrize(
-    "ranks", [pytest.param(2, id="python", marks=pytest.mark.quick), pytest.param(3, id="torchrun")]
+    "name, ranks",
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.quick),
+        *(pytest.param(name, 2, marks=of_examples) for name in ("fsdp2", "tensor_parallel")),
+        *(pytest.param(name, 3, marks=of_examples) for name in ("ddp", "fsdp2", "tensor_parallel")),  # torchrun
+    ],
 )
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
 def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
     script = [str(EXAMPLES / f"{name}.py"), "--backend", launcher.BACKEND]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks != 2 else []
@@ -56,6 +61,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Completed
     ), folder / "out"
 
 
+@of_examples
 def test_demo_runs_agree(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, folder = demo
     assert done.returncode == 0, done.stdout
@@ -71,6 +77,7 @@ def test_demo_runs_agree(demo: tuple[subprocess.CompletedProcess[str], Path]) ->
         assert 0 < one["held_out"][-1][1] < one["held_out"][0][1] < 6
 
 
+@of_examples
 def test_demo_shows_curve_table_and_sample(demo: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     done, folder = demo
     for text in ("loss, nats a byte", "held out", "all_reduce of the gradients alone", "A sample from", "12/12"):
@@ -80,6 +87,7 @@ def test_demo_shows_curve_table_and_sample(demo: tuple[subprocess.CompletedProce
     assert (folder / "model.pt").stat().st_size > 10_000
 
 
+@of_examples
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

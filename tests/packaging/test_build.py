@@ -22,6 +22,8 @@ import torch
 from ark_torch._support import minor_of
 from ark_torch._version import __version__
 
+pytestmark = pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
+
 REPO = Path(__file__).resolve().parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
 BUILD_TOOLS = ("setuptools", "_distutils_hack", "distutils-precedence", "pkg_resources", "ninja", "wheel", "pip")

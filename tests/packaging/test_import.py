@@ -21,6 +21,7 @@ dist.destroy_process_group()
 print("done")
 """
 
+of_imports = pytest.mark.changed("ark_torch/_*.py", "ark_torch/__init__.py", "pyproject.toml", "setup.py")
 ORDERS = {
     "ark_torch first": "import ark_torch, torch",
     "torch first": "import torch, ark_torch",
@@ -31,13 +32,14 @@ ORDERS = {
 }
 
 
-@pytest.mark.quick
+@of_imports
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order_gives_a_working_group(python, order: str) -> None:
     done = python(["-W", "error", "-c", ORDERS[order] + GROUP_OF_ONE.format(backend="ark")])
     assert done.returncode == 0 and done.stdout == "done\n", done.stderr
 
 
+@of_imports
 @pytest.mark.parametrize("order", ["ark_torch first", "torch first", "twice", "distributed first"])
 def test_explicit_import_is_enough_without_autoload(python, order: str) -> None:
     script = ORDERS[order] + GROUP_OF_ONE.format(backend="ark")
@@ -50,6 +52,7 @@ def test_without_autoload_and_import_the_name_is_unknown(python) -> None:
     assert done.returncode != 0
 
 
+@of_imports
 @pytest.mark.parametrize("backend", ["ark", "ARK", "cpu:ark"])
 def test_names_of_the_backend(python, backend: str) -> None:
     done = python(GROUP_OF_ONE.format(backend=backend))
@@ -144,6 +147,7 @@ def spoilt(request, copied_package):
     )
 
 
+@of_imports
 @pytest.mark.parametrize("way", ASK)
 def test_a_wrong_pytorch_is_told_in_one_sentence(python, spoilt, way: str) -> None:
     folder, expected = spoilt
@@ -154,6 +158,7 @@ def test_a_wrong_pytorch_is_told_in_one_sentence(python, spoilt, way: str) -> No
     assert "pip install --no-cache-dir --force-reinstall --no-deps" in last
 
 
+@of_imports
 def test_import_torch_survives_a_spoilt_package(python, spoilt) -> None:
     folder, _ = spoilt
     done = python("import torch, torch.distributed as dist\n" + GROUP_OF_ONE.format(backend="gloo"), path=folder)

@@ -25,7 +25,7 @@ from ark_torch.tools.bench.operations import OPERATIONS
 TOP = start.TESTS.parent
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_operation_is_measured_and_right(ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
     options = ["--quick", "--no-mpi", "--rounds", "1", "--sizes", "4,10K,300K", "--ops", ",".join(OPERATIONS)]
     command = [sys.executable, "-m", "ark_torch.tools.bench", "--backend", launcher.BACKEND, "--ranks", str(ranks)]

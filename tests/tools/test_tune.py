@@ -23,6 +23,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.changed("ark_torch/tools/*tune*", "csrc/collectives/dispatch*")
 def test_the_table_covers_every_collective_and_is_used(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     command = [sys.executable, "-m", "ark_torch.tools.tune", "--rounds", "1", "--output", str(table)]

@@ -9,7 +9,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <random>
@@ -35,9 +34,7 @@ inline constexpr int kSanitizersShare = 1;
 inline jit::Settings cpu_settings(const std::string& cache = {}) {
   jit::Settings settings;
   settings.version = "test";
-  // Told by CTest. A test that is run by hand from the repository's root finds them too.
-  const char* kernels = std::getenv("ARK_TEST_KERNELS");
-  settings.kernels_dir = kernels != nullptr ? kernels : "ark_torch/kernels";
+  settings.kernels_dir = "ark_torch/kernels";  // tests run in the root
   settings.cache_dir = cache;
 #if defined(__SANITIZE_THREAD__)
   settings.cxx_options = {"-O1", "-g1", "-fsanitize=thread"};
