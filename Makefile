@@ -103,7 +103,8 @@ test-kernels: setup ## every instantiation of every CUDA kernel for six architec
 
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the library as built alone, ThreadSanitizer, Address and UB Sanitizer
 
-# Links what setup.py has compiled already, and compiles the tests folder by folder.
+# Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night.
+test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime"
 test-cpp-gate: setup
 	@$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
 	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
