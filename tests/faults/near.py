@@ -1,0 +1,164 @@
+"""The tests that a fault names: how they are built and run, and which of them failed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from faults.tree import Tree
+
+SUITE = re.compile(r"^(TEST|TEST_F|TEST_P|TYPED_TEST)\((\w+)", re.MULTILINE)
+
+
+class NoSuchTest(Exception):
+    """A name leads to no test: the list of faults must be mended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    failed: tuple[str, ...] = ()  # names that a run of their own can be asked for
+    how: str = ""  # "failed", "crashed", "hung"; "": all passed
+    log: str = field(default="", repr=False)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Some tests of a C++ test program."""
+
+    kind: str  # plain, thread, address
+    folder: str
+    stem: str
+    filter: str = ""
+
+    def target(self) -> str:
+        """The program that holds the file's tests: one for each file."""
+        return f"{self.folder}.{self.stem}"
+
+    def suites(self, tree: Path) -> str:
+        """The file's suites as a filter, those of parameters too."""
+        file = tree / "tests" / "csrc" / self.folder / f"{self.stem}.cpp"
+        if not file.is_file():
+            raise NoSuchTest(f"there is no {file.relative_to(tree)}")
+        names = sorted({name for _, name in SUITE.findall(file.read_text(encoding="utf-8"))})
+        return ":".join(pattern for name in names for pattern in (f"{name}.*", f"*/{name}.*"))
+
+    def run(self, tree: Tree, limit_s: float, only: str = "") -> Outcome:
+        program = tree.path / "build" / f"cpp-{self.kind}" / "tests" / self.target()
+        chosen = only or self.filter or self.suites(tree.path)
+        env = {
+            **tree.environment(),
+            "TSAN_OPTIONS": "die_after_fork=0",
+            "ARK_TEST_KERNELS": str(tree.path / "ark_torch" / "kernels"),
+        }
+        code, log = _run([str(program), f"--gtest_filter={chosen}", "--gtest_fail_fast"], tree, env, limit_s)
+        if re.search(r"Running 0 tests", log):
+            raise NoSuchTest(f"{self.target()} has no test {chosen}")
+        failed = tuple(dict.fromkeys(re.findall(r"^\[  FAILED  \] ([\w/]+\.[\w/]+)", log, re.MULTILINE)))
+        if code == 0:
+            return Outcome(log=log)
+        if failed:
+            return Outcome(failed, "failed", log)
+        # A crash, a report of the sanitizer at the end, or the limit: the last one that had begun.
+        begun = re.findall(r"^\[ RUN      \] ([\w/]+\.[\w/]+)", log, re.MULTILINE)
+        return Outcome(tuple(begun[-1:]) or (chosen,), "hung" if code is None else "crashed", log)
+
+    def __str__(self) -> str:
+        return f"{'' if self.kind == 'plain' else self.kind + ':'}{self.folder}.{self.stem}"
+
+
+@dataclass(frozen=True)
+class Python:
+    """Some tests of pytest."""
+
+    path: str
+    expression: str = ""
+
+    def run(self, tree: Tree, limit_s: float, only: str = "", nightly: bool = False) -> Outcome:
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
+        command += [*shlex.split(only or self.path)]
+        if self.expression and not only:
+            command += ["-k", self.expression]
+        if not nightly:
+            command += ["-m", "not nightly"]
+        code, log = _run(command, tree, tree.environment(), limit_s)
+        if code in (4, 5):
+            raise NoSuchTest(f"{self}: pytest finds none: {log[-500:]}")
+        if code == 0:
+            return Outcome(log=log)
+        failed = tuple(dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)))
+        return Outcome(failed or (self.path,), "hung" if code is None else "failed" if failed else "crashed", log)
+
+    def __str__(self) -> str:
+        return self.path + (f" -k {shlex.quote(self.expression)}" if self.expression else "")
+
+
+def parse(text: str) -> Program | Python:
+    if text.startswith("tests/"):
+        path, _, expression = text.partition(" -k ")
+        return Python(path, expression.strip("'\""))
+    kind, rest = "plain", text
+    if text.startswith(("thread:", "address:")):
+        kind, _, rest = text.partition(":")
+    name, _, chosen = rest.partition(":")
+    folder, dot, stem = name.rpartition(".")
+    if not dot:
+        raise NoSuchTest(f"{text!r} names neither a file of tests/csrc nor one of pytest")
+    return Program(kind, folder, stem, chosen)
+
+
+def _run(command: list[str], tree: Tree, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Exit status, None for what was ended at its limit, and what it said. Its processes end with it."""
+    with tempfile.TemporaryDirectory(prefix="ark-mutations-") as folder, (Path(folder) / "log").open("w+") as log:
+        Path(folder, "tmp").mkdir()
+        env = {**env, "TMPDIR": f"{folder}/tmp", "XDG_CACHE_HOME": f"{folder}/cache"}
+        child = subprocess.Popen(
+            ["nice", "-n", "10", *command],
+            cwd=tree.path,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = child.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _end_session(child.pid)
+            child.wait()
+        log.seek(0)
+        return code, Path(log.name).read_text(encoding="utf-8", errors="replace")
+
+
+def _end_session(leader: int) -> None:
+    """Ranks that tests start make process groups of their own, but no sessions."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == leader]
+        for pid in left:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if not left:
+            return
+        time.sleep(0.05)
+
+
+def _session_of(pid: int) -> int:
+    """0: it is gone, or only its parent has not looked yet."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] == "Z" else int(fields[3])

@@ -1,0 +1,115 @@
+"""A copy of the project under build/mutations, the only place where faults are put: whatever ends the run, the user's
+own files are as they were. The copy is kept, so that the next run builds what changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from faults.fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = {
+    "plain": (),
+    "thread": ("-DARK_SANITIZE=thread", "-DARK_WITH_TORCH=OFF"),
+    "address": ("-DARK_SANITIZE=address", "-DARK_WITH_TORCH=OFF"),
+}
+
+
+class BuildFailed(Exception):
+    """Its text is the end of what the build said."""
+
+
+class Tree:
+    """The copy, with at most one fault in it."""
+
+    def __init__(self, place: Path) -> None:
+        self.path = place / "tree"
+        place.mkdir(parents=True, exist_ok=True)
+        self._lock = (place / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"mutations: another run works in {place}: wait for it, or give --folder.") from None
+        self._configured: set[str] = set()
+
+    def refresh(self) -> None:
+        """Makes it what the user's tree is; what is alike keeps its time, so that nothing is built in vain."""
+        names = {name for name in _listed(ROOT) if (ROOT / name).is_file()}
+        for old in (set(_kept(self.path)) if self.path.exists() else set()) - names:
+            (self.path / old).unlink()
+        for name in names:
+            source, copy = ROOT / name, self.path / name
+            content = source.read_bytes()
+            if not copy.is_file() or copy.read_bytes() != content:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(content)
+            copy.chmod(source.stat().st_mode & 0o777)
+
+    @contextlib.contextmanager
+    def with_fault(self, fault: Fault) -> Iterator[None]:
+        file = self.path / fault.file
+        before = file.read_text(encoding="utf-8")
+        file.write_text(fault.applied(before), encoding="utf-8")
+        try:
+            yield
+        finally:
+            file.write_text(before, encoding="utf-8")
+
+    def environment(self) -> dict[str, str]:
+        """This Python's tools first; no test finds the user's tree or what another fault has left in a cache."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("ARK_")}
+        env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+        env["PYTHONPATH"] = str(self.path)
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # of a file that changes twice within a second
+        return env
+
+    def build_extension(self) -> None:
+        self._run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
+
+    def build_programs(self, kind: str, targets: Sequence[str]) -> None:
+        folder = f"build/cpp-{kind}"
+        if kind not in self._configured:
+            import torch
+
+            prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+            self._run(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", prefix, *FLAGS[kind]])
+            self._configured.add(kind)
+        self._run(["cmake", "--build", folder, "--target", *targets])
+
+    def _run(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        done = subprocess.run(
+            ["nice", "-n", "10", *command],
+            cwd=self.path,
+            env=env or self.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode != 0:
+            raise BuildFailed(f"{' '.join(command[:4])} ...: {done.stdout[-3000:]}")
+
+
+def _listed(root: Path) -> list[str]:
+    """What git knows and what it would take: no build, no environment."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return [name for name in done.stdout.split("\0") if name]
+
+
+def _kept(copy: Path) -> Iterator[str]:
+    """The copy's files but for what is built there."""
+    for folder, folders, files in os.walk(copy):
+        folders[:] = [name for name in folders if name not in ("build", "__pycache__", ".pytest_cache")]
+        for file in files:
+            name = str((Path(folder) / file).relative_to(copy))
+            if not name.endswith((".so", "_build_info.py", ".pyc")):
+                yield name
