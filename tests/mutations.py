@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from faults import FAULTS
 from faults.fault import Fault
-from faults.near import NoSuchTest, Outcome, Program, Python, parse
+from faults.near import NoSuchTest, Outcome, Program, Python, parse, run_python
 from faults.tree import ROOT, BuildFailed, Tree
 
 
@@ -89,12 +89,6 @@ def build_for(tree: Tree, near: Program | Python) -> None:
         tree.build_extension()
 
 
-def run_one(tree: Tree, near: Program | Python, limit_s: float, tier: str, only: str = "") -> Outcome:
-    if isinstance(near, Program):
-        return near.run(tree, limit_s, only)
-    return near.run(tree, limit_s, only, nightly=tier == "all")
-
-
 def try_fault(tree: Tree, fault: Fault, tier: str) -> Result:
     """Puts it in, runs its tests until one fails, and takes it out."""
     result = Result(fault)
@@ -110,7 +104,7 @@ def try_fault(tree: Tree, fault: Fault, tier: str) -> Result:
                 if kind not in built and (fault.compiles or isinstance(near, Program)):
                     build_for(tree, near)
                     built.add(kind)
-                outcome = run_one(tree, near, fault.limit_s, tier)
+                outcome = near.run(tree, fault.limit_s, nightly=tier == "all")
                 result.ran.append(text)
                 if outcome.how:
                     result.by, result.failed, result.how = near, outcome.failed, outcome.how
@@ -123,18 +117,33 @@ def try_fault(tree: Tree, fault: Fault, tier: str) -> Result:
 
 def confirm(tree: Tree, results: Sequence[Result], tier: str) -> None:
     """What noticed a fault passes without one; where it does not, the result becomes an error."""
+    caught = [result for result in results if result.by is not None]
+    programs: dict[Program, list[Result]] = {}
+    python: list[Result] = []
+    for result in caught:
+        if isinstance(result.by, Program):
+            programs.setdefault(replace(result.by, filter=""), []).append(result)
+        else:
+            python.append(result)
+    for program, noticed in programs.items():
+        tree.build_programs(program.kind, [program.target()])
+        names = sorted({name for result in noticed for name in result.failed})
+        _blame(noticed, program.run(tree, _limit(noticed), ":".join(names)))
+    if python:
+        tree.build_extension()
+        ids = sorted({name for result in python for name in result.failed})
+        _blame(python, run_python(tree, ids, _limit(python), nightly=tier == "all"))
+
+
+def _limit(results: Sequence[Result]) -> float:
+    return sum(result.fault.limit_s for result in results)
+
+
+def _blame(results: Sequence[Result], outcome: Outcome) -> None:
     for result in results:
-        if result.by is None:
-            continue
-        build_for(tree, result.by)
-        only = ""
-        if result.failed and isinstance(result.by, Program):
-            only = ":".join(result.failed)
-        elif result.failed and all("::" in name for name in result.failed):
-            only = " ".join(name.replace(" ", "\\ ") for name in result.failed)
-        outcome = run_one(tree, result.by, result.fault.limit_s, tier, only)
-        if outcome.how:
-            result.error = f"{', '.join(outcome.failed)} {outcome.how} without the fault, too: {outcome.log[-500:]}"
+        wrong = sorted(set(result.failed) & set(outcome.failed))
+        if outcome.how and wrong:
+            result.error = f"{', '.join(wrong)} {outcome.how} without the fault, too: {outcome.log[-500:]}"
             say(f"{result.fault.name}: {result.error}")
 
 

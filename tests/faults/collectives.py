@@ -35,14 +35,6 @@ FAULTS = (
         "tests/distributed/test_reductions.py",
     ),
     fault(
-        "collectives.reduce_scatter_own_part",
-        HERE + "reduce_scatter.cpp",
-        "rounds.read(first + k, peer) + rank * piece",
-        "rounds.read(first + k, peer) + peer * piece",
-        "a rank adds the parts that were meant for others",
-        RANKS,
-    ),
-    fault(
         "collectives.no_agreement",
         HERE + "rounds.cpp",
         "  if (round == first_) check_descriptor(",
@@ -105,14 +97,6 @@ FAULTS = (
         limit_s=60,
     ),
     fault(
-        "collectives.dispatch_bound",
-        HERE + "dispatch.cpp",
-        "bytes <= rule.max_bytes",
-        "bytes < rule.max_bytes",
-        "a table's sizes are read as exclusive: another algorithm than was measured",
-        "collectives.dispatch_test",
-    ),
-    fault(
         "collectives.dtype_size",
         HERE + "dtype.cpp",
         '{"float8_e8m0fnu", 1}',
@@ -160,14 +144,6 @@ FAULTS = (
         "meeting_->card_of<Windows::Base>(peer)[peer];",
         "peers store to where they see their own memory, not this rank's",
         "collectives.registration_test",
-    ),
-    fault(
-        "cuda_host.buffer_limit",
-        HERE + "cuda/dispatch_rules.cpp",
-        "mine.buffer_bytes = std::min(mine.buffer_bytes, limits.buffer_bytes);",
-        "mine.buffer_bytes = std::max(mine.buffer_bytes, limits.buffer_bytes);",
-        "ARK_BUFFER_MB is not obeyed",
-        "collectives.cuda_dispatch_test",
     ),
     fault(
         "cuda_host.sharers_blocks",

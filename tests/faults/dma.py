@@ -61,15 +61,6 @@ FAULTS = (
         "dma.request_server_test",
     ),
     fault(
-        "protocol.request_parity",
-        PROTOCOL + "request_ring.hpp",
-        "  const uint64 parity = number / kRequests % 2 == 0 ? 1 : 0;",
-        "  const uint64 parity = 1;",
-        "requests stop after the ring's first lap",
-        "dma.request_server_test",
-        limit_s=60,
-    ),
-    fault(
         "protocol.request_served_relaxed",
         PROTOCOL + "request_ring.hpp",
         "  store_release(ring.served, number + 1);",
@@ -118,14 +109,6 @@ FAULTS = (
         "      if (mine != 0) call.await_sum(i);\n",
         "",
         "sums are sent before they are there",
-        "dma.copy_engine_test",
-    ),
-    fault(
-        "dma.engine_last_part",
-        HERE + "copy_engine_collectives.cpp",
-        "  const uint64_t part = (units + size_ - 1) / size_ * unit;",
-        "  const uint64_t part = units / size_ * unit;",
-        "the last elements of an all_reduce by copy engines are left out",
         "dma.copy_engine_test",
     ),
     fault(

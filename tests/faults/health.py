@@ -6,14 +6,6 @@ HERE = "csrc/health/"
 
 FAULTS = (
     fault(
-        "health.goodbye_is_a_loss",
-        HERE + "monitor.cpp",
-        "    if (!expected && on_lost) on_lost(",
-        "    if (on_lost) on_lost(",
-        "a rank that ends in order is reported as lost",
-        "health.monitor_test",
-    ),
-    fault(
         "health.any_departure",
         HERE + "group_health.cpp",
         "    if (departed && other == peer) return",
@@ -47,14 +39,6 @@ FAULTS = (
         "  if (slot.entry.id < id) {  //",
         "  if (true) {  //",
         "an overtaken thread puts an older operation over a newer one",
-        "health.flight_record_test",
-    ),
-    fault(
-        "health.failed_then_completed",
-        HERE + "flight_record.cpp",
-        "    if (slot.entry.state == FlightState::failed) return;\n",
-        "",
-        "an operation that failed is recorded as completed",
         "health.flight_record_test",
     ),
     fault(

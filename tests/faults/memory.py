@@ -14,22 +14,6 @@ FAULTS = (
         "memory.handle_test",
     ),
     fault(
-        "memory.rank_bound",
-        HERE + "handle.cpp",
-        "  if (record.rank >= record.size)",
-        "  if (record.rank > record.size)",
-        "a record may name a rank that is none",
-        "memory.handle_test",
-    ),
-    fault(
-        "memory.text_bound",
-        HERE + "wire.hpp",
-        "    if (length > room)\n",
-        "    if (length > 2 * room)\n",
-        "a text's length is believed beyond its message",
-        "memory.handle_test",
-    ),
-    fault(
         "memory.nonce_first_byte",
         HERE + "handle.cpp",
         "difference | (a[i] ^ b[i])",
@@ -60,15 +44,6 @@ FAULTS = (
         "static_cast<int>(blames ? outcome.rank : outcome.peer)",
         "a failure of the start names no rank, or the wrong one",
         "memory.bootstrap_failures_test",
-    ),
-    fault(
-        "memory.start_timeout",
-        HERE + "rendezvous.cpp",
-        "      if (Clock::now() < deadline_) continue;\n",
-        "      continue;\n",
-        "rank 0 waits for ever for ranks that do not start",
-        "memory.bootstrap_failures_test",
-        limit_s=90,
     ),
     fault(
         "memory.two_users",

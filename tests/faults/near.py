@@ -50,7 +50,8 @@ class Program:
         names = sorted({name for _, name in SUITE.findall(file.read_text(encoding="utf-8"))})
         return ":".join(pattern for name in names for pattern in (f"{name}.*", f"*/{name}.*"))
 
-    def run(self, tree: Tree, limit_s: float, only: str = "") -> Outcome:
+    def run(self, tree: Tree, limit_s: float, only: str = "", nightly: bool = False) -> Outcome:
+        """`only`: a filter in place of its own, and all of its tests. None of a program is nightly."""
         program = tree.path / "build" / f"cpp-{self.kind}" / "tests" / self.target()
         chosen = only or self.filter or self.suites(tree.path)
         env = {
@@ -58,7 +59,9 @@ class Program:
             "TSAN_OPTIONS": "die_after_fork=0",
             "ARK_TEST_KERNELS": str(tree.path / "ark_torch" / "kernels"),
         }
-        code, log = _run([str(program), f"--gtest_filter={chosen}", "--gtest_fail_fast"], tree, env, limit_s)
+        code, log = _run(
+            [str(program), f"--gtest_filter={chosen}", *([] if only else ["--gtest_fail_fast"])], tree, env, limit_s
+        )
         if re.search(r"Running 0 tests", log):
             raise NoSuchTest(f"{self.target()} has no test {chosen}")
         failed = tuple(dict.fromkeys(re.findall(r"^\[  FAILED  \] ([\w/]+\.[\w/]+)", log, re.MULTILINE)))
@@ -81,23 +84,27 @@ class Python:
     path: str
     expression: str = ""
 
-    def run(self, tree: Tree, limit_s: float, only: str = "", nightly: bool = False) -> Outcome:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
-        command += [*shlex.split(only or self.path)]
-        if self.expression and not only:
-            command += ["-k", self.expression]
-        if not nightly:
-            command += ["-m", "not nightly"]
-        code, log = _run(command, tree, tree.environment(), limit_s)
-        if code in (4, 5):
-            raise NoSuchTest(f"{self}: pytest finds none: {log[-500:]}")
-        if code == 0:
-            return Outcome(log=log)
-        failed = tuple(dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)))
-        return Outcome(failed or (self.path,), "hung" if code is None else "failed" if failed else "crashed", log)
+    def run(self, tree: Tree, limit_s: float, nightly: bool = False) -> Outcome:
+        chosen = [self.path, *(["-k", self.expression] if self.expression else [])]
+        return run_python(tree, ["-x", *chosen], limit_s, nightly)
 
     def __str__(self) -> str:
         return self.path + (f" -k {shlex.quote(self.expression)}" if self.expression else "")
+
+
+def run_python(tree: Tree, chosen: list[str], limit_s: float, nightly: bool) -> Outcome:
+    """`chosen`: files, tests and options of pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *chosen]
+    if not nightly:
+        command += ["-m", "not nightly"]
+    code, log = _run(command, tree, tree.environment(), limit_s)
+    if code in (4, 5):
+        raise NoSuchTest(f"pytest finds no {chosen}: {log[-500:]}")
+    if code == 0:
+        return Outcome(log=log)
+    failed = tuple(re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log, re.MULTILINE))
+    how = "hung" if code is None else "failed" if failed else "crashed"
+    return Outcome(failed or tuple(one for one in chosen if one.startswith("tests/")), how, log)
 
 
 def parse(text: str) -> Program | Python:
