@@ -158,7 +158,7 @@ def shown(result: Result) -> str:
         return line + result.error
     if result.by is None:
         return line + result.fault.why
-    names = " ".join(name.rpartition("/")[2] for name in result.failed[:2])
+    names = " ".join(re.sub(r"^tests/(\w+/)+", "", name) for name in result.failed[:2])
     return line + f"{result.by} ({result.how}: {names})"
 
 

@@ -49,9 +49,7 @@ FAULTS = (
         "      ErrorContext{rank, peer, operation.context.name,",
         "      ErrorContext{rank, rank, operation.context.name,",
         "the error of ranks that disagree blames the rank that reports it",
-        RANKS,
-        "tests/distributed/test_failures_disagree.py",
-        "tests/distributed/test_flight_record.py",
+        "collectives.agreement_test",
     ),
     fault(
         "collectives.all_to_all_promises",
@@ -85,7 +83,6 @@ FAULTS = (
         "    const size_t bytes = size_t{header.frame_bytes};",
         "a peer's number decides how far past the tensor is written",
         "collectives.point_to_point_test",
-        "address:collectives.point_to_point_test",
     ),
     fault(
         "collectives.p2p_timeout",

@@ -42,7 +42,6 @@ FAULTS = (
         "an epoch may be seen before its data",
         "dma.packet_test",
         "thread:dma.packet_test",
-        "thread:kernels.loop_exchange_test",
     ),
     fault(
         "protocol.advance_relaxed",

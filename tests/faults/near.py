@@ -25,7 +25,7 @@ class NoSuchTest(Exception):
 @dataclass(frozen=True)
 class Outcome:
     failed: tuple[str, ...] = ()  # names that a run of their own can be asked for
-    how: str = ""  # "failed", "crashed", "hung"; "": all passed
+    how: str = ""  # "failed", "crashed", "raced", "hung"; "": all passed
     log: str = field(default="", repr=False)
 
 
@@ -69,9 +69,11 @@ class Program:
             return Outcome(log=log)
         if failed:
             return Outcome(failed, "failed", log)
-        # A crash, a report of the sanitizer at the end, or the limit: the last one that had begun.
-        begun = re.findall(r"^\[ RUN      \] ([\w/]+\.[\w/]+)", log, re.MULTILINE)
-        return Outcome(tuple(begun[-1:]) or (chosen,), "hung" if code is None else "crashed", log)
+        # A crash, the limit, or what a sanitizer found: the test that had begun last when it came.
+        raced = log.find("WARNING: ThreadSanitizer")
+        begun = re.findall(r"^\[ RUN      \] ([\w/]+\.[\w/]+)", log[:raced] if raced >= 0 else log, re.MULTILINE)
+        how = "hung" if code is None else "raced" if raced >= 0 else "crashed"
+        return Outcome(tuple(begun[-1:]) or (chosen,), how, log)
 
     def __str__(self) -> str:
         return f"{'' if self.kind == 'plain' else self.kind + ':'}{self.folder}.{self.stem}"
