@@ -12,7 +12,6 @@ FAULTS = (
         "    if (departed) return",
         "who leaves after its part fails collectives that do not need it",
         "collectives.communicator_test:Failure.*",
-        "tests/distributed/test_group_ends.py",
     ),
     fault(
         "health.abort_relaxed",
@@ -29,9 +28,7 @@ FAULTS = (
         "    peer = static_cast<int>(next);",
         "    break;",
         "a timeout blames a rank that itself waits for the one that is late",
-        "collectives.communicator_test:Failure.*",
-        "tests/distributed/test_failures_killed.py -k stopped",
-        "tests/distributed/test_failures_disagree.py",
+        "health.group_health_test",
     ),
     fault(
         "health.overtaken_entry",

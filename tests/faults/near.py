@@ -126,7 +126,9 @@ def parse(text: str) -> Program | Python:
 def _run(command: list[str], tree: Tree, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
     """Exit status, None for what was ended at its limit, and what it said. Its processes end with it."""
     with tempfile.TemporaryDirectory(prefix="ark-mutations-") as folder, (Path(folder) / "log").open("w+") as log:
-        Path(folder, "tmp").mkdir()
+        Path(folder).chmod(0o755)  # tests become other users
+        Path(folder, "tmp").mkdir(mode=0o777)
+        Path(folder, "tmp").chmod(0o1777)
         env = {**env, "TMPDIR": f"{folder}/tmp", "XDG_CACHE_HOME": f"{folder}/cache"}
         child = subprocess.Popen(
             ["nice", "-n", "10", *command],
