@@ -31,11 +31,11 @@ FAULTS = (
         "health.group_health_test",
     ),
     fault(
-        "health.overtaken_entry",
+        "health.failed_then_completed",
         HERE + "flight_record.cpp",
-        "  if (slot.entry.id < id) {  //",
-        "  if (true) {  //",
-        "an overtaken thread puts an older operation over a newer one",
+        "    if (slot.entry.state == FlightState::failed) return;\n",
+        "",
+        "an operation that failed is recorded as completed",
         "health.flight_record_test",
     ),
     fault(

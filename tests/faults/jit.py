@@ -20,8 +20,6 @@ FAULTS = (
         "for (const std::string& text : {version, compiler, source.stub})",
         "a cache on a shared home gives one machine's instructions to another",
         "jit.kernel_cache_test",
-        "jit.host_compiler_test",
-        "jit.prebuilt_test",
     ),
     fault(
         "jit.key_forgets_spills",
@@ -30,7 +28,6 @@ FAULTS = (
         "",
         "a kernel that may not spill is taken from one that may",
         "jit.kernel_cache_test",
-        "tests/compile/test_cuda_sources.py -k spills",
     ),
     fault(
         "jit.folder_of_the_group",

@@ -232,26 +232,6 @@ TEST(FlightRecordThreads, EntriesAreNeverTorn) {
   EXPECT_EQ(record.snapshot().size(), 16u);
 }
 
-// Between taking its number and writing its entry a thread may be overtaken by a whole ring: the newer entry stays.
-TEST(FlightRecordThreads, AnOlderEntryNeverReplacesANewerOne) {
-  constexpr int kThreads = 4, kEach = 20000;
-  FlightRecord record(1);
-  const uint32_t group = record.register_group("0", "", 0, 2, {});
-  std::atomic<int> older{0};
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back([&] {
-      for (int n = 0; n < kEach; ++n) {
-        const uint64_t id = record.scheduled(entry_of(group, n));
-        const auto kept = record.snapshot();
-        if (!kept.empty() && kept[0].id < id) ++older;
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(older, 0);
-}
-
 TEST(FlightRecordThreads, ResizeBesideWriters) {
   FlightRecord record(8);
   const uint32_t group = record.register_group("0", "", 0, 2, {});
