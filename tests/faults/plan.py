@@ -32,8 +32,6 @@ FAULTS = (
         "",
         "ranks may issue collectives in different orders, and hang",
         "plan.spread_collectives_test",
-        "plan.stage_test",
-        "tests/compile/test_collectives.py",
     ),
     fault(
         "fuse.residues",
