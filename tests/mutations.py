@@ -31,6 +31,7 @@ from faults import FAULTS
 from faults.fault import Fault
 from faults.near import NoSuchTest, Outcome, Program, Python, parse, run_python
 from faults.tree import ROOT, BuildFailed, Tree
+from support import processes
 
 
 @dataclass
@@ -195,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{len(faults)} faults, {len(wrong)} of them wrong")
         return 2 if wrong else 0
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # as Ctrl-C: tests end with us
+    processes.become_subreaper()
     tree = Tree(options.folder.resolve())
     tree.refresh()
     tree.build_extension()

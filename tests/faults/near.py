@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,8 +54,8 @@ class Program:
             "TSAN_OPTIONS": "die_after_fork=0",
             "ARK_TEST_KERNELS": str(tree.path / "ark_torch" / "kernels"),
         }
-        code, log = _run(
-            [str(program), f"--gtest_filter={chosen}", *([] if only else ["--gtest_fail_fast"])], tree, env, limit_s
+        code, log = tree.call(
+            [str(program), f"--gtest_filter={chosen}", *([] if only else ["--gtest_fail_fast"])], env, limit_s
         )
         if re.search(r"Running 0 tests", log):
             raise NoSuchTest(f"{self.target()} has no test {chosen}")
@@ -99,7 +94,7 @@ def run_python(tree: Tree, chosen: list[str], limit_s: float, nightly: bool) -> 
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *chosen]
     if not nightly:
         command += ["-m", "not nightly"]
-    code, log = _run(command, tree, tree.environment(), limit_s)
+    code, log = tree.call(command, tree.environment(), limit_s)
     if code in (4, 5):
         raise NoSuchTest(f"pytest finds no {chosen}: {log[-500:]}")
     if code == 0:
@@ -121,55 +116,3 @@ def parse(text: str) -> Program | Python:
     if not dot:
         raise NoSuchTest(f"{text!r} names neither a file of tests/csrc nor one of pytest")
     return Program(kind, folder, stem, chosen)
-
-
-def _run(command: list[str], tree: Tree, env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """Exit status, None for what was ended at its limit, and what it said. Its processes end with it."""
-    with tempfile.TemporaryDirectory(prefix="ark-mutations-") as folder, (Path(folder) / "log").open("w+") as log:
-        Path(folder).chmod(0o755)  # tests become other users
-        Path(folder, "tmp").mkdir(mode=0o777)
-        Path(folder, "tmp").chmod(0o1777)
-        env = {**env, "TMPDIR": f"{folder}/tmp", "XDG_CACHE_HOME": f"{folder}/cache"}
-        child = subprocess.Popen(
-            ["nice", "-n", "10", *command],
-            cwd=tree.path,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        code: int | None = None
-        try:
-            code = child.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            _end_session(child.pid)
-            child.wait()
-        log.seek(0)
-        return code, Path(log.name).read_text(encoding="utf-8", errors="replace")
-
-
-def _end_session(leader: int) -> None:
-    """Ranks that tests start make process groups of their own, but no sessions."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        left = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _session_of(pid) == leader]
-        for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        if not left:
-            return
-        time.sleep(0.05)
-
-
-def _session_of(pid: int) -> int:
-    """0: it is gone, or only its parent has not looked yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return 0 if fields[0] == "Z" else int(fields[3])

@@ -9,8 +9,11 @@ import fcntl
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from support import processes
 
 from faults.fault import Fault
 
@@ -71,7 +74,7 @@ class Tree:
         return env
 
     def build_extension(self) -> None:
-        self._run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
+        self._build([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
 
     def build_programs(self, kind: str, targets: Sequence[str]) -> None:
         folder = f"build/cpp-{kind}"
@@ -79,23 +82,39 @@ class Tree:
             import torch
 
             prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-            self._run(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", prefix, *FLAGS[kind]])
+            self._build(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", prefix, *FLAGS[kind]])
             self._configured.add(kind)
-        self._run(["cmake", "--build", folder, "--target", *targets])
+        self._build(["cmake", "--build", folder, "--target", *targets])
 
-    def _run(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        done = subprocess.run(
-            ["nice", "-n", "10", *command],
-            cwd=self.path,
-            env=env or self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        if done.returncode != 0:
-            raise BuildFailed(f"{' '.join(command[:4])} ...: {done.stdout[-3000:]}")
+    def _build(self, command: Sequence[str]) -> None:
+        code, log = self.call(command, self.environment(), None)
+        if code != 0:
+            raise BuildFailed(f"{' '.join(command[:4])} ...: {log[-3000:]}")
+
+    def call(self, command: Sequence[str], env: Mapping[str, str], limit_s: float | None) -> tuple[int | None, str]:
+        """Exit status, None for what was ended at its limit, and what it said. Whatever it has started ends with it:
+        the caller is a subreaper (support/processes.py)."""
+        with tempfile.TemporaryDirectory(prefix="ark-mutations-") as folder, (Path(folder) / "log").open("w+") as log:
+            Path(folder).chmod(0o755)  # tests become other users
+            Path(folder, "tmp").mkdir()
+            Path(folder, "tmp").chmod(0o1777)
+            child = subprocess.Popen(
+                ["nice", "-n", "10", *command],
+                cwd=self.path,
+                env={**env, "TMPDIR": f"{folder}/tmp", "XDG_CACHE_HOME": f"{folder}/cache"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code: int | None = None
+            try:
+                code = child.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                processes.end_tree(processes.descendants(os.getpid()))
+            return code, Path(log.name).read_text(encoding="utf-8", errors="replace")
 
 
 def _listed(root: Path) -> list[str]:
