@@ -275,6 +275,18 @@ TEST(Failure, WhoLeavesAfterDoingItsPartDoesNoHarm) {
   }
 }
 
+TEST(Failure, WhoLeavesWhileOthersAreLateDoesNoHarm) {
+  expect_no_errors(run_ranks(3, [&](ShmCommunicator& group, int rank) {
+    if (rank == 1) std::this_thread::sleep_for(milliseconds(300));  // rank 2 has left; the root waits for this one
+    const float value = 1;
+    float sum = 0;
+    group.reduce(operation(Kind::reduce, 1, DType::f32, 1, ReduceOp::sum, 0), &value, &sum, 1);
+    if (rank == 0) {
+      EXPECT_EQ(sum, 3.f);
+    }
+  }));
+}
+
 TEST(Failure, WhoLeavesWithoutDoingItsPartIsNamed) {
   const auto errors = run_ranks(3, [&](ShmCommunicator& group, int rank) {
     if (rank == 1) return;  // says goodbye

@@ -1,5 +1,7 @@
 // send and recv between ranks that are threads: matching, order, sizes, backpressure, failure.
+#include <algorithm>
 #include <atomic>
+#include <memory>
 
 #include "collectives/ranks.hpp"
 
@@ -150,6 +152,48 @@ TEST(PointToPoint, TimeoutNamesThePeer) {
   ASSERT_TRUE(errors[0]);
   EXPECT_EQ(errors[0]->kind(), ErrorKind::timeout);
   EXPECT_EQ(errors[0]->context().peer, 1);
+}
+
+// What a peer's memory says is not believed beyond the tensor: a frame that claims more than its message has.
+TEST(PointToPoint, AFrameThatClaimsTooMuchStaysWithinTheTensor) {
+  struct Frame {  // point_to_point_frames.cpp
+    uint64_t message_bytes = 0, offset = 0;
+    uint32_t frame_bytes = 0;
+    int32_t tag = 0;
+    uint64_t reserved[5] = {};
+    std::byte payload[64] = {};
+  };
+  constexpr uint32_t kMessage = 32;
+  ControlBlock own{}, theirs{};
+  GroupHealth health(0, {&own, &theirs}, nullptr);
+  protocol::Counter published{}, released{}, unused{};
+  Frame slots[2];
+  const auto layout = [&](protocol::Counter& counter, int writer) {
+    return ChannelLayout{&counter, {{&released, 1 - writer}}, reinterpret_cast<std::byte*>(slots), sizeof(Frame), 2,
+                         writer};
+  };
+  const std::vector<Channel> to{Channel(ChannelLayout{}), Channel(layout(unused, 0))};
+  const std::vector<Channel> from{Channel(ChannelLayout{}), Channel(layout(published, 1))};
+  PointToPoint messages(health, to, from, {&own.doorbell, &theirs.doorbell}, SpinPolicy{}, [](int) {});
+  uint64_t number = 0;
+  for (const uint32_t claimed : {kMessage, kMessage + 16, 1u << 30}) {
+    Frame& frame = slots[number % 2];
+    frame.message_bytes = kMessage;
+    frame.frame_bytes = claimed;
+    std::fill_n(frame.payload, sizeof frame.payload, std::byte{7});
+    std::vector<std::byte> memory(sizeof frame.payload, std::byte{1});
+    auto transfer = std::make_shared<Transfer>();
+    transfer->peer = 1;
+    transfer->data = memory.data();
+    transfer->bytes = kMessage;
+    transfer->context = {"recv", number + 1, Clock::now() + milliseconds(20000), milliseconds(20000)};
+    messages.post(transfer);
+    advance_and_wake(published, ++number);
+    ASSERT_TRUE(messages.wait(*transfer, Clock::now() + milliseconds(20000)));
+    std::vector<std::byte> expected(sizeof frame.payload, std::byte{1});
+    std::fill_n(expected.begin(), kMessage, std::byte{7});
+    EXPECT_EQ(memory, expected) << claimed;
+  }
 }
 
 TEST(PointToPoint, ManyThreadsOfARank) {

@@ -3,9 +3,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 #include <vector>
 
+#include "dma/copy_poster.hpp"
+#include "dma/fake_driver.hpp"
+#include "error.hpp"
 #include "protocol/flag.hpp"
 #include "protocol/slots.hpp"
 #include "support/wait_until.hpp"
@@ -87,6 +91,59 @@ TEST(PostedCopies, AnAbortReleasesEveryWait) {
   }
   EXPECT_EQ(ran, kPosts);
   stream.join();
+}
+
+// The fake driver, with memory that host and device share, too.
+const Driver& driver_with_pinned_memory() {
+  static const Driver table = [] {
+    Driver made = test::fake_driver();
+    made.mem_host_alloc = [](void** out, size_t bytes, unsigned) {
+      return *out = std::aligned_alloc(64, (bytes + 63) / 64 * 64), CUDA_SUCCESS;
+    };
+    made.mem_host_get_device_pointer = [](CUdeviceptr* out, void* host, unsigned) {
+      return *out = reinterpret_cast<CUdeviceptr>(host), CUDA_SUCCESS;
+    };
+    made.mem_free_host = [](void* host) { return std::free(host), CUDA_SUCCESS; };
+    made.stream_write_value32 = [](CUstream stream, CUdeviceptr at, uint32_t value, unsigned) {
+      test::of(stream).give([=] { store_release(test::word_at(at), value); });
+      return CUDA_SUCCESS;
+    };
+    return made;
+  }();
+  return table;
+}
+
+TEST(CopyPoster, EveryMessageHasItsSlotAndWaitsForItsFlag) {
+  use_driver(driver_with_pinned_memory());
+  std::vector<Flag> arrived(kSlots);
+  std::vector<uint64_t> source(kSlots * kWords), there(kSlots * kWords);
+  CopyPoster poster(0, kSlots, arrived.data());
+  for (uint64_t n = 0; n < 4 * kSlots + 1; ++n) {
+    const uint64_t slot = n % kSlots;
+    ASSERT_EQ(poster.next_slot(), slot);
+    const auto word_of = [&](uint64_t i) { return n * 1000 + i; };
+    for (uint64_t i = 0; i < kWords; ++i) source[slot * kWords + i] = word_of(i);
+    poster.post(&there[slot * kWords], &source[slot * kWords], kWords * sizeof(uint64_t));
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+    ASSERT_FALSE(is_raised(arrived[slot])) << "nobody has raised its flag yet";
+    raise(poster.go()[slot]);
+    test::wait_until("a copy", [&] { return is_raised(arrived[slot]); });
+    for (uint64_t i = 0; i < kWords; ++i) ASSERT_EQ(there[slot * kWords + i], word_of(i));
+    ASSERT_FALSE(is_raised(poster.go()[slot])) << "armed again";
+    lower(arrived[slot]);
+  }
+  poster.synchronize();
+}
+
+TEST(CopyPoster, AnAbortEndsAllWaitsInItsTime) {
+  use_driver(driver_with_pinned_memory());
+  std::vector<Flag> arrived(kSlots);
+  uint64_t word = 0, copied = 0;
+  CopyPoster poster(0, kSlots, arrived.data());
+  for (uint64_t n = 0; n < 2 * kSlots + 1; ++n) poster.post(&copied, &word, sizeof word);
+  EXPECT_FALSE(poster.release_all(std::chrono::milliseconds(-1))) << "there was no time";
+  EXPECT_TRUE(poster.release_all(std::chrono::seconds(60)));
+  EXPECT_THROW(CopyPoster(0, 0, arrived.data()), Error);
 }
 
 }  // namespace posted_copies_test

@@ -98,6 +98,25 @@ TEST(RequestServer, ServesAllPostersInOrderOverManyLaps) {
   for (uint64_t at = 0; at < there.size(); ++at) ASSERT_EQ(there[at], at * at + 1);
 }
 
+// A request may tell of memory that its poster writes anew once the request was served: an ordinary read there comes
+// before the ordinary write here, by what `served` releases.
+TEST(RequestServer, WhatWasServedMayBeWrittenOver) {
+  constexpr uint64_t kPosts = 5 * protocol::kRequests;
+  protocol::RequestRing ring{};
+  uint64_t head = 0, known = 0, wrong = 0;
+  std::vector<uint64_t> told(protocol::kRequests);
+  RequestServer server(ring, [&](const Request& request) { wrong += told[request.from] != request.bytes; });
+  for (uint64_t n = 0; n < kPosts; ++n) {
+    const uint64_t number = protocol::take_number(head), place = number % protocol::kRequests;
+    test::wait_until("a free place", [&] { return protocol::has_room(ring, number, known); });
+    told[place] = 3 * n;
+    protocol::post(ring, number, {Request::put, 0, 0, place, 3 * n});
+  }
+  test::wait_until("the last request", [&] { return server.served() == kPosts; });
+  server.stop();
+  EXPECT_EQ(wrong, 0u);
+}
+
 TEST(RequestServer, AFullRingHoldsThePosterUntilARequestIsServed) {
   protocol::RequestRing ring{};
   uint64_t head = 0, known = 0;

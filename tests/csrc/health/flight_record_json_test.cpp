@@ -48,6 +48,14 @@ TEST(FlightRecordJson, OddCharactersStayValidJson) {
   EXPECT_FALSE(JsonReader::valid(json.substr(0, json.size() - 1)));
 }
 
+TEST(FlightRecordJson, NoControlCharacterIsLeft) {
+  for (int code = 0; code < 0x20; ++code) {
+    FlightRecord record(2);
+    record.register_group(std::string("a") + static_cast<char>(code) + "b", "", 0, 2, {});
+    EXPECT_TRUE(JsonReader::valid(record.to_json())) << "code " << code;
+  }
+}
+
 TEST(FlightRecordJson, GroupsGetTheirNamesLater) {
   FlightRecord record(8);
   const uint32_t group = record.register_group("", "", 0, 2, {});

@@ -136,6 +136,15 @@ TEST_F(KernelCacheTest, KeyHoldsAllThatCounts) {
   others.push_back(cache_key("1.0", "nvrtc 13.0", kSource, {{"a", "text"}, {"b", "texT"}}));
   others.push_back(cache_key("1.0", "nvrtc 13.0", kSource, {{"a", "text"}, {"c", "text"}}));
   others.push_back(cache_key("1.0", "nvrtc 13.0", kSource, {{"a", "text"}}));
+  Source spilling = kSource;
+  spilling.may_spill = !spilling.may_spill;
+  others.push_back(cache_key("1.0", "nvrtc 13.0", spilling, headers));
+  // What the host's compiler makes: of a machine, which no option names.
+  for (const char* machine : {"native-1", "native-2"}) {
+    Source host{"stub text", machine, {"-march=native"}};
+    host.language = Language::cpp;
+    others.push_back(cache_key("1.0", "g++ 12", host, headers));
+  }
   std::sort(others.begin(), others.end());
   EXPECT_EQ(std::unique(others.begin(), others.end()), others.end()) << "two different sources share a key";
 }

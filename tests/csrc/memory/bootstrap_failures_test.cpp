@@ -44,8 +44,24 @@ TEST(BootstrapFailures, InterruptionEndsItEverywhere) {
   const auto& results = ranks.wait(5, 2);
   EXPECT_TRUE(contains(results[0].text, "Error(aborted")) << results[0].text;
   EXPECT_LT(results[0].seconds, 1.0);
+  EXPECT_TRUE(contains(results[1].text, "Error(aborted, peer 0)")) << results[1].text;
   EXPECT_TRUE(contains(results[1].text, "because rank 0 failed")) << results[1].text;
   EXPECT_LT(results[1].seconds, 2.0);
+}
+
+// Who gives up blames the rank that it waited for, and so does whoever hears of it.
+TEST(BootstrapFailures, WhoGivesUpPassesTheBlameOn) {
+  TemporaryDirectory directory;
+  Ranks ranks(3, [&](int rank) {
+    WatchedStore store(directory.path(), [&](const char* operation, const std::string& key) {
+      if (rank == 2 && std::string(operation) == "set" && contains(key, "record")) ::pause();
+    });
+    return connect_and_talk(store, options_for(rank, 3, milliseconds(rank == 0 ? 500 : 20000)));
+  });
+  const auto& results = ranks.wait(5, 2);
+  EXPECT_TRUE(contains(results[0].text, "Error(timeout, peer 2)")) << results[0].text;
+  EXPECT_TRUE(contains(results[1].text, "Error(timeout, peer 2)")) << results[1].text;
+  EXPECT_TRUE(contains(results[1].text, "because rank 0 failed")) << results[1].text;
 }
 
 TEST(BootstrapFailures, TheStoreGoesAway) {
@@ -165,6 +181,7 @@ TEST(BootstrapFailures, NoMemoryForItsOwnSegment) {
   EXPECT_TRUE(contains(results[1].text, "Error(system, peer -1)")) << results[1].text;
   EXPECT_TRUE(contains(results[1].text, "1073741824 bytes: Cannot allocate memory. Free memory")) << results[1].text;
   for (int rank : {0, 2}) {
+    EXPECT_TRUE(contains(results[rank].text, "Error(system, peer 1)")) << results[rank].text;
     EXPECT_TRUE(contains(results[rank].text, "because rank 1 failed: ark: cannot map")) << results[rank].text;
     EXPECT_LT(results[rank].seconds, 2.0);
   }

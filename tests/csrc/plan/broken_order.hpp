@@ -2,6 +2,7 @@
 #pragma once
 
 #include "plan/broken_plans.hpp"
+#include "plan/events_order.hpp"
 
 namespace ark::plan::test {
 
@@ -186,6 +187,21 @@ inline std::vector<Mutation> step_mutations() {
          return true;
        }},
       {"dropped wait of a chained plan", false, order_mutations().front().apply},
+      {"an event that may count two steps together", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         const Order order(plan, 2);
+         std::vector<std::pair<int, int>> found;  // the second may signal in the next step before the first has in this
+         for (int first = 0; first < static_cast<int>(plan.tasks.size()); ++first) {
+           for (int second = 0; second < static_cast<int>(plan.tasks.size()); ++second) {
+             if (!order.before(first, second, 0, 1)) found.push_back({first, second});
+           }
+         }
+         if (found.empty()) return false;
+         const auto [first, second] = any_of(found, random);
+         plan.tasks[second].signals.push_back(new_event(plan, first));
+         plan.events.back().threshold = 2;
+         return true;
+       }},
       {"a worker that does not hear of the end", true,
        [](Plan& plan, std::mt19937_64& random) {
          const int task = any_task(plan, random, [&](const Task& each) {

@@ -25,6 +25,21 @@ inline std::vector<Mutation> tile_mutations() {
          erase_task(plan, task);
          return true;
        }},
+      {"tiles that write the same bytes", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         const int task = any_task(plan, random, [&](const Task& each) {
+           const auto beside = std::count_if(plan.tasks.begin(), plan.tasks.end(),
+                                             [&](const Task& other) { return other.stage == each.stage; });
+           return !each.replica && beside > 1;
+         });
+         if (task < 0) return false;
+         for (Access& access : plan.stages[plan.tasks[task].stage].accesses) {
+           if (!access.write || access.axis < 0) continue;
+           access.axis = -1;
+           return true;
+         }
+         return false;
+       }},
       {"tile run twice", true,
        [](Plan& plan, std::mt19937_64& random) {
          Task copy = any_of(plan.tasks, random);

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <string>
@@ -23,12 +24,12 @@ namespace fs = std::filesystem;
 class CostsTest : public ::testing::Test {
  protected:
   // As a process of its own would ask.
-  Target costs(const std::string& cxx = {}) {
+  Target costs(const std::string& cxx = {}, int workers = 2) {
     jit::Settings settings = cpu_settings(cache());
     settings.cxx = cxx;
     jit::HostCompiler compiler(settings);
     Target target;
-    target.workers = 2;
+    target.workers = workers;
     return with_measured_costs(target, compiler, [this](const std::string& line) { said_.push_back(line); });
   }
   static std::string cache() { return (folder_->path / "cache").string(); }
@@ -133,6 +134,20 @@ TEST_F(CostsTest, EqualFiguresEqualPlans) {
   Target assumed;
   assumed.workers = 2;
   EXPECT_NE(plan(target), plan(assumed));
+}
+
+// The last: what it leaves would be taken for the others' file.
+TEST_F(CostsTest, OfEachNumberOfWorkersTheirOwn) {
+  const auto kept = [] {
+    return std::count_if(fs::directory_iterator(cache()), fs::directory_iterator{},
+                         [](const auto& entry) { return entry.path().string().ends_with(".costs.json"); });
+  };
+  costs();
+  const auto before = kept();
+  costs();
+  EXPECT_EQ(kept(), before);
+  EXPECT_EQ(costs({}, 3).workers, 3);
+  EXPECT_EQ(kept(), before + 1);
 }
 
 }  // namespace

@@ -160,7 +160,7 @@ TEST(CpuLoopTest, DeadlineSaysWhoWaitedForWhom) {
       FAIL();
     } catch (const Error& error) {
       EXPECT_EQ(error.kind(), ErrorKind::timeout);
-      for (const char* part : {"waited longer than 50 ms", "stage", "event"})
+      for (const char* part : {"worker 0 waited longer than 50 ms before task", "stage", "event"})
         EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
     }
   }

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <random>
+#include <set>
 #include <string>
 
 #include "plan/plan.hpp"
@@ -68,6 +69,33 @@ TEST(KeepFloat, WhatAProductReadsIsRoundedForOthersToo) {
   builder.copy_out(linear(builder, sum, 12));
   builder.copy_out(builder.reduce("amax", sum, {1}, false, kHalf));
   EXPECT_EQ(written(builder), (Types{kWide, kHalf, kWide}));
+}
+
+// A residual that the caller sees, too: what is added to it later is what was seen.
+TEST(KeepFloat, WhatIsSeenIsRoundedForOthersToo) {
+  GraphBuilder builder;
+  const int x = builder.input({1, 24}, kHalf);
+  const int sum = builder.pointwise("add", {x, linear(builder, x, 24)}, kHalf);
+  builder.copy_out(sum);
+  const int mean = builder.reduce("mean", sum, {1}, true, kHalf);
+  const int normed = builder.pointwise("sub", {sum, mean}, kHalf);
+  builder.copy_out(builder.pointwise("add", {sum, linear(builder, normed, 24)}, kHalf));
+  Graph& graph = builder.graph;
+  int both = 0;
+  for (const Stage& stage : keep_float(graph, make_stages(graph), kWorkers)) {
+    const auto* program = std::get_if<RowProgram>(&stage.body);
+    if (program == nullptr) continue;
+    std::map<int, std::set<ScalarType>> stored;  // by register
+    for (const auto& one : program->code)
+      if (one.kind == RowProgram::Instruction::Kind::store)
+        stored[one.args[0]].insert(graph.values()[static_cast<size_t>(one.value)].type);
+    for (const auto& [from, types] : stored) {
+      if (types.size() < 2) continue;
+      ++both;
+      EXPECT_EQ(program->code[static_cast<size_t>(from)].type, kHalf);
+    }
+  }
+  EXPECT_GT(both, 0) << "nothing is stored in both types: this graph shows nothing";
 }
 
 TEST(KeepFloat, ManyRowsAreNotStoredTwiceAsWide) {

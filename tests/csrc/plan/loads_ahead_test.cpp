@@ -61,6 +61,20 @@ TEST(LoadsAhead, LargeOnesComeInParts) {
   EXPECT_EQ(asked[1][0].offset, 4096 + 45056);
 }
 
+TEST(LoadsAhead, OnlyNeighboursAreOne) {
+  const auto merged = merged_loads({load_of(1, 0, 100), load_of(1, 100, 50), load_of(1, 200, 10), load_of(2, 210, 10)});
+  ASSERT_EQ(merged.size(), 3u);
+  EXPECT_EQ(merged[0].bytes, 150);
+  EXPECT_EQ(merged[1].offset, 200) << "there is a gap in front of it";
+  EXPECT_EQ(merged[1].bytes, 10);
+  EXPECT_EQ(merged[2].task, 2);
+  const auto rows =
+      merged_loads({load_of(1, 0, 64, 4, 256), load_of(1, 1024, 64, 4, 256), load_of(1, 2304, 64, 4, 256)});
+  ASSERT_EQ(rows.size(), 2u);
+  EXPECT_EQ(rows[0].rows, 8);
+  EXPECT_EQ(rows[1].offset, 2304);
+}
+
 TEST(LoadsAhead, RowsComeWhole) {
   Queue queue;
   queue.tasks = {0, 1, 2};

@@ -92,6 +92,32 @@ TEST(SpreadCollectivesTest, TilesFollowTheProducts) {
 }
 
 // Where nothing made the input on some workers: by size, from 1 KB a tile to all workers.
+// Fusion moves the first collective behind a product: the second one, which depends on nothing, moves with it. Ranks
+// whose collectives came in another order would wait for each other for ever.
+TEST(SpreadCollectivesTest, StagesKeepTheOrderOfTheGraph) {
+  GraphBuilder make;
+  const Shape shape{1, 16};
+  const int x = make.input(shape), z = make.input(shape), a = make.input(shape), b = make.input({16, 16});
+  const int negated = make.pointwise("neg", {x});
+  const int first = make.into(make.temporary(shape), "all_reduce", {negated}, of_ranks(2, "sum"));
+  const int second = make.into(make.temporary(shape), "all_reduce", {z}, of_ranks(2, "max"));
+  const int product = make.matmul(a, b);
+  make.copy_out(make.pointwise("add", {negated, product}));  // one stage with the negation, behind the product
+  make.copy_out(first), make.copy_out(second);
+  std::vector<int> nodes;
+  size_t at_product = 0, at_first = 0, place = 0;
+  for (const Stage& stage : make_stages(make.graph)) {
+    if (std::holds_alternative<MatmulStage>(stage.body)) at_product = place;
+    if (std::holds_alternative<CollectiveStage>(stage.body)) {
+      if (nodes.empty()) at_first = place;
+      nodes.push_back(stage.node);
+    }
+    ++place;
+  }
+  EXPECT_EQ(nodes, (std::vector<int>{1, 2}));
+  EXPECT_LT(at_product, at_first) << "nothing has moved the first one: this graph shows nothing";
+}
+
 TEST(SpreadCollectivesTest, InputsAreCutBySize) {
   const auto tiles = [](Shape shape, int workers) {
     GraphBuilder make;
