@@ -20,8 +20,8 @@ from faults.fault import Fault
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = {
     "plain": (),
-    "thread": ("-DARK_SANITIZE=thread", "-DARK_WITH_TORCH=OFF"),
-    "address": ("-DARK_SANITIZE=address", "-DARK_WITH_TORCH=OFF"),
+    "thread": ("-DARK_SANITIZE=thread",),
+    "address": ("-DARK_SANITIZE=address",),
 }
 
 
@@ -79,10 +79,7 @@ class Tree:
     def build_programs(self, kind: str, targets: Sequence[str]) -> None:
         folder = f"build/cpp-{kind}"
         if kind not in self._configured:
-            import torch
-
-            prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
-            self._build(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", prefix, *FLAGS[kind]])
+            self._build(["cmake", "-S", ".", "-B", folder, "-G", "Ninja", "-DARK_WITH_TORCH=OFF", *FLAGS[kind]])
             self._configured.add(kind)
         self._build(["cmake", "--build", folder, "--target", *targets])
 
