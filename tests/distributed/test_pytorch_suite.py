@@ -37,6 +37,7 @@ FAIL_BY_NAME = {
     "test_monitored_barrier_wait_all_ranks": r"monitored_barrier is only implemented for GLOO backend",
 }
 BODY_LIMIT_S = 150.0
+PARTS = 3  # of which the gate runs one
 # Reasons found out only by starting the body. `make test` believes the list about them (100 forks less);
 # the nightly run starts every body.
 LACKS_HARDWARE = re.compile(r"CUDA is not available|Need at least \d CUDA devices|small world size")
@@ -70,8 +71,8 @@ def suites(request: pytest.FixtureRequest) -> Iterator[tuple[Suite, Suite]]:
         suite.zygote.close()
 
 
-def _run_all(as_gloo: Suite, as_mpi: Suite) -> tuple[list[str], dict[str, str], dict[str, str]]:
-    """Passed bodies, skipped ones with reasons, failed ones with their story."""
+def _run_all(as_gloo: Suite, as_mpi: Suite, part: int) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Every PARTS-th body: those that passed, skipped ones with reasons, failed ones with their story."""
     passed: list[str] = []
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -79,7 +80,7 @@ def _run_all(as_gloo: Suite, as_mpi: Suite) -> tuple[list[str], dict[str, str], 
     believed = {}
     if as_gloo.world_size == 2 and not torch.cuda.is_available() and os.environ.get("ARK_UPDATE_SKIPS") != "1":
         believed = {name: why for name, why in _known_skips(2).items() if LACKS_HARDWARE.search(why)}
-    for name, reason in as_gloo.bodies.items():
+    for name, reason in list(as_gloo.bodies.items())[part::PARTS]:
         if not only.search(name):
             continue
         suite, why = as_gloo, reason
@@ -116,9 +117,10 @@ def _known_skips(world_size: int) -> dict[str, str]:
     return {name: why for why, names in per_minor.get(str(world_size), {}).items() for name in names}
 
 
-def _update_skips(world_size: int, skipped: dict[str, str]) -> None:
+def _update_skips(world_size: int, bodies: set[str], skipped: dict[str, str]) -> None:
     known = json.loads(SKIPS_FILE.read_text()) if SKIPS_FILE.exists() else {}
-    known.setdefault(TORCH_MINOR, {})[str(world_size)] = _by_reason(skipped)
+    others = {name: why for name, why in _known_skips(world_size).items() if name not in bodies}
+    known.setdefault(TORCH_MINOR, {})[str(world_size)] = _by_reason(others | skipped)
     SKIPS_FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
@@ -134,10 +136,13 @@ def _unexpected(failed: dict[str, str]) -> dict[str, str]:
     [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)],
     indirect=True,
 )
-def test_every_body(suites: tuple[Suite, Suite]) -> None:
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, PARTS))], ids="part{}".format
+)
+def test_every_body(suites: tuple[Suite, Suite], part: int) -> None:
     as_gloo, as_mpi = suites
     world_size = as_gloo.world_size
-    passed, skipped, failed = _run_all(as_gloo, as_mpi)
+    passed, skipped, failed = _run_all(as_gloo, as_mpi, part)
     for why, names in _by_reason(skipped).items():
         tables.add("distributed_suite_skips", ranks=world_size, bodies=len(names), why=why.splitlines()[0][:100])
     unexpected = _unexpected(failed)
@@ -150,7 +155,7 @@ def test_every_body(suites: tuple[Suite, Suite]) -> None:
         skipped=len(skipped),
     )
     if os.environ.get("ARK_UPDATE_SKIPS") == "1":
-        _update_skips(world_size, skipped)
+        _update_skips(world_size, {*passed, *skipped, *failed}, skipped)
     stories = "\n\n".join(f"===== {name}\n{story}" for name, story in unexpected.items())
     assert not unexpected, f"{len(unexpected)} bodies failed: {sorted(unexpected)}\n{stories}"
     new = {name: why for name, why in skipped.items() if name not in _known_skips(world_size)}
