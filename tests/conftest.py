@@ -115,7 +115,9 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _shared_compilers(shared_folder: Path) -> Iterator[None]:
     """What compilers need, ark's and Inductor's, is made once for this process and all that it starts."""
-    made = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor")}
+    cache = shared_folder / "compiled"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    made = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"), "ARK_TEST_CACHE": str(cache)}
     compiler = precompiled.compiler(shared_folder)
     if compiler is not None:
         made["CXX"] = compiler

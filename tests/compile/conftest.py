@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,9 @@ FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_ho
 
 
 @pytest.fixture(autouse=True)
-def fresh(
-    request: pytest.FixtureRequest, tmp_path: Path, shared_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = request.module.__name__
-    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache" if module in OF_THE_CACHE else shared_folder / "compiled"))
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache") if module in OF_THE_CACHE else os.environ["ARK_TEST_CACHE"])
     # Plans that are the same on every machine, and nothing to measure in each fresh cache; csrc/plan/costs_test.cpp and
     # test_costs.py measure.
     monkeypatch.setenv("ARK_COSTS", "assumed")

@@ -39,6 +39,8 @@ def base_environment(**extra: str) -> dict[str, str]:
     path = [str(TESTS), str(TESTS.parent)] if os.environ.get("ARK_TEST_FROM_SOURCE", "1") == "1" else [str(TESTS)]
     if "PYTHONPATH" in env:
         path.append(env["PYTHONPATH"])
+    if "ARK_TEST_CACHE" in env:  # one for all processes of the run, and not the user's
+        env["ARK_CACHE"] = env["ARK_TEST_CACHE"]
     return env | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)} | extra
 
 
