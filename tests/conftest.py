@@ -113,12 +113,12 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_compilers(shared_folder: Path) -> Iterator[None]:
+def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
     """What compilers need, ark's and Inductor's, is made once for this process and all that it starts."""
     cache = shared_folder / "compiled"
     cache.mkdir(mode=0o700, exist_ok=True)
     made = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"), "ARK_TEST_CACHE": str(cache)}
-    compiler = precompiled.compiler(shared_folder)
+    compiler = None if request.config.getoption("--night") else precompiled.compiler(shared_folder)
     if compiler is not None:
         made["CXX"] = compiler
     os.environ.update(made)
