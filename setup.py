@@ -140,7 +140,7 @@ def in_units(sources: list, folder: Path) -> list:
 
 
 def keep_archive(objects: list, archive: Path) -> None:
-    """What knows no torch as a static library: the C++ tests link the code that the extension runs (ARK_CORE_ARCHIVE)."""
+    """What knows no torch, for the C++ tests: they link the code that the extension runs (ARK_CORE_ARCHIVE)."""
     archive.unlink(missing_ok=True)
     subprocess.run([*shlex.split(os.environ.get("AR", "ar")), "crs", str(archive), *objects], check=True)
 

@@ -1,7 +1,7 @@
 """The C++ compiler of compiled regions, with the standard headers precompiled: two thirds of a small region's time.
 
-Only for -O1: GCC 12 takes what it has precompiled at another level, too, and crashes. Inductor's kernels are compiled with
--O1, too. At night tests use the compiler as it is.
+Only for -O1: GCC 12 takes what it has precompiled at another level, too, and crashes. Inductor's kernels are compiled
+with -O1, too. At night tests use the compiler as it is.
 """
 
 from __future__ import annotations
