@@ -112,7 +112,8 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return made
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_llama(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     """The sizes of one with a thousand million weights, two layers of it: decoding and a prompt."""
     config = models.Config(2048, 2, 32, 8, 8192, 1024, 1024)
@@ -159,7 +160,8 @@ def test_many_steps_a_launch(sources: Sources) -> None:
     sources.check()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.float16])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_encoder_and_decoder(sources: Sources, compiled: Any, dtype: torch.dtype) -> None:
     encoder, decoder = (
         models.Encoder(1024, 16, 1, 100, 384).to(dtype).eval(),

@@ -58,6 +58,7 @@ def test_no_expert_is_copied(double: Any, compiled: Any) -> None:
     assert readers == {"experts"}
 
 
+@pytest.mark.nightly
 def test_experts_in_bfloat16(compiled: Any) -> None:
     """Tokens that choose the same two experts whatever is rounded, so that the rest can be compared."""
     model = models.Experts().eval()

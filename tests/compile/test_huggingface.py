@@ -195,6 +195,7 @@ def test_llama_with_other_weights(compiled: Any) -> None:
     assert got.dtype == torch.bfloat16 and (got - wanted).abs().max() < 5e-2 and len(report.regions) == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.quick
 def test_bert(compiled: Any) -> None:
     config = transformers.BertConfig(
