@@ -160,6 +160,7 @@ def test_convolutions_fall_back(plan: str, compiled: Any) -> None:
     assert all(f.file.endswith("models.py") and f.line > 0 and "c1" in f.module + "c1" for f in report.fallbacks)
 
 
+@pytest.mark.nightly
 def test_training_is_inductors(compiled: Any, caplog: pytest.LogCaptureFixture) -> None:
     """20 steps of the same training: Inductor's numbers, with the reason in the report and said once."""
     with torch.enable_grad():
@@ -210,6 +211,7 @@ def test_inference_mode(double: Any, compiled: Any) -> None:
     assert len(report.graphs) == 1
 
 
+@pytest.mark.nightly
 def test_dynamic_shapes_fall_back_once(plan: str, compiled: Any) -> None:
     """The second length makes sizes symbolic: Inductor's graph then serves all lengths, no recompile each."""
     model = models.Decoder().eval()
