@@ -233,19 +233,21 @@ def make_extension() -> Extension:
 
 def options() -> dict:
     if torch is None:
-        low, high = SUPPORT["SUPPORTED_MINORS"][0], SUPPORT["SUPPORTED_MINORS"][-1]
-        above = f"{high.split('.')[0]}.{int(high.split('.')[1]) + 1}"
         return {
             "ext_modules": [Extension("ark_torch._C", [])],  # the wheel is not a pure one, whoever asks
             "cmdclass": {"build_ext": NeedsTorch},
-            "install_requires": [f"torch>={low},<{above}"],
+            "install_requires": [f"torch>={SUPPORT['SUPPORTED_MINORS'][0]}"],
         }
     minor = SUPPORT["minor_of"](torch.__version__)
-    if minor not in SUPPORT["SUPPORTED_MINORS"] and not {"sdist", "egg_info", "clean"} & set(sys.argv):
-        raise SystemExit(
-            f"ark_torch supports PyTorch {SUPPORT['supported_text']()}, and {sys.executable} has {torch.__version__}: "
-            f"install a supported one first (python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*')."
-        )
+    if not {"sdist", "egg_info", "clean"} & set(sys.argv):
+        if SUPPORT["too_old"](torch.__version__):
+            raise SystemExit(
+                f"ark_torch supports PyTorch {SUPPORT['SUPPORTED_MINORS'][0]} and newer, and {sys.executable} has "
+                f"{torch.__version__}: install a supported one first "
+                f"(python -m pip install 'torch=={SUPPORT['SUPPORTED_MINORS'][-1]}.*')."
+            )
+        if news := SUPPORT["untested"](torch.__version__):
+            print(f"warning: {news}", file=sys.stderr)
     return {
         "ext_modules": [make_extension()],
         "cmdclass": {"build_ext": make_build_command()},

@@ -8,10 +8,12 @@ changes for programs that use other backends: see _hide_until_named.
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 _registered = False
 _failures: list[Exception] = []
+_warned = False
 _failures_of_help: list[Exception] = []  # nobody is stopped by them
 
 
@@ -29,11 +31,22 @@ def register() -> None:
             _hide_until_named(dist.Backend)
         _name_logs()
         _registered = True
-        if _torch_is_importing() and _problem() is not None:
+        if _torch_is_importing() and (_problem() or _untested()) is not None:
             # Told by _create to whoever asks for "ark", and by `import ark_torch`, which must therefore run again.
             sys.modules.pop("ark_torch", None)
     except Exception as error:
         _failures.append(error)
+
+
+def register_by_name() -> None:
+    """Entry point of torch.distributed.backends: PyTorch (2.14 on) calls it for a program that names "ark", and then
+    looks into Backend._plugins. ImportError where the backend could not be registered."""
+    import torch.distributed as dist
+
+    register()
+    if _failures:
+        raise ImportError("ark_torch could not register its backend with PyTorch.") from _failures[-1]
+    _ = dist.Backend.ARK  # type: ignore[attr-defined]  # no longer hidden: see _hide_until_named
 
 
 def _name_logs() -> None:
@@ -72,12 +85,25 @@ def _problem() -> str | None:
     return _support.problem(torch.__version__, _support.built_for())
 
 
+def _untested() -> str | None:
+    import torch
+
+    from ark_torch import _support
+
+    return _support.untested(torch.__version__)
+
+
 def _check() -> None:
+    global _warned
     from ark_torch.errors import IncompatibleTorch
 
     why = _problem()
     if why is not None:
         raise IncompatibleTorch(why)
+    news = _untested()
+    if news is not None and not _warned:
+        _warned = True  # before: a program may turn warnings into exceptions
+        warnings.warn(news, stacklevel=2)
 
 
 def _create(options: Any, backend_options: Any) -> Any:

@@ -1,5 +1,7 @@
 """Which PyTorch this package works with, and the one sentence that says so when it does not.
 
+A minor older than the tested ones is refused; a newer one is taken, with one warning (docs/pytorch-versions.md).
+
 PyTorch's C++ classes change between minor versions, so one binary serves one minor (CPU and CUDA builds alike). The
 build records its PyTorch in _build_info.py; at import the two are compared here, before the extension is loaded: a
 mismatch would otherwise show as undefined symbols or a crash. Standard library only: setup.py reads this file too.
@@ -9,14 +11,39 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+import runpy
+import sys
 import urllib.parse
+from pathlib import Path
 
-SUPPORTED_MINORS = ("2.11", "2.12", "2.13")
+SUPPORTED_MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def minor_of(version: str) -> str:
     """'2.13.0+cpu' -> '2.13'."""
     return ".".join(version.split("+", 1)[0].split(".")[:2])
+
+
+def _order(minor: str) -> tuple[int, ...]:
+    """'2.13' -> (2, 13). What is no number counts as newest: a PyTorch that names itself otherwise is let in."""
+    return tuple(int(part) if part.isdigit() else sys.maxsize for part in minor.split("."))
+
+
+def too_old(torch_version: str) -> bool:
+    return _order(minor_of(torch_version)) < _order(SUPPORTED_MINORS[0])
+
+
+def untested(torch_version: str) -> str | None:
+    """The warning for a PyTorch newer than all tested ones; None for any other."""
+    if _order(minor_of(torch_version)) <= _order(SUPPORTED_MINORS[-1]):
+        return None
+    # By its path: setup.py, which reads this file, can import nothing of the package.
+    own = runpy.run_path(str(Path(__file__).with_name("_version.py")))["__version__"]
+    return (
+        f"PyTorch {torch_version} is not tested with ark_torch {own}, which knows {supported_text()}: if "
+        'something fails, try one of those, or ARK_DISABLE=1 (torch.compile: backend="inductor").'
+    )
 
 
 def supported_text() -> str:
@@ -52,20 +79,33 @@ def problem(torch_version: str, built_for: str | None) -> str | None:
 
     built_for: version of PyTorch that the extension was built against; None when there is no extension.
     """
-    if minor_of(torch_version) not in SUPPORTED_MINORS:
+    if too_old(torch_version):
         return (
-            f"ark_torch supports PyTorch {supported_text()}, and this environment has {torch_version}: install a "
-            f"supported one (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'), then run "
+            f"ark_torch supports PyTorch {SUPPORTED_MINORS[0]} and newer, and this environment has {torch_version}: "
+            f"install a supported one (python -m pip install 'torch=={SUPPORTED_MINORS[-1]}.*'), then run "
             f"`{rebuild_command()}`."
         )
     if built_for is None:
         return f"ark_torch's extension has not been built: run `{rebuild_command()}`."
     if minor_of(built_for) != minor_of(torch_version):
         return (
-            f"ark_torch was built for PyTorch {built_for}, and this environment has {torch_version}: run "
-            f"`{rebuild_command()}`."
+            f"ark_torch was built for PyTorch {built_for}, and this environment has {torch_version}: "
+            "something installed since has replaced PyTorch. Build ark_torch for it: "
+            f"`{rebuild_command()}`; or go back: `python -m pip install 'torch=={minor_of(built_for)}.*'`."
         )
     return None
+
+
+def requirers() -> list[str]:
+    """Installed packages that ask for a certain torch, 'torchvision 0.29.1 (torch==2.14.1)': these replace it."""
+    found = set()
+    for package in importlib.metadata.distributions():
+        name = str(package.metadata["Name"])
+        for requirement in package.requires or []:
+            asked = re.match(r"torch\s*\(?\s*([=<>!~][^;)]*)", requirement)
+            if asked and "extra ==" not in requirement and name.replace("-", "_") != "ark_torch":
+                found.add(f"{name} {package.version} (torch{asked.group(1).strip()})")
+    return sorted(found)
 
 
 def built_for() -> str | None:

@@ -287,7 +287,7 @@ PYBIND11_MODULE(_C, m) {
           "options",
           [](ProcessGroupArk& self) { return c10::static_intrusive_pointer_cast<Options>(self.getBackendOptions()); })
       .def("get_error", &ProcessGroupArk::getError, py::call_guard<py::gil_scoped_release>())
-      // Ranks outside a new group call this on the parent (torch 2.11 to 2.13): nothing to do.
+      // Ranks outside a new group call this on the parent (where a device is bound): nothing to do.
       .def(
           "perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});

@@ -32,6 +32,12 @@ TRAINS = (
 TWICE = 'it was traced with gradients on, and options={"differentiate_twice": True}'
 
 
+AHEAD = (
+    "ark cannot save compiled regions to a file yet, as compiling ahead of time (aot_compile) needs: pass "
+    'options={"choose": "inductor"} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
+)
+
+
 class _Merged(Exception):
     """AOTAutograd has made one argument of several that overlap. Nothing guards that they lie that way the next time,
     in Inductor's graphs as little as here, so such a graph runs as it is."""
@@ -62,6 +68,8 @@ def compile_graph(
                 return graph_module.forward  # type: ignore[no-any-return]
             _say_once(TRAINS)
             raise _WholeGraph(TRAINS)
+        if _ahead_of_time():
+            raise UnsupportedGraph(AHEAD)
         return _capture(graph_module, example_inputs, options, graph_report, launcher)
     except _Merged:
         graph_report.whole, graph_report.whole_on = "arguments overlap, and one of them is written", "eager PyTorch"
@@ -85,6 +93,13 @@ def compile_graph(
             report.graphs.remove(graph_report)
         raise
     return rest.whole(graph_module, example_inputs)
+
+
+def _ahead_of_time() -> bool:
+    """Whether what is compiled is to be saved: how Dynamo's aot_compile sets AOTAutograd for the time of the call."""
+    from torch._functorch import config
+
+    return all(getattr(config, name, False) for name in ("bundled_autograd_cache", "bypass_autograd_cache_key"))
 
 
 @functools.cache

@@ -76,13 +76,22 @@ def pytorch() -> Iterator[Row]:
         return
     version, cuda, where = json.loads(text.splitlines()[-1])
     yield Row("pytorch", OK, f"{version} (CUDA {cuda or 'none'}) at {os.path.dirname(where)}")
-    why = _support.problem(version, _support.built_for())
+    built = _support.built_for()
+    why = _support.problem(version, built)
     if why is not None:
-        yield Row("extension", FAIL, f"built for PyTorch {_support.built_for() or 'none'}", why)
+        found = f"built for PyTorch {built or 'none'}"
+        if built is not None and _support.minor_of(built) != _support.minor_of(version):
+            found += f", now {version}: an installation since has replaced it"
+            asking = _support.requirers()
+            found += f"\npackages that ask for a torch: {', '.join(asking)}" if asking else ""
+        yield Row("extension", FAIL, found, why)
         return
+    news = _support.untested(version)
+    if news is not None:
+        yield Row("pytorch", WARN, news)
     good, text = child("-c", "import ark_torch, ark_torch._C as c; print(c.__file__)")
     advice = "" if good else f"build it anew: {_support.rebuild_command()}"
-    yield Row("extension", OK if good else FAIL, f"built for PyTorch {_support.built_for()}: {text}", advice)
+    yield Row("extension", OK if good else FAIL, f"built for PyTorch {built}: {text}", advice)
 
 
 def entry_points() -> Iterator[Row]:

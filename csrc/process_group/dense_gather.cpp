@@ -179,6 +179,42 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::gather(std::vector<Tensors>& outputs, 
   });
 }
 
+#if ARK_TORCH_AT_LEAST(14)  // no other has it for a carrier
+ProcessGroupArk::WorkPtr ProcessGroupArk::gather_single(at::Tensor& output, at::Tensor& input,
+                                                        const c10d::GatherOptions& options) {
+  return with_torch_errors([&] {
+    const CallSite here = site("gather_single");
+    check_tensor(here, "tensor", input);
+    check_rank(here, "dst", options.rootRank, size_);
+    const bool root = options.rootRank == rank_;
+    if (root) {
+      check_tensor(here, "gather_tensor", output);
+      check_same_dtype(here, "gather_tensor", output, "tensor", input);
+      check_elements(here, "gather_tensor", output.numel(), input.numel() * size_, "those of tensor for every rank");
+    }
+    const Tensors outputs = root ? Tensors{output} : Tensors{};
+    const Call call{.type = c10d::OpType::GATHER,
+                    .kind = Kind::gather,
+                    .name = here.operation,
+                    .event = "gather",
+                    .timeout = options.timeout,
+                    .async = options.asyncOp,
+                    .root = options.rootRank,
+                    .inputs = input,
+                    .outputs = outputs,
+                    .shape = debug_shape(input),
+                    .carry = [&](c10d::Backend& carrier) { return carrier.gather_single(output, input, options); }};
+    return issue(call, [source = Input(input), target = root ? Output(here, "gather_tensor", output) : Output(), root,
+                        bytes = input.nbytes()](Communicator& group, Operation& op) mutable {
+      std::vector<void*> places;
+      if (root) places = split_evenly(target.data(), group.size(), bytes);
+      group.gather(op, source.data(), places.data(), bytes);
+      target.commit();
+    });
+  });
+}
+#endif
+
 ProcessGroupArk::WorkPtr ProcessGroupArk::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                                   const c10d::ScatterOptions& options) {
   return with_torch_errors([&] {

@@ -85,15 +85,24 @@ OperationContext GroupCore::context(const char* operation, uint64_t number, std:
   return {operation, number, timeout < kLongest ? now + timeout : Clock::time_point::max(), timeout};
 }
 
-void GroupCore::submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry) {
+std::chrono::milliseconds GroupCore::extended(std::chrono::milliseconds asked,
+                                              const TimeoutExtension::SharePtr& share) const {
+  if (!share) return asked;
+  const auto own = asked.count() >= 0 ? asked : std::chrono::milliseconds(timeout_ms.load(std::memory_order_relaxed));
+  return own < kLongest ? own + share->extra : own;
+}
+
+void GroupCore::submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry,
+                       TimeoutExtension::SharePtr share) {
   executor->submit(work, async, [&](WorkArk& numbered) {
     numbered.sequence = sequence.fetch_add(1, std::memory_order_relaxed) + 1;
     if (shm) protocol::store_relaxed(shm->health().own().enqueued, numbered.sequence);
     entry.group = flight_group;
     entry.sequence = numbered.sequence;
     const uint64_t flight = FlightRecord::instance().scheduled(entry);
-    numbered.on_done = [core = shared_from_this(), type = numbered.retrieveOpType(), flight](const WorkArk& done,
-                                                                                             std::exception_ptr error) {
+    numbered.on_done = [core = shared_from_this(), type = numbered.retrieveOpType(), flight, share = std::move(share)](
+                           const WorkArk& done, std::exception_ptr error) {
+      if (share) share->end();
       core->finished(done, type, flight, error);
     };
     if (flight != 0) {
@@ -151,6 +160,7 @@ void GroupCore::report_failure(const Error& failure) {
   } else {
     FlightRecord::instance().dump(flight_dump_path(flight_dump, global_rank), cause);
   }
+  run_abort_hooks();
 }
 
 void GroupCore::abort(const std::string& why) {

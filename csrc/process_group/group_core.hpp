@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include "collectives/shm_communicator.hpp"
 #include "health/flight_record.hpp"
 #include "process_group/executor.hpp"
+#include "process_group/timeout_extension.hpp"
 
 namespace ark {
 
@@ -32,8 +34,12 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   OperationContext context(const char* operation, uint64_t sequence, std::chrono::milliseconds asked) const;
 
-  // Issues a collective: numbers it, records it, runs or queues it.
-  void submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry);
+  // What an operation is given that asked for `asked` (-1 ms: the group's timeout), with its share of extensions.
+  std::chrono::milliseconds extended(std::chrono::milliseconds asked, const TimeoutExtension::SharePtr& share) const;
+
+  // Issues a collective: numbers it, records it, runs or queues it. The share ends with it.
+  void submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry,
+              TimeoutExtension::SharePtr share = nullptr);
   // Counts an operation on CUDA tensors in and records it: its number and its id in the flight record.
   std::pair<uint64_t, uint64_t> number(FlightEntry entry);
   // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
@@ -49,6 +55,14 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::shared_ptr<CudaGroup> cuda();
   void adopt(std::shared_ptr<CudaGroup> cuda);
 
+  // Called when an operation fails, on the thread that finds it out, and before abort(): for what people want to
+  // capture then. More than once after one failure, as every later operation fails too. What a hook throws is a
+  // warning.
+  using AbortHook = std::function<void()>;
+  void add_abort_hook(int64_t id, AbortHook hook);
+  void remove_abort_hook(int64_t id);
+  void run_abort_hooks();
+
   void abort(const std::string& why);
   // Waits for what was issued (bounded, on the device by a time of its own), says goodbye to the peers, stops the
   // threads. Idempotent.
@@ -62,6 +76,7 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::string name;
   int global_rank = 0;
   std::atomic<int64_t> timeout_ms{30 * 60 * 1000};
+  const std::shared_ptr<TimeoutExtension> extension = std::make_shared<TimeoutExtension>();
   std::unique_ptr<Communicator> communicator;
   ShmCommunicator* shm = nullptr;             // communicator, when it is that
   c10::intrusive_ptr<c10d::Backend> carrier;  // what carries the group otherwise
@@ -86,6 +101,7 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;
+  std::map<int64_t, std::shared_ptr<AbortHook>> abort_hooks_;  // under hooks_mutex_
   std::deque<std::shared_ptr<c10d::WorkInfo>> hooks_;
   int hooks_pending_ = 0;
   bool hooks_running_ = false;

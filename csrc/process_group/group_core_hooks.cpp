@@ -1,4 +1,7 @@
-// The completion hook: told of every finished work, in the order in which they finished, on a thread of its own.
+// The completion hook: told of every finished work, in the order in which they finished, on a thread of its own. And
+// the abort hooks, which run on the thread that found the failure, so that they come before the error is raised.
+#include <c10/util/Exception.h>
+
 #include "process_group/group_core.hpp"
 
 namespace ark {
@@ -29,6 +32,35 @@ void GroupCore::drain_hooks() {
     hooks_changed_.notify_all();
   }
   hooks_running_ = false;
+}
+
+void GroupCore::add_abort_hook(int64_t id, AbortHook hook) {
+  const std::lock_guard lock(hooks_mutex_);
+  abort_hooks_[id] = std::make_shared<AbortHook>(std::move(hook));
+}
+
+void GroupCore::remove_abort_hook(int64_t id) {
+  std::shared_ptr<AbortHook> removed;  // goes without the lock held: it may hold Python objects
+  const std::lock_guard lock(hooks_mutex_);
+  if (const auto found = abort_hooks_.find(id); found != abort_hooks_.end()) {
+    removed = std::move(found->second);
+    abort_hooks_.erase(found);
+  }
+}
+
+void GroupCore::run_abort_hooks() {
+  std::map<int64_t, std::shared_ptr<AbortHook>> hooks;
+  {
+    const std::lock_guard lock(hooks_mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    try {
+      (*hook)();
+    } catch (const std::exception& error) {
+      TORCH_WARN("ark: [rank ", rank, "] abort hook ", id, " failed: ", error.what());
+    }
+  }
 }
 
 void GroupCore::wait_for_hooks() {

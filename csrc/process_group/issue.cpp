@@ -46,7 +46,9 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
   const CommsRecord event(comms(), [&] { return comms_call(call); });
   const FlightEntry entry = flight_entry(call);
   auto work = make_work(call.type, call.name, call.outputs.flat());
-  work->body = [core = core_.get(), operation = describe(call, entry), name = call.name, timeout = call.timeout,
+  auto share = core_->extension->take();
+  work->timeout = core_->extended(call.timeout, share);
+  work->body = [core = core_.get(), operation = describe(call, entry), name = call.name, timeout = work->timeout,
                 body = std::move(body)](WorkArk& running) mutable {
     operation.context = core->context(name, running.sequence, timeout);
     operation.descriptor.sequence = running.sequence;
@@ -56,13 +58,14 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
       throw error.at(core->rank, name, running.sequence);
     }
   };
-  core_->submit(work, call.async, entry);
+  core_->submit(work, call.async, entry, std::move(share));
   return collect(work);
 }
 
 c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const char* name, Tensors outputs) {
   auto work = c10::make_intrusive<WorkArk>(rank_, type, std::move(outputs), core_->executor);
   work->name = name;
+  work->group_timeout = std::chrono::milliseconds(core_->timeout_ms.load(std::memory_order_relaxed));
   work->on_abort = [core = core_] { core->abort("the work was aborted"); };
   return work;
 }

@@ -25,24 +25,26 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
     flight = numbered.second;
     return numbered;
   };
-  // The body holds the tensors and their staged copies.
-  auto held = std::make_shared<Body>(std::move(body));
+  // The body holds the tensors and their staged copies; with them goes the share of what extends the timeout.
+  const auto share = core_->extension->take();
+  const auto timeout = core_->extended(call.timeout, share);
+  const auto held = std::make_shared<std::pair<Body, TimeoutExtension::SharePtr>>(std::move(body), share);
   request.keep = held;
   const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
-    operation.context = core_->context(call.name, sequence, call.timeout);
+    operation.context = core_->context(call.name, sequence, timeout);
     operation.stream = stream;
     if (cuda->nccl && cuda->nccl->ready()) {
       SharedCommunicator shared(group, *cuda->nccl, call.even);
-      (*held)(shared, operation);
+      held->first(shared, operation);
     } else {
-      (*held)(group, operation);
+      held->first(group, operation);
     }
   };
   try {
     auto enqueued = cuda->enqueue(std::move(request), number, run);
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
-    work->timeout = call.timeout;
+    work->timeout = timeout;
     return work;
   } catch (const Error& error) {
     const Error told = error.at(rank_, call.name, operation.descriptor.sequence);
@@ -92,8 +94,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const 
   struct Held {
     Input source;
     Output target;
+    TimeoutExtension::SharePtr share;
   };
   auto held = std::make_shared<Held>();
+  held->share = core_->extension->take();
+  const auto timeout = core_->extended(call.timeout, held->share);
   if (is_send) {
     held->source = Input(tensor);
   } else {
@@ -111,7 +116,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const 
   operation.descriptor.sequence = number;
   const auto schedule = [&] { return std::pair(number, flight = FlightRecord::instance().scheduled(entry)); };
   const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
-    operation.context = core_->context(call.name, sequence, call.timeout);
+    operation.context = core_->context(call.name, sequence, timeout);
     operation.stream = stream;
     if (is_send) {
       group.send(operation, held->source.data(), tensor.nbytes(), peer);
@@ -125,6 +130,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const 
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
     work->source_rank = peer;
+    work->timeout = timeout;
     return collect(std::move(work));
   } catch (const Error& error) {
     const Error told = error.at(rank_, call.name, number);
@@ -149,8 +155,10 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
   if (!captured) {
     // Behind what was issued on CPU tensors.
     auto work = make_work(call.type, call.name, {});
+    auto share = core_->extension->take();
+    work->timeout = core_->extended(call.timeout, share);
     work->body = [core = core_.get(), operation = describe(call, flight_entry(call)), name = call.name,
-                  timeout = call.timeout](WorkArk& running) mutable {
+                  timeout = work->timeout](WorkArk& running) mutable {
       operation.context = core->context(name, running.sequence, timeout);
       operation.descriptor.sequence = running.sequence;
       try {
@@ -159,7 +167,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
         throw error.at(core->rank, name, running.sequence);
       }
     };
-    core_->submit(work, call.async, flight_entry(call));
+    core_->submit(work, call.async, flight_entry(call), std::move(share));
     if (!call.async) work->wait();
     on_host = work;
   }

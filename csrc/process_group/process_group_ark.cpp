@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "memory/rendezvous.hpp"
 #include "process_group/carried_communicator.hpp"
 #include "process_group/cuda_group.hpp"
 
@@ -19,6 +20,14 @@ std::chrono::milliseconds device_patience_of(const GroupCore& core) {
   return std::min<std::chrono::milliseconds>(std::chrono::milliseconds(core.timeout_ms.load()),
                                              std::chrono::hours(24)) +
          kPatience;
+}
+
+std::string torch_key(int rank) {
+  return "torch/" + std::to_string(rank);
+}
+
+std::string minor_of(const std::string& version) {
+  return version.substr(0, version.find('.', version.find('.') + 1));
 }
 
 }  // namespace
@@ -53,8 +62,12 @@ void ProcessGroupArk::join() {
     connecting.segment_bytes = ShmCommunicator::segment_bytes(size_);
     connecting.timeout = options_->timeout;
     connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
+    // Read by rank 0 alone, once all have met.
+    const std::string version = TORCH_VERSION;
+    if (rank_ > 0) adapter.set(torch_key(rank_), {version.begin(), version.end()});
     ConnectResult result = connect(adapter, connecting);
     start_ = result.start;
+    if (rank_ == 0 && options_->log) tell_mixed_versions(adapter);
     if (result.neighbourhood) {
       ShmOptions shm;
       shm.debug = options_->debug;
@@ -102,6 +115,23 @@ ProcessGroupArk::~ProcessGroupArk() {
   // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
   const auto device_patience = device_patience_of(*core_);
   GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
+}
+
+// Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later
+// group has the same ranks.
+void ProcessGroupArk::tell_mixed_versions(StoreAdapter& store) const {
+  static std::atomic<bool> told{false};
+  std::map<std::string, std::vector<int>> ranks_of;
+  ranks_of[minor_of(TORCH_VERSION)].push_back(0);
+  for (int rank = 1; rank < size_; ++rank) {
+    if (const auto found = store.find(torch_key(rank)))
+      ranks_of[minor_of({found->begin(), found->end()})].push_back(rank);
+  }
+  if (ranks_of.size() < 2 || told.exchange(true)) return;
+  std::string text;
+  for (const auto& [minor, ranks] : ranks_of) text += (text.empty() ? "" : ", ") + minor + " on " + name_ranks(ranks);
+  options_->log("group \"" + options_->group_name + "\" has ranks with different PyTorch versions: " + text +
+                ". Collectives work; what PyTorch itself sends between ranks (pickled objects, checkpoints) may not.");
 }
 
 CallSite ProcessGroupArk::site(const char* operation) const {
@@ -157,7 +187,30 @@ void ProcessGroupArk::waitForPendingWorks() {
   core_->wait_for_hooks();
 }
 
+void ProcessGroupArk::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+  with_torch_errors([&] {
+    if (timeout.count() < 0) {
+      refuse(site("add_ephemeral_timeout"), ErrorKind::invalid_argument,
+             "timeout is " + std::to_string(timeout.count()) + " ms", "Pass the timedelta by which to extend.");
+    }
+  });
+  core_->extension->add(timeout);
+}
+
+void ProcessGroupArk::registerAbortHook(int64_t id, GroupCore::AbortHook hook) {
+  core_->add_abort_hook(id, std::move(hook));
+}
+
+void ProcessGroupArk::unregisterAbortHook(int64_t id) {
+  core_->remove_abort_hook(id);
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> ProcessGroupArk::Options::clone() const {
+  return c10::make_intrusive<Options>(*this);
+}
+
 void ProcessGroupArk::abort() {
+  core_->run_abort_hooks();
   core_->abort("abort() was called on rank " + std::to_string(rank_));
 }
 

@@ -29,6 +29,7 @@
 #include "process_group/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
 #include "process_group/tensors.hpp"
+#include "process_group/torch_version.hpp"
 #include "process_group/translate.hpp"
 
 namespace ark {
@@ -68,6 +69,9 @@ class ProcessGroupArk : public c10d::Backend {
     std::function<at::Tensor(int64_t size, at::ScalarType dtype, c10::Device device)> allocate;
     std::function<void()> before_cuda;            // called once, before the first operation on CUDA tensors
     std::function<void(const std::string&)> log;  // one line for people
+
+    // PyTorch copies a parent's options for split and merge; without this they would be shared, and changed.
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const ARK_OVERRIDE_SINCE_2_14;
   };
 
   // Collective over the group's ranks; returns when all have joined or raises.
@@ -86,6 +90,8 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions& = {}) override;
   WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions& = {}) override;
   WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions& = {}) override;
+  // Also what gather_into_tensor() ends in, its former name.
+  WorkPtr gather_single(at::Tensor&, at::Tensor&, const c10d::GatherOptions& = {}) ARK_OVERRIDE_SINCE_2_14;
   WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions& = {}) override;
   WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&, const c10d::ReduceScatterOptions& = {}) override;
   WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions& = {}) override;
@@ -123,6 +129,10 @@ class ProcessGroupArk : public c10d::Backend {
   c10d::ErrorType getError() override { return core_->error.load(); }
   void abort() override;
   void shutdown() override;
+  void addEphemeralTimeout(const std::chrono::milliseconds& timeout) ARK_OVERRIDE_SINCE_2_14;
+  bool supportsAbortHooks() const ARK_OVERRIDE_SINCE_2_15 { return true; }
+  void registerAbortHook(int64_t id, GroupCore::AbortHook hook) ARK_OVERRIDE_SINCE_2_14;
+  void unregisterAbortHook(int64_t id) ARK_OVERRIDE_SINCE_2_14;
 
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
@@ -197,7 +207,8 @@ class ProcessGroupArk : public c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> carrier;   // coalesces too, from its first operation on
   };
 
-  void join();                                 // meets the other ranks
+  void join();  // meets the other ranks
+  void tell_mixed_versions(StoreAdapter& store) const;
   CallSite site(const char* operation) const;  // also checks that the group is open
   // Runs the body or queues it; its outputs are the work's result.
   WorkPtr issue(const Call& call, Body body);

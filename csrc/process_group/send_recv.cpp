@@ -66,7 +66,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     auto work = make_work(type, here.operation, tensors);
     work->sequence = number;
     work->source_rank = named_peer;
-    work->on_done = [core = core_, type, flight](const WorkArk& done, std::exception_ptr error) {
+    auto share = core_->extension->take();
+    work->timeout = core_->extended(call.timeout, share);
+    work->on_done = [core = core_, type, flight, share = std::move(share)](const WorkArk& done,
+                                                                           std::exception_ptr error) {
+      if (share) share->end();
       core->finished(done, type, flight, error);
     };
     auto target = std::make_shared<Output>(is_send ? Output() : Output(here, "tensor", tensor));
@@ -93,7 +97,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     moving->tag = tag;
     moving->data = is_send ? const_cast<void*>(source->data()) : target->data();
     moving->bytes = tensor.nbytes();
-    moving->context = core_->context(here.operation, number, std::chrono::milliseconds(-1));
+    moving->context = core_->context(here.operation, number, work->timeout);
     // The transfer holds the work (and the tensors) until it is done; the work holds the transfer to wait on it.
     moving->done = [work, core = core_, raw = moving.get(), target, source, is_send](std::exception_ptr error) {
       if (!error && !is_send) {

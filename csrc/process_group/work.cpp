@@ -24,6 +24,10 @@ int WorkArk::sourceRank() const {
   return source_rank;
 }
 
+std::chrono::milliseconds WorkArk::getTimeout() const {
+  return timeout.count() >= 0 ? timeout : group_timeout;
+}
+
 void WorkArk::synchronize() {
   wait();
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "health/group_health.hpp"
+#include "process_group/torch_version.hpp"
 
 namespace ark {
 
@@ -36,6 +37,7 @@ class WorkArk : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   float getDuration() const override;
   uint64_t getSequencenumber() const override { return sequence; }
+  std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
 
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Runs the body (once). Does not run callbacks: settle() does, without locks held.
@@ -49,6 +51,8 @@ class WorkArk : public c10d::Work {
   // Set before the work is handed out.
   const char* name = "";
   uint64_t sequence = 0;
+  std::chrono::milliseconds timeout{-1};  // as asked for; -1: the group's, which may still change
+  std::chrono::milliseconds group_timeout{0};
   std::function<void(WorkArk&)> body;                               // collectives
   std::function<bool(Clock::time_point)> wait_elsewhere;            // send/recv: who makes progress for it
   std::function<void(const WorkArk&, std::exception_ptr)> on_done;  // flight record, completion hook

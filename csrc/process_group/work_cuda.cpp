@@ -70,6 +70,10 @@ std::exception_ptr CudaWork::exception() const {
   return failure();
 }
 
+std::chrono::milliseconds CudaWork::getTimeout() const {
+  return timeout.count() >= 0 ? timeout : std::chrono::milliseconds(core_->timeout_ms.load());
+}
+
 int CudaWork::sourceRank() const {
   TORCH_CHECK(opType_ == c10d::OpType::RECV, "ark: [rank ", rank_, "] sourceRank() is for the work of a recv");
   return source_rank;

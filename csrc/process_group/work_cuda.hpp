@@ -37,6 +37,7 @@ class CudaWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   float getDuration() const override;
   uint64_t getSequencenumber() const override { return sequence_; }
+  std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
 
   // Set before the work is handed out.
   bool blocks_host = false;                  // a barrier

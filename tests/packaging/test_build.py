@@ -101,14 +101,16 @@ def test_build_without_pytorch_says_what_to_install(
     assert "Traceback" not in done.stderr
 
 
-def test_build_against_an_unsupported_pytorch_is_refused(source: Path, tmp_path: Path) -> None:
+def test_build_against_an_older_pytorch_is_refused(source: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("build"))
     support = copy / "ark_torch" / "_support.py"
-    support.write_text(re.sub(r"(?m)^SUPPORTED_MINORS = .*$", 'SUPPORTED_MINORS = ("1.8", "1.9")', support.read_text()))
+    support.write_text(
+        re.sub(r"(?m)^SUPPORTED_MINORS = .*$", 'SUPPORTED_MINORS = ("98.1", "98.2")', support.read_text())
+    )
     done = run(sys.executable, "-c", HOOK.format("build_wheel", tmp_path), cwd=copy)
     assert done.returncode != 0
-    assert "supports PyTorch 1.8 and 1.9" in done.stderr.strip().splitlines()[-1]
+    assert "supports PyTorch 98.1 and newer" in done.stderr.strip().splitlines()[-1]
 
 
 CHECK = """

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from ark_torch import _support
 from ark_torch.tools import _probe_cuda, _probes, doctor
 
 
@@ -59,7 +61,26 @@ def test_runs_where_pytorch_does_not_fit(python, copied_package) -> None:
     answer = json.loads(done.stdout)
     assert done.returncode == 1 and not answer["cpu_works"]
     assert rows_of(answer, "extension")[0]["state"] == "FAIL"
-    assert "--force-reinstall" in rows_of(answer, "extension")[0]["advice"]
+    row = rows_of(answer, "extension")[0]
+    assert "--force-reinstall" in row["advice"] and "torch==2.10.*" in row["advice"]
+    assert f"built for PyTorch 2.10.0, now {torch.__version__}: an installation since has replaced it" in row["found"]
+
+
+@pytest.mark.quick
+def test_who_may_have_replaced_pytorch(monkeypatch) -> None:
+    class Package:
+        def __init__(self, name: str, *requires: str) -> None:
+            self.metadata, self.version, self.requires = {"Name": name}, "1.2", list(requires)
+
+    installed = [
+        Package("torchvision", "numpy", "torch==2.14.1"),
+        Package("old-style", "torch (<3,>=2.14) ; python_version > '3'"),
+        Package("any", "torch", "torchmetrics>=1"),
+        Package("asked-for-never", "torch>=2; extra == 'gpu'"),
+        Package("ark-torch", "torch==2.13.*"),
+    ]
+    monkeypatch.setattr(_support.importlib.metadata, "distributions", lambda: installed)
+    assert _support.requirers() == ["old-style 1.2 (torch<3,>=2.14)", "torchvision 1.2 (torch==2.14.1)"]
 
 
 @pytest.mark.quick

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
 
+import ark_torch
 from ark_torch import _support
 
 GROUP_OF_ONE = """
@@ -133,6 +135,12 @@ ASK = {
 }
 
 
+def supporting(*minors: str) -> str:
+    """The text of _support.py that knows these minors."""
+    text = Path(_support.__file__).read_text()
+    return re.sub(r"(?m)^SUPPORTED_MINORS = .*$", f"SUPPORTED_MINORS = {minors!r}", text)
+
+
 @pytest.fixture(params=["another minor", "no extension", "unsupported PyTorch"])
 def spoilt(request, copied_package):
     """(folder for PYTHONPATH, what the sentence must say)"""
@@ -140,9 +148,8 @@ def spoilt(request, copied_package):
         return copied_package(_build_info='TORCH_VERSION = "2.10.1+cpu"\n'), r"was built for PyTorch 2\.10\.1\+cpu"
     if request.param == "no extension":
         return copied_package(_build_info="TORCH_VERSION = \n"), "has not been built"
-    with open(_support.__file__) as file:
-        text = re.sub(r"^SUPPORTED_MINORS = .*$", 'SUPPORTED_MINORS = ("1.8", "1.9")', file.read(), flags=re.M)
-    return copied_package(_support=text), r"supports PyTorch 1\.8 and 1\.9, and this environment has " + re.escape(
+    text = supporting("98.1", "98.2")
+    return copied_package(_support=text), r"supports PyTorch 98\.1 and newer, and this environment has " + re.escape(
         torch.__version__
     )
 
@@ -215,3 +222,43 @@ def test_minor_of() -> None:
         "2.14",
     ]
     assert _support.problem("2.13.9+cu130", "2.13.0+cpu") is None
+
+
+@pytest.mark.quick
+def test_what_is_too_old_and_what_is_newer_than_all_tested() -> None:
+    oldest, newest = _support.SUPPORTED_MINORS[0], _support.SUPPORTED_MINORS[-1]
+    major, minor = (int(part) for part in newest.split("."))
+    assert "supports PyTorch" in str(_support.problem("2.9.1", "2.9.1")) and "2.9.1" in str(
+        _support.problem("2.9.1", "2.9.1")
+    )
+    for version in (f"{oldest}.0+cpu", f"{newest}.3"):
+        assert _support.problem(version, version) is None and _support.untested(version) is None
+    for version in (f"{major}.{minor + 1}.0+cu130", f"{major + 1}.0.0", f"{major}.{minor + 1}.0.dev20270101"):
+        assert _support.problem(version, version) is None
+        assert f"PyTorch {version} is not tested with ark_torch {ark_torch.__version__}" in str(
+            _support.untested(version)
+        )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("way", ASK)
+def test_a_newer_pytorch_is_taken_with_one_warning(python, copied_package, way: str) -> None:
+    """By a package that knows only older minors, and an extension built for the PyTorch that is here."""
+    folder = copied_package(_support=supporting("1.8", "1.9"))
+    for library in Path(ark_torch.__file__).parent.glob("_C.*.so"):
+        (folder / "ark_torch" / library.name).symlink_to(library)
+    group = "import torch, torch.distributed as dist\n" + GROUP_OF_ONE.format(backend="ark")
+    done = python(ASK[way] + "\n" + ("" if "init" in ASK[way] else group), path=folder)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(
+        r"UserWarning: PyTorch (\S+) is not tested with ark_torch \S+, which knows 1\.8 and 1\.9", done.stderr
+    )
+    assert told == [torch.__version__], done.stderr
+
+
+@pytest.mark.quick
+def test_a_newer_pytorch_means_nothing_to_programs_without_ark(python, copied_package) -> None:
+    folder = copied_package(_support=supporting("1.8", "1.9"))
+    script = "import torch, torch.distributed as dist\n" + GROUP_OF_ONE.format(backend="gloo")
+    done = python(["-W", "error", "-c", script], path=folder)
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr
