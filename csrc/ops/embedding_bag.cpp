@@ -68,8 +68,11 @@ void check_table(const CallSite& site, const BagArguments& bags, size_t t) {
     refuse_value(site,
                  name + " has " + to_string(table.size(1)) + " columns, tables[0] " + to_string(first.size(1)),
                  "Group tables by their dimension, and make a call for each.");
-  if (table.is_cuda() && (table.size(0) > 0xffffffffll || bags.indices[t].numel() > 0xffffffffll))
-    refuse_value(site, name + " or indices[" + to_string(t) + "] has 2^32 elements of dimension 0, or more",
+  if (table.is_cuda() && (table.size(0) > 0xffffffffll || bags.indices[t].numel() > 0xffffffffll ||
+                          bags.offsets[t].numel() > 0x7ffffffll))
+    refuse_value(site,
+                 name + " has 2^32 rows, or indices[" + to_string(t) + "] so many, or offsets[" + to_string(t) +
+                     "] 2^27, or more",
                  "Split it.");
 }
 

@@ -8,6 +8,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <mutex>
 
@@ -111,6 +112,10 @@ void pool_tables(const BagArguments& bags, const Layout& layout, int device, int
       jit::KernelLibrary::of(device).get(embedding_bag_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide,
                                                             shape.lanes, !bags.weights.empty()),
                                          "embedding_bag");
+  if (static_cast<uint64_t>(ranks * batch) * shape.columns > 0x7fffffff)
+    throw Error(ErrorKind::invalid_argument,
+                std::to_string(ranks * batch) + " bags of " + std::to_string(layout.dim) + " columns are too many",
+                ErrorContext{-1, -1, kName, 0, "Split the batch, or the columns."});
   for (size_t from = 0; from == 0 || from < static_cast<size_t>(most_tables); from += device::kMostTables) {
     const size_t begin = std::min(from, bags.tables.size());
     const size_t end = std::min(bags.tables.size(), from + device::kMostTables);
@@ -225,6 +230,7 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
     communicator.check(operation.context);
+    const CurrentContext context(device.index());  // autograd's threads have none
     const auto stream = static_cast<CUstream>(operation.stream);
     const Capture capture = capture_of(stream);
     std::string why;
@@ -253,7 +259,6 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
                   return links;
                 });
     if (copies) {
-      const CurrentContext context(device.index());
       ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(out.data_ptr()),
                                        reinterpret_cast<CUdeviceptr>(place.data), out.nbytes(), stream),
                  "cuMemcpyAsync");
@@ -269,7 +274,7 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
   const c10::Device device = gradient.device();
   raise_earlier(group, device);
   const c10::OptionalDeviceGuard guard(device);
-  const int size = group.getSize(), rank = group.getRank();
+  const int size = group.getSize();
   const int64_t mine = static_cast<int64_t>(bags.tables.size());
   if (size == 1) return gradient.transpose(0, 1).contiguous();
   const uint64_t row_bytes = static_cast<uint64_t>(layout.dim) * gradient.element_size();
@@ -278,6 +283,7 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
     communicator.check(operation.context);
+    const CurrentContext context(device.index());  // autograd's threads have none
     const auto stream = static_cast<CUstream>(operation.stream);
     const Capture capture = capture_of(stream);
     std::string why;
@@ -298,7 +304,6 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
                                                                  shape.lanes),
                                          "send_gradient");
     const uint64_t groups = static_cast<uint64_t>(layout.batch * layout.all()) * shape.columns;
-    const CurrentContext context(device.index());
     jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, communicator.most_blocks())}, {device::kBagThreads}, 0,
                 stream, params, jit::LaunchMode::overlapped);
     // The staging place is the next operation's; copied here, on the operation's stream.
@@ -308,59 +313,67 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
                  "cuMemcpyAsync");
     launched = true;
   };
-  static_cast<void>(rank);
   if (group.launch_region(kBackward, device, launch) && launched) return of_bags;
   return gather_unfused(bags, layout, group, gradient);
 }
 
 std::vector<at::Tensor> table_gradients_cuda(const BagArguments& bags, const at::Tensor& of_bags) {
   std::vector<at::Tensor> made;
-  if (bags.tables.empty()) return made;
-  const c10::Device device = of_bags.device();
-  const c10::OptionalDeviceGuard guard(device);
   for (const at::Tensor& table : bags.tables) made.push_back(at::zeros_like(table));
   const uint64_t row_bytes = static_cast<uint64_t>(of_bags.size(2)) * of_bags.element_size();
+  if (bags.tables.empty() || of_bags.numel() == 0) return made;
+  const c10::Device device = of_bags.device();
+  const c10::OptionalDeviceGuard guard(device);
+  const CurrentContext context(device.index());
+  const CUstream stream = static_cast<CUstream>(native_stream(current_stream(device)));
   const RowShape shape = RowShape::of(row_bytes, of_bags.element_size());
-  const jit::Kernel& kernel =
-      jit::KernelLibrary::of(device.index())
-          .get(embedding_gradient_stub(ark::dtype_of(of_bags.scalar_type()), narrow(bags), shape.wide, shape.lanes),
-               "sum_rows");
-  const auto longs = of_bags.options().dtype(at::kLong);
-  for (size_t from = 0; from < bags.tables.size(); from += device::kMostTables) {
-    const size_t to = std::min(bags.tables.size(), from + device::kMostTables);
+  auto& library = jit::KernelLibrary::of(device.index());
+  const std::string stub =
+      embedding_gradient_stub(ark::dtype_of(of_bags.scalar_type()), narrow(bags), shape.wide, shape.lanes);
+  const jit::Kernel& naming = library.get(stub, "name_rows");
+  const jit::Kernel& summing = library.get(stub, "sum_rows");
+  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
+  size_t to = 0;
+  for (size_t from = 0; from < bags.tables.size(); from = to) {
     device::RowSumParams params{};
-    std::vector<at::Tensor> keys, numbers, first_rows;
     int64_t rows = 0, entries = 0;
-    for (size_t t = from; t < to; ++t) {
-      keys.push_back(bags.indices[t].to(at::kLong).add(rows));
-      numbers.push_back(bag_numbers(bags.offsets[t], bags.indices[t].numel(), of_bags.size(1)).to(at::kLong));
-      first_rows.push_back(at::full({1}, rows, longs));
-      device::RowTable& table = params.table[t - from];
-      table.gradient = made[t].mutable_data_ptr();
-      table.offsets = bags.offsets[t].const_data_ptr();
-      table.weights = bags.weights.empty() ? nullptr : bags.weights[t].const_data_ptr();
-      table.first = static_cast<uint64_t>(entries), table.entries = static_cast<uint64_t>(bags.indices[t].numel());
-      rows += bags.tables[t].size(0);
-      entries += bags.indices[t].numel();
+    for (; to < bags.tables.size() && to - from < device::kMostTables; ++to) {
+      const int64_t more_rows = bags.tables[to].size(0), more = bags.indices[to].numel();
+      if (more_rows > kMostKeys || more > kMostKeys)
+        throw Error(ErrorKind::invalid_argument,
+                    "tables[" + std::to_string(to) + "] or indices[" + std::to_string(to) +
+                        "] has more than 2^31 - 1 elements of dimension 0, too many for a dense gradient",
+                    ErrorContext{-1, -1, kBackward, 0, "Split the table."});
+      if (rows + more_rows > kMostKeys || entries + more > kMostKeys) break;
+      device::RowTable& table = params.table[to - from];
+      table.gradient = made[to].mutable_data_ptr();
+      table.indices = bags.indices[to].const_data_ptr();
+      table.offsets = bags.offsets[to].const_data_ptr();
+      table.weights = bags.weights.empty() ? nullptr : bags.weights[to].const_data_ptr();
+      table.first = static_cast<uint32_t>(entries), table.entries = static_cast<uint32_t>(more);
+      table.first_row = static_cast<uint32_t>(rows), table.rows = static_cast<uint32_t>(more_rows);
+      rows += more_rows, entries += more;
     }
-    if (entries == 0 || shape.units == 0) continue;
-    const auto [sorted, places] = at::sort(at::cat(keys), /*stable=*/true, 0, false);
-    const at::Tensor number = at::cat(numbers), first_row = at::cat(first_rows);
-    params.keys = reinterpret_cast<const long long*>(sorted.const_data_ptr<int64_t>());
-    params.places = reinterpret_cast<const long long*>(places.const_data_ptr<int64_t>());
-    params.bags = reinterpret_cast<const long long*>(number.const_data_ptr<int64_t>());
-    params.first_row = reinterpret_cast<const long long*>(first_row.const_data_ptr<int64_t>());
+    if (entries == 0) continue;
+    at::Tensor keys = at::empty({entries}, of_bags.options().dtype(at::kInt)), numbers = at::empty_like(keys);
+    params.keys = keys.mutable_data_ptr<int32_t>();
+    params.bags = numbers.mutable_data_ptr<int32_t>();
     params.of_bags = of_bags.select(0, static_cast<int64_t>(from)).const_data_ptr();
-    params.entries = static_cast<uint64_t>(entries);
+    params.entries = static_cast<uint32_t>(entries);
     params.tables = static_cast<uint32_t>(to - from);
     params.bags_each = static_cast<uint32_t>(of_bags.size(1));
     params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
     params.mean = bags.mode == "mean", params.last_offset = bags.last_offset;
-    const uint64_t each = device::kBagThreads / shape.lanes;
-    const uint64_t blocks = (static_cast<uint64_t>(entries) * shape.columns + each - 1) / each;
-    const CurrentContext context(device.index());
-    jit::launch(kernel, {static_cast<unsigned>(blocks)}, {device::kBagThreads}, 0,
-                static_cast<CUstream>(native_stream(current_stream(device))), params);
+    const auto launch = [&](const jit::Kernel& kernel, uint64_t groups, uint64_t lanes) {
+      const uint64_t each = device::kBagThreads / lanes;
+      jit::launch(kernel, {static_cast<unsigned>((groups + each - 1) / each)}, {device::kBagThreads}, 0, stream,
+                  params);
+    };
+    launch(naming, uint64_t{params.tables} * params.bags_each, 32);
+    const auto [sorted, places] = at::sort(keys, /*stable=*/true, 0, false);
+    params.keys = sorted.mutable_data_ptr<int32_t>();
+    params.places = reinterpret_cast<const long long*>(places.const_data_ptr<int64_t>());
+    launch(summing, static_cast<uint64_t>(entries) * shape.columns, static_cast<uint64_t>(shape.lanes));
   }
   return made;
 }

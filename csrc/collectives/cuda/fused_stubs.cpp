@@ -58,9 +58,11 @@ std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int 
 std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes) {
   const std::string format = std::string("ark::device::") + format_of(dtype);
   const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
+  const std::string index = narrow_indices ? "int" : "long long";
   return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
          entry("send_gradient", "GradientParams", format + ", " + shape) +
-         entry("sum_rows", "RowSumParams", format + ", " + (narrow_indices ? "int, " : "long long, ") + shape);
+         entry("name_rows", "RowSumParams", index) +
+         entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
 }
 
 std::vector<Stub> representative_fused_stubs() {

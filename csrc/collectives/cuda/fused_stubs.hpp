@@ -19,7 +19,7 @@ struct RowShape {
 
 // Entry "embedding_bag"; bf16, f16 or f32.
 std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted);
-// Entries "send_gradient" and "sum_rows".
+// Entries "send_gradient", "name_rows" and "sum_rows".
 std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes);
 
 std::vector<Stub> representative_fused_stubs();
