@@ -215,7 +215,9 @@ def compare(rank: Rank, work: Embedding, arguments: argparse.Namespace) -> Row:
 def line(row: Row) -> str:
     us = " ".join(f"{name} {value:.1f}" for name, value in row["us"].items())
     ratios = " ".join(
-        f"{name} {row[name]:.3f}" for name in ("faster_than_rival", "of_pool", "of_pool_ark", "step_faster") if name in row
+        f"{name} {row[name]:.3f}"
+        for name in ("faster_than_rival", "of_pool", "of_pool_ark", "step_faster")
+        if name in row
     )
     wrong = {name: count for name, count in row["wrong"].items() if count}
     return f"{row['shape']:22} {us} | {ratios} | wrong {wrong or 0}"

@@ -60,7 +60,8 @@ def embedding_bag_all_to_all(
 
     Raises:
         IndexError: an index is not a row of its table; names table and index. On the CPU before anything is written; on
-            a GPU the launch ends as one with a failed assertion does, and the next call of the operator raises this.
+            a GPU the launch ends the process's CUDA context, as a failed assertion does, and the next call of the
+            operator raises this.
         ValueError, TypeError: another argument will not do, or the group is not ark's.
         torch.distributed.DistBackendError: a rank refused its arguments, or ranks differ in batch, dim, dtype or mode;
             or what ended the group.

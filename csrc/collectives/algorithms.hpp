@@ -29,9 +29,9 @@ void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_
 // Puts `bytes` of what this rank has for a peer, from `at` on, into a slot; takes those of a peer from one.
 using Produce = std::function<void(int peer, uint64_t at, size_t bytes, std::byte* slot)>;
 using Consume = std::function<void(int peer, uint64_t at, size_t bytes, const std::byte* slot)>;
-// all_to_all whose bytes are computed as they are sent, peer by peer from the first byte to the last, and put where they
-// belong as they come. Both are called with multiples of `unit` bytes (at most unit_limit()), and not for this rank's
-// own part. Sizes are in bytes, one a rank.
+// all_to_all whose bytes are computed as they are sent, peer by peer from the first byte to the last, and put where
+// they belong as they come. Both are called with multiples of `unit` bytes (at most unit_limit()), and not for this
+// rank's own part. Sizes are in bytes, one a rank.
 void exchange(Rounds&, const Operation&, const uint64_t* sent, const uint64_t* received, uint64_t unit, Produce produce,
               Consume consume, size_t chunk);
 inline uint64_t unit_limit(int size, size_t chunk) {

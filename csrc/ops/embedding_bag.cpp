@@ -65,11 +65,10 @@ void check_table(const CallSite& site, const BagArguments& bags, size_t t) {
     refuse_value(site, name + " is on " + table.device().str() + " but tables[0] is on " + first.device().str(),
                  "Put all tables of a rank on its device.");
   if (table.size(1) != first.size(1))
-    refuse_value(site,
-                 name + " has " + to_string(table.size(1)) + " columns, tables[0] " + to_string(first.size(1)),
+    refuse_value(site, name + " has " + to_string(table.size(1)) + " columns, tables[0] " + to_string(first.size(1)),
                  "Group tables by their dimension, and make a call for each.");
-  if (table.is_cuda() && (table.size(0) > 0xffffffffll || bags.indices[t].numel() > 0xffffffffll ||
-                          bags.offsets[t].numel() > 0x7ffffffll))
+  if (table.is_cuda() &&
+      (table.size(0) > 0xffffffffll || bags.indices[t].numel() > 0xffffffffll || bags.offsets[t].numel() > 0x7ffffffll))
     refuse_value(site,
                  name + " has 2^32 rows, or indices[" + to_string(t) + "] so many, or offsets[" + to_string(t) +
                      "] 2^27, or more",
@@ -203,8 +202,9 @@ ProcessGroupArk& backend_of(const std::string& group, const char* operation) {
     } catch (const c10::Error&) {  // no backend for this device
     }
   }
-  throw Error(ErrorKind::invalid_argument, "the group's backend is not 'ark'",
-              ErrorContext{made->getRank(), -1, operation, 0, "Make it with init_process_group(\"ark\") or new_group."});
+  throw Error(
+      ErrorKind::invalid_argument, "the group's backend is not 'ark'",
+      ErrorContext{made->getRank(), -1, operation, 0, "Make it with init_process_group(\"ark\") or new_group."});
 }
 
 c10::Device device_of(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group) {
@@ -250,7 +250,7 @@ Layout meet(const BagArguments& bags, ProcessGroupArk& group, const char* operat
       continue;
     }
     const Card& first = cards[known];
-    const auto compare = [&](const char* what, int64_t Card::* field) {
+    const auto compare = [&](const char* what, int64_t Card::*field) {
       if (one.*field == first.*field) return;
       throw Error(ErrorKind::mismatch,
                   "rank " + to_string(r) + " has another " + what + " than rank " + to_string(known) + " (" +
@@ -278,8 +278,8 @@ Layout layout_of(const BagArguments& bags, ProcessGroupArk& group, const char* o
   const bool blind = bags.tables.empty();
   const bool complete = !bags.tables_per_rank.empty() && (!blind || (bags.batch >= 0 && bags.dim >= 0 && bags.like));
   const bool cuda = blind ? bags.like && bags.like->is_cuda() : bags.tables[0].is_cuda();
-  const bool all_have = std::find(bags.tables_per_rank.begin(), bags.tables_per_rank.end(), 0) ==
-                        bags.tables_per_rank.end();
+  const bool all_have =
+      std::find(bags.tables_per_rank.begin(), bags.tables_per_rank.end(), 0) == bags.tables_per_rank.end();
   if (!complete || (!bags.met && (!cuda || !all_have))) return meet(bags, group, operation, false);
   check(site, bags, group.getSize());
   Layout layout;
@@ -325,8 +325,8 @@ std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> backward(const BagAr
     const bool cuda = layout.device != c10::kCPU;
     at::Tensor of_bags;
     if (gradient.numel() == 0) {
-      of_bags = at::zeros({layout.tables[group.getRank()], group.getSize() * layout.batch, layout.dim},
-                          gradient.options());
+      of_bags =
+          at::zeros({layout.tables[group.getRank()], group.getSize() * layout.batch, layout.dim}, gradient.options());
     } else {
       of_bags = cuda ? gather_gradient_cuda(bags, layout, group, gradient.contiguous())
                      : gather_gradient_cpu(bags, layout, group, gradient.contiguous());

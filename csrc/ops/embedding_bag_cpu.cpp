@@ -1,4 +1,5 @@
-// On CPU tensors: bags are pooled into the memory that ranks share, piece by piece, and taken from there to their place.
+// On CPU tensors: bags are pooled into the memory that ranks share, piece by piece, and taken from there to their
+// place.
 //
 // Rows travel in the order [sample, table], so that those of a sample lie side by side on both ends. A rank's own rows
 // go to their place at once. A group that shares no memory, and rows longer than a piece, take a buffer and the
@@ -22,7 +23,7 @@ constexpr int64_t kGrain = 16;  // rows
 // Rows that ranks send each other: how many, what makes them, and where each belongs.
 struct RowExchange {
   uint64_t row_bytes;
-  std::vector<uint64_t> sent, received;                                          // rows, by rank
+  std::vector<uint64_t> sent, received;                                            // rows, by rank
   std::function<void(int peer, int64_t first, int64_t rows, std::byte* to)> make;  // one behind the other
   std::function<std::byte*(int peer, int64_t row)> place;
 };

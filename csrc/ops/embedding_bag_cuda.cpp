@@ -2,8 +2,8 @@
 //
 // Where the result lies: under capture in a place of the graph's own; in registered memory, where the group has
 // registered ark_torch.memory.pool(); else it is copied once from the staging place. Ranks decide each for itself.
-// Where ark does not carry the group's CUDA tensors, or a device has no room, the same kernel pools on this GPU, and the
-// group's all_to_all brings the bags.
+// Where ark does not carry the group's CUDA tensors, or a device has no room, the same kernel pools on this GPU, and
+// the group's all_to_all brings the bags.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -58,11 +58,11 @@ void raise_report(const device::TileReport& report, int rank) {
                       " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
                   ErrorContext{rank, -1, kName, 0, "Pass where each bag begins."});
     default:
-      throw Error(ErrorKind::mismatch,
-                  "rank " + std::to_string(report.peer) + " has other tables, another batch or dtype than this rank " +
-                      "takes it to have, in an earlier call",
-                  ErrorContext{rank, report.peer, kName, 0,
-                               "Pass on every rank what tables_per_rank says, or leave it out."});
+      throw Error(
+          ErrorKind::mismatch,
+          "rank " + std::to_string(report.peer) + " has other tables, another batch or dtype than this rank " +
+              "takes it to have, in an earlier call",
+          ErrorContext{rank, report.peer, kName, 0, "Pass on every rank what tables_per_rank says, or leave it out."});
   }
 }
 
@@ -108,10 +108,9 @@ void pool_tables(const BagArguments& bags, const Layout& layout, int device, int
                  int64_t first, int64_t most_tables, uint32_t most_blocks, CUstream stream, Links&& links) {
   const uint64_t row_bytes = static_cast<uint64_t>(layout.dim) * c10::elementSize(layout.dtype);
   const RowShape shape = RowShape::of(row_bytes, c10::elementSize(layout.dtype));
-  const jit::Kernel& kernel =
-      jit::KernelLibrary::of(device).get(embedding_bag_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide,
-                                                            shape.lanes, !bags.weights.empty()),
-                                         "embedding_bag");
+  const jit::Kernel& kernel = jit::KernelLibrary::of(device).get(
+      embedding_bag_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide, shape.lanes, !bags.weights.empty()),
+      "embedding_bag");
   if (static_cast<uint64_t>(ranks * batch) * shape.columns > 0x7fffffff)
     throw Error(ErrorKind::invalid_argument,
                 std::to_string(ranks * batch) + " bags of " + std::to_string(layout.dim) + " columns are too many",
@@ -138,8 +137,8 @@ int64_t most_of(const std::vector<int64_t>& counts) {
 
 // Bytes of the largest of what ranks store for each other, either way.
 uint64_t place_bytes(const Layout& layout) {
-  const int64_t rows = layout.batch * std::max(layout.all(), most_of(layout.tables) *
-                                                                 static_cast<int64_t>(layout.tables.size()));
+  const int64_t rows =
+      layout.batch * std::max(layout.all(), most_of(layout.tables) * static_cast<int64_t>(layout.tables.size()));
   return static_cast<uint64_t>(rows * layout.dim) * c10::elementSize(layout.dtype);
 }
 
@@ -183,8 +182,7 @@ void all_to_all(ProcessGroupArk& group, at::Tensor& out, at::Tensor& in, std::ve
   group.alltoall_base(out, in, received, sent, options)->wait();
 }
 
-at::Tensor forward_unfused(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
-                           c10::Device device) {
+at::Tensor forward_unfused(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group, c10::Device device) {
   const int64_t mine = static_cast<int64_t>(bags.tables.size()), each = layout.batch * layout.dim;
   at::Tensor pooled = pool_here(bags, layout, device).flatten();
   at::Tensor received = at::empty({layout.all() * each}, pooled.options());
@@ -223,7 +221,10 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
   const int size = group.getSize(), rank = group.getRank();
   const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
   const auto options = at::TensorOptions(layout.dtype).device(device);
-  if (size == 1) return pool_here(bags, layout, device);
+  if (size == 1) {
+    group.check_region(kName, device);  // makes the group's side on the device, and with it the compiler's settings
+    return pool_here(bags, layout, device);
+  }
   const bool capturing = is_capturing(device);
   at::Tensor out = capturing ? at::Tensor() : group.allocate_registered(sizes, layout.dtype, device);
   if (!out.defined() && !capturing) out = at::empty(sizes, options);
@@ -241,7 +242,8 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
     if (capture.id != 0) {
       if (auto own = tiles->take()) {
         place = std::move(*own), copies = false;
-        out = at::from_blob(place.data, sizes, [keep = place.keep](void*) {}, options, device);
+        out = at::from_blob(
+            place.data, sizes, [keep = place.keep](void*) {}, options, device);
       } else {
         out = at::empty(sizes, options);
       }
@@ -299,10 +301,10 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
     for (int r = 0; r <= size; ++r) params.first[r] = static_cast<uint32_t>(layout.first(r));
     params.ranks = static_cast<uint32_t>(size), params.batch = static_cast<uint32_t>(layout.batch);
     params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
-    const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
-                                    .get(embedding_gradient_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide,
-                                                                 shape.lanes),
-                                         "send_gradient");
+    const jit::Kernel& kernel =
+        jit::KernelLibrary::of(device.index())
+            .get(embedding_gradient_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide, shape.lanes),
+                 "send_gradient");
     const uint64_t groups = static_cast<uint64_t>(layout.batch * layout.all()) * shape.columns;
     jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, communicator.most_blocks())}, {device::kBagThreads}, 0,
                 stream, params, jit::LaunchMode::overlapped);

@@ -11,12 +11,12 @@ namespace {
 
 using ark::ops::BagArguments;
 
-BagArguments arguments_of(at::TensorList tables, at::TensorList indices, at::TensorList offsets,
-                          at::TensorList weights, const std::optional<at::Tensor>& like, c10::string_view group,
-                          c10::string_view mode, bool last_offset, at::OptionalIntArrayRef tables_per_rank,
-                          int64_t batch, int64_t dim, bool met) {
-  BagArguments bags{tables.vec(), indices.vec(), offsets.vec(), weights.vec(), like, std::string(group),
-                    std::string(mode), last_offset};
+BagArguments arguments_of(at::TensorList tables, at::TensorList indices, at::TensorList offsets, at::TensorList weights,
+                          const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
+                          bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim,
+                          bool met) {
+  BagArguments bags{tables.vec(), indices.vec(),      offsets.vec(),     weights.vec(),
+                    like,         std::string(group), std::string(mode), last_offset};
   if (tables_per_rank) bags.tables_per_rank = tables_per_rank->vec();
   bags.batch = batch, bags.dim = dim, bags.met = met;
   return bags;
@@ -34,9 +34,9 @@ std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> embedding_bag_all_t
     const at::Tensor& gradient, at::TensorList tables, at::TensorList indices, at::TensorList offsets,
     at::TensorList weights, const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
     bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met, bool of_weights) {
-  return ark::ops::backward(arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
-                                         tables_per_rank, batch, dim, met),
-                            gradient, of_weights);
+  return ark::ops::backward(
+      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, batch, dim, met),
+      gradient, of_weights);
 }
 
 // Batch, columns, dtype (in the order of ark_torch/ops), whether on CUDA, whether trained, and tables by rank.
@@ -44,8 +44,8 @@ std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList 
                                           at::TensorList weights, const std::optional<at::Tensor>& like,
                                           c10::string_view group, c10::string_view mode, bool last_offset,
                                           at::OptionalIntArrayRef tables_per_rank, bool trained) {
-  const BagArguments bags = arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
-                                         tables_per_rank, -1, -1, false);
+  const BagArguments bags =
+      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, -1, -1, false);
   return ark::with_torch_errors([&] {
     constexpr const char* kName = "embedding_bag_all_to_all";
     const ark::ops::Layout layout = ark::ops::meet(bags, ark::ops::backend_of(bags.group, kName), kName, trained);

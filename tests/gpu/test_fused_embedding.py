@@ -113,7 +113,7 @@ def _registered(rank: Rank) -> None:
     """In registered memory the result is stored where it stays."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
-    case = Case([2] * world, 64, 128, torch.bfloat16, seed=9)
+    case = Case([2] * world, 256, 1024, torch.bfloat16, seed=9)  # of large blocks, as PyTorch's allocator has them
     part = draw(case, me, world, device)
     part.call(case)
     with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
@@ -174,8 +174,19 @@ def test_compiled(backend: str) -> None:
     run(_compiled, backend)
 
 
+def _alone(rank: Rank) -> None:
+    """A group of one rank: no peer, and no collective before."""
+    device = start(rank)
+    alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
+    check(Case([3], 10, 48, torch.float16, seed=15), 0, 1, alone, device)
+
+
+def test_a_group_of_one() -> None:
+    run(_alone, own=True)
+
+
 def _bad_index(rank: Rank) -> str:
-    """The launch ends as a failed assertion's does; the next call names table and index."""
+    """The launch ends the context, as a failed assertion does; the next call names table and index."""
     device = start(rank, timeout=20)
     me, world = rank.rank, rank.world_size
     case = Case([2] * world, 8, 32, torch.float32, seed=31)

@@ -60,8 +60,7 @@ std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide,
   const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
   const std::string index = narrow_indices ? "int" : "long long";
   return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
-         entry("send_gradient", "GradientParams", format + ", " + shape) +
-         entry("name_rows", "RowSumParams", index) +
+         entry("send_gradient", "GradientParams", format + ", " + shape) + entry("name_rows", "RowSumParams", index) +
          entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
 }
 

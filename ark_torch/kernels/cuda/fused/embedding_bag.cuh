@@ -180,8 +180,8 @@ __device__ __forceinline__ void embedding_bag(const BagParams& p) {
           if (done + i >= count || !active) continue;
           float values[kValues];
           Access::decode(raw[i], values);
-          ARK_UNROLL for (int v = 0; v < kValues; ++v)
-            total[v] = add(total[v], kWeighted ? multiply(values[v], weighs) : values[v]);
+          ARK_UNROLL for (int v = 0; v < kValues; ++v) total[v] =
+              add(total[v], kWeighted ? multiply(values[v], weighs) : values[v]);
         }
       }
     }
@@ -195,9 +195,8 @@ __device__ __forceinline__ void embedding_bag(const BagParams& p) {
     }
     if (place == nullptr) break;
     if (active && sample < p.batch)
-      Access::store(place + sample * p.out_stride + p.out_first + uint64{t} * p.row_bytes +
-                        uint64{unit} * Access::kBytes,
-                    total);
+      Access::store(
+          place + sample * p.out_stride + p.out_first + uint64{t} * p.row_bytes + uint64{unit} * Access::kBytes, total);
   }
 left:
   if (refused != TileReport::none) {

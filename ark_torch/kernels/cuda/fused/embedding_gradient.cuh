@@ -5,8 +5,8 @@
 //
 // name_rows gives each index of all tables its key, which says table and row, and its bag. sum_rows adds what the bags
 // that name a row bring it, in the order of the indices in float32, and rounds once: the same bits whatever the launch.
-// It is given the keys sorted, equal ones in the order of the indices. A group of kLanes threads that finds the first of
-// a row goes on to its last; the others leave.
+// It is given the keys sorted, equal ones in the order of the indices. A group of kLanes threads that finds the first
+// of a row goes on to its last; the others leave.
 #pragma once
 
 #include "cuda/fused/embedding_bag.cuh"
@@ -15,7 +15,7 @@ namespace ark::device {
 
 struct GradientParams {
   TileLinks links;
-  const void* gradient;  // [batch, tables of all ranks, row]
+  const void* gradient;         // [batch, tables of all ranks, row]
   uint32 first[kMaxRanks + 1];  // table of each rank
   uint32 ranks, batch;
   uint32 units, columns, row_bytes;  // as BagParams
@@ -121,8 +121,7 @@ __device__ __forceinline__ void sum_rows(const RowSumParams& p) {
     float values[kValues];
     Access::decode(Access::load(column + uint64{bag} * p.row_bytes), values);
     if (p.mean) {
-      const float count =
-          static_cast<float>(end_of_bag<Index>(p, table, bag) - static_cast<long long>(offsets[bag]));
+      const float count = static_cast<float>(end_of_bag<Index>(p, table, bag) - static_cast<long long>(offsets[bag]));
       ARK_UNROLL for (int v = 0; v < kValues; ++v) values[v] = divide(values[v], count);
     } else if (table.weights != nullptr) {
       const float weight = load_weight<Format>(table.weights, place - table.first);

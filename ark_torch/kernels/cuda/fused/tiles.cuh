@@ -3,8 +3,8 @@
 //
 // A launch has a number, the same on all ranks: its epoch. Each rank first announces to every peer where that peer's
 // tiles are to go (a packet, packet.cuh) and what it takes the result for. Blocks compute, wait for the announcement of
-// the rank that a tile is for, and store the tile there with plain wide stores. The block that ends last says "all of my
-// tiles are stored" to every peer, a word a pair of ranks, and waits for the same word of each. There is no staging
+// the rank that a tile is for, and store the tile there with plain wide stores. The block that ends last says "all of
+// my tiles are stored" to every peer, a word a pair of ranks, and waits for the same word of each. There is no staging
 // buffer and no flag beside the data.
 //
 // Reuse. A peer stores into this rank's result only between two moments of this rank's stream: the announcement, which
@@ -32,7 +32,7 @@ struct alignas(128) TileControl {
     uint64 address, epoch;        // a packet
     uint64 layout, layout_epoch;  // another
   };
-  Announcement announced[kMaxRanks];  // by each peer to this rank
+  Announcement announced[kMaxRanks];    // by each peer to this rank
   alignas(128) uint64 done[kMaxRanks];  // the last epoch whose tiles for this rank each peer has stored
   alignas(128) uint64 epoch;            // launches of this rank; the rest is its own, too
   uint64 arrived, arrived_before;       // blocks that have stored their tiles: ever, and before this launch
@@ -137,14 +137,14 @@ class TileExchange {
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
     if (is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->done[links_.rank]), "l"(epoch_)
                  : "memory");
-    for (;;) {
-      uint64 seen;
-      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(&own->done[peer]) : "memory");
-      if (seen >= epoch_ || patience_.over_here(peer, epoch_)) return;
+    uint64 seen = 0;
+    while (seen < epoch_) {
+      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(&own->done[peer]) : "memory");
+      if (seen < epoch_ && patience_.over_here(peer, epoch_)) return;
     }
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(&own->done[peer]) : "memory");
   }
 
   __device__ __forceinline__ bool is_local() const { return links_.ranks == 1; }
