@@ -71,7 +71,7 @@ def embedding_bag_all_to_all(
         >>> out.shape  # 2 ranks with 2 tables each, 64 samples a rank, rows of 128 columns
         torch.Size([64, 4, 128])
     """
-    name = _resolve_group_name(group if group is not None else dist.group.WORLD, "")
+    name = _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
     tables, weights = list(tables), list(per_sample_weights or ())
     known = list(tables_per_rank) if tables_per_rank is not None else None
     batch = dim = -1
@@ -86,9 +86,10 @@ def embedding_bag_all_to_all(
         if not tables:
             where = like.device if like is not None else torch.device("cuda" if device else "cpu")
             like = torch.empty(0, dtype=_DTYPES[dtype], device=where, requires_grad=bool(training and trained))
-    return torch.ops.ark.embedding_bag_all_to_all(
+    result: Tensor = torch.ops.ark.embedding_bag_all_to_all(
         tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known, batch, dim, met
     )
+    return result
 
 
 def _needs_no_word(tables: list[Tensor], tables_per_rank: list[int] | None) -> bool:
@@ -102,7 +103,7 @@ def _fake(
     offsets: list[Tensor],
     weights: list[Tensor],
     like: Tensor | None,
-    group_name: str,
+    group_name: Any,
     mode: str,
     include_last_offset: bool,
     tables_per_rank: list[int] | None,
@@ -136,7 +137,7 @@ def _fake_backward(
     offsets: list[Tensor],
     weights: list[Tensor],
     like: Tensor | None,
-    group_name: str,
+    group_name: Any,
     mode: str,
     include_last_offset: bool,
     tables_per_rank: list[int] | None,

@@ -70,7 +70,7 @@ void run(const RowExchange& rows, Communicator& communicator, const Operation& o
 }
 
 template <class T, class I>
-Bags<T, I> bags_of(const BagArguments& bags, size_t t) {
+Bags<T, I> typed_bags(const BagArguments& bags, size_t t) {
   const at::Tensor& offsets = bags.offsets[t];
   return {bags.tables[t].const_data_ptr<T>(),
           bags.indices[t].const_data_ptr<I>(),
@@ -86,7 +86,7 @@ Bags<T, I> bags_of(const BagArguments& bags, size_t t) {
 template <class T, class I>
 std::vector<Bags<T, I>> all_bags(const BagArguments& bags) {
   std::vector<Bags<T, I>> tables;
-  for (size_t t = 0; t < bags.tables.size(); ++t) tables.push_back(bags_of<T, I>(bags, t));
+  for (size_t t = 0; t < bags.tables.size(); ++t) tables.push_back(typed_bags<T, I>(bags, t));
   return tables;
 }
 
@@ -110,7 +110,7 @@ void with_types(at::ScalarType type, const BagArguments& bags, Body&& body) {
 
 template <class T, class I>
 void sum_rows(const BagArguments& bags, size_t t, const T* of_bags, T* out) {
-  const Bags<T, I> table = bags_of<T, I>(bags, t);
+  const Bags<T, I> table = typed_bags<T, I>(bags, t);
   std::vector<int64_t> order(static_cast<size_t>(table.entries)), bag_of(order.size(), -1);
   for (int64_t bag = 0; bag < table.bags; ++bag)
     std::fill(bag_of.begin() + table.begin(bag), bag_of.begin() + table.end(bag), bag);
@@ -235,7 +235,7 @@ std::vector<at::Tensor> weight_gradients(const BagArguments& bags, const at::Ten
     with_types(bags.tables[t].scalar_type(), bags, [&](auto element, auto index) {
       using T = decltype(element);
       using I = decltype(index);
-      const Bags<T, I> table = bags_of<T, I>(bags, t);
+      const Bags<T, I> table = typed_bags<T, I>(bags, t);
       const T* const from = gradients.const_data_ptr<T>();
       T* const to = made.back().mutable_data_ptr<T>();
       at::parallel_for(0, table.bags, kGrain, [&](int64_t begin, int64_t end) {

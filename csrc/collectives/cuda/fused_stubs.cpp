@@ -14,7 +14,7 @@ const char* format_of(DType dtype) {
   return dtype == DType::bf16 ? "BFloat16" : dtype == DType::f16 ? "Float16" : "Float32";
 }
 
-std::string entry(const std::string& name, const std::string& params, const std::string& arguments) {
+std::string fused_entry(const std::string& name, const std::string& params, const std::string& arguments) {
   return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(device::kBagThreads) + ") " + name +
          "(const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + name + "<" + arguments +
          ">(p);\n}\n";
@@ -29,7 +29,7 @@ std::string name_of_stub(const char* kind, DType dtype, bool narrow, bool wide, 
          (wide ? "_" + std::to_string(lanes) : "_any") + (weighted ? "_weighted" : "");
 }
 
-void add(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, int lanes) {
+void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, int lanes) {
   for (const bool weighted : {false, true})
     stubs.push_back({name_of_stub("embedding_bag", dtype, narrow, wide, lanes, weighted),
                      embedding_bag_stub(dtype, narrow, wide, lanes, weighted)});
@@ -50,7 +50,7 @@ RowShape RowShape::of(uint64_t row_bytes, uint64_t element_bytes) {
 
 std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted) {
   return "#include \"cuda/fused/embedding_bag.cuh\"\n" +
-         entry("embedding_bag", "BagParams",
+         fused_entry("embedding_bag", "BagParams",
                std::string("ark::device::") + format_of(dtype) + ", " + (narrow_indices ? "int" : "long long") + ", " +
                    boolean(wide) + ", " + std::to_string(lanes) + ", " + boolean(weighted));
 }
@@ -60,15 +60,15 @@ std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide,
   const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
   const std::string index = narrow_indices ? "int" : "long long";
   return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
-         entry("send_gradient", "GradientParams", format + ", " + shape) + entry("name_rows", "RowSumParams", index) +
-         entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
+         fused_entry("send_gradient", "GradientParams", format + ", " + shape) + fused_entry("name_rows", "RowSumParams", index) +
+         fused_entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
 }
 
 std::vector<Stub> representative_fused_stubs() {
   std::vector<Stub> stubs;
-  add(stubs, DType::bf16, false, true, 16);
-  add(stubs, DType::f32, true, true, 32);
-  add(stubs, DType::f16, false, false, 32);
+  add_fused(stubs, DType::bf16, false, true, 16);
+  add_fused(stubs, DType::f32, true, true, 32);
+  add_fused(stubs, DType::f16, false, false, 32);
   return stubs;
 }
 
@@ -76,8 +76,8 @@ std::vector<Stub> every_fused_stub() {
   std::vector<Stub> stubs;
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
     for (const bool narrow : {false, true}) {
-      for (const int lanes : {4, 8, 16, 32}) add(stubs, dtype, narrow, true, lanes);
-      add(stubs, dtype, narrow, false, 32);
+      for (const int lanes : {4, 8, 16, 32}) add_fused(stubs, dtype, narrow, true, lanes);
+      add_fused(stubs, dtype, narrow, false, 32);
     }
   }
   return stubs;
