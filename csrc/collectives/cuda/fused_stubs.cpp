@@ -51,8 +51,8 @@ RowShape RowShape::of(uint64_t row_bytes, uint64_t element_bytes) {
 std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted) {
   return "#include \"cuda/fused/embedding_bag.cuh\"\n" +
          fused_entry("embedding_bag", "BagParams",
-               std::string("ark::device::") + format_of(dtype) + ", " + (narrow_indices ? "int" : "long long") + ", " +
-                   boolean(wide) + ", " + std::to_string(lanes) + ", " + boolean(weighted));
+                     std::string("ark::device::") + format_of(dtype) + ", " + (narrow_indices ? "int" : "long long") +
+                         ", " + boolean(wide) + ", " + std::to_string(lanes) + ", " + boolean(weighted));
 }
 
 std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes) {
@@ -60,7 +60,8 @@ std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide,
   const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
   const std::string index = narrow_indices ? "int" : "long long";
   return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
-         fused_entry("send_gradient", "GradientParams", format + ", " + shape) + fused_entry("name_rows", "RowSumParams", index) +
+         fused_entry("send_gradient", "GradientParams", format + ", " + shape) +
+         fused_entry("name_rows", "RowSumParams", index) +
          fused_entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
 }
 
