@@ -114,7 +114,7 @@ def make_build_command() -> type:
 # What no collective passes through: -O1 takes two thirds of the time to compile.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
 PLANNER = "csrc/plan/"
-KNOW_TORCH = ("csrc/process_group/", "csrc/compile/")
+KNOW_TORCH = ("csrc/process_group/", "csrc/compile/", "csrc/ops/")
 
 # What many files use is compiled again in each translation unit: PyTorch's templates, 2 s, and the C++ library's.
 LINES_A_UNIT = 800

@@ -2,6 +2,8 @@
 // published and released the same number of them. `chunk` is the payload of a round in bytes.
 #pragma once
 
+#include <functional>
+
 #include "collectives/copy.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/rounds.hpp"
@@ -24,6 +26,17 @@ void all_gather(Rounds&, const Operation&, const void* in, void* const* outs, si
 void broadcast(Rounds&, const Operation&, void* data, size_t bytes, size_t chunk);
 void gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);
 void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t bytes, size_t chunk);
+// Puts `bytes` of what this rank has for a peer, from `at` on, into a slot; takes those of a peer from one.
+using Produce = std::function<void(int peer, uint64_t at, size_t bytes, std::byte* slot)>;
+using Consume = std::function<void(int peer, uint64_t at, size_t bytes, const std::byte* slot)>;
+// all_to_all whose bytes are computed as they are sent, peer by peer from the first byte to the last, and put where
+// they belong as they come. Both are called with multiples of `unit` bytes (at most unit_limit()), and not for this
+// rank's own part. Sizes are in bytes, one a rank.
+void exchange(Rounds&, const Operation&, const uint64_t* sent, const uint64_t* received, uint64_t unit, Produce produce,
+              Consume consume, size_t chunk);
+inline uint64_t unit_limit(int size, size_t chunk) {
+  return std::max<size_t>(kAlign, align_down(chunk / size));
+}
 void all_to_all(Rounds&, const Operation&, const Bytes* ins, const MutableBytes* outs, size_t chunk);
 void barrier(Rounds&, const Operation&);
 // `number` counts these barriers of the group, from 1.

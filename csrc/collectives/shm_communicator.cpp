@@ -234,6 +234,15 @@ void ShmCommunicator::all_to_all(const Operation& operation, const Bytes* ins, c
   ark::all_to_all(*rounds_, with_algorithm(operation, choice), ins, outs, choice.chunk_bytes);
 }
 
+bool ShmCommunicator::exchange(const Operation& operation, const uint64_t* sent, const uint64_t* received,
+                               uint64_t unit, const Produce& produce, const Consume& consume) {
+  const Choice choice = table_.choose(Kind::all_to_all, 0, size_, cores_);
+  if (unit > unit_limit(size_, choice.chunk_bytes)) return false;
+  ark::exchange(*rounds_, with_algorithm(operation, choice), sent, received, unit, produce, consume,
+                choice.chunk_bytes);
+  return true;
+}
+
 void ShmCommunicator::barrier(const Operation& operation) {
   ark::barrier(*rounds_, operation);
 }

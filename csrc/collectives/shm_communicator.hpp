@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "collectives/algorithms.hpp"
 #include "collectives/dispatch.hpp"
 #include "collectives/operation.hpp"
 #include "collectives/point_to_point.hpp"
@@ -40,6 +41,9 @@ class ShmCommunicator : public Communicator {
   void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) override;
   void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) override;
   void barrier(const Operation&) override;
+  // See algorithms.hpp. False, alike on all ranks, and nothing done: a unit is too long.
+  bool exchange(const Operation&, const uint64_t* sent, const uint64_t* received, uint64_t unit, const Produce& produce,
+                const Consume& consume);
 
   // Rank 0 waits for everybody and names who is missing when the deadline passes (all of them if `wait_all`); the
   // others wait for rank 0. Does not fail the group.

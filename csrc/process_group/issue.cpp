@@ -62,6 +62,20 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::issue(const Call& call, Body body) {
   return collect(work);
 }
 
+void ProcessGroupArk::run_fused(const char* name, const at::Tensor& result, uint64_t fingerprint, FusedBody body) {
+  site(name);
+  Call call{.type = c10d::OpType::UNKNOWN,
+            .kind = Kind::all_to_all,
+            .name = name,
+            .event = name,
+            .timeout = c10d::kUnsetTimeout,
+            .async = false,
+            .outputs = result};
+  call.shape = fingerprint;
+  const auto work = issue(call, [body = std::move(body)](Communicator& group, Operation& op) { body(group, op); });
+  work->wait();
+}
+
 c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const char* name, Tensors outputs) {
   auto work = c10::make_intrusive<WorkArk>(rank_, type, std::move(outputs), core_->executor);
   work->name = name;

@@ -2,6 +2,7 @@
 //
 // A barrier waits on the host first, behind what was issued on CPU tensors, then for the device. Messages have a line
 // of their own for each peer and direction; tags are not looked at, as with NCCL.
+#include "collectives/cuda/tile_memory.hpp"
 #include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 #include "process_group/work_cuda.hpp"
@@ -83,6 +84,13 @@ void ProcessGroupArk::check_region(const char* name, c10::Device device) {
   } catch (const Error& error) {
     throw error.at(rank_, name);
   }
+}
+
+std::optional<device::TileReport> ProcessGroupArk::tile_failure() const {
+  const auto cuda = core_->cuda();
+  const auto communicator = cuda ? cuda->communicator() : nullptr;
+  const TileMemory* const tiles = communicator ? communicator->known_tiles() : nullptr;
+  return tiles == nullptr ? std::nullopt : tiles->failure();
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number,

@@ -25,6 +25,7 @@
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
+#include "cuda/fused/tiles.cuh"
 #include "process_group/comms_record.hpp"
 #include "process_group/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
@@ -167,6 +168,14 @@ class ProcessGroupArk : public c10d::Backend {
   // CUDA tensors of this group.
   using RegionLaunch = c10::function_ref<void(CudaCommunicator&, const Operation&)>;
   bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
+  // A fused operator on CPU tensors: one of the group's collectives, which are compared by `fingerprint` among ranks.
+  // Returns when it is done.
+  using FusedBody = std::function<void(Communicator&, const Operation&)>;
+  void run_fused(const char* name, const at::Tensor& result, uint64_t fingerprint, FusedBody body);
+  // What a fused operator on CUDA tensors has reported (collectives/cuda/tile_memory.hpp).
+  std::optional<device::TileReport> tile_failure() const;
+  // An uninitialised CUDA tensor of memory that can be registered, if the group has registered any; else undefined.
+  at::Tensor allocate_registered(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device);
   // Throws what ended the group on this device, if anything has.
   void check_region(const char* name, c10::Device device);
 

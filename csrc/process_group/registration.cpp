@@ -199,6 +199,11 @@ uint64_t ProcessGroupArk::cuda_registered_bytes() const {
   return communicator ? communicator->windows().bytes() : 0;
 }
 
+at::Tensor ProcessGroupArk::allocate_registered(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  if (cuda_registered_bytes() == 0 || !options_->allocate) return {};
+  return options_->allocate(c10::multiply_integers(sizes), dtype, device).view(sizes);
+}
+
 bool ProcessGroupArk::supportsTensorAlloc(c10::DeviceIndex index) {
   if (const auto cuda = core_->cuda(); cuda && cuda->carrier) return cuda->carrier->supportsTensorAlloc(index);
   if (!core_->shm || !options_->allocate || !has_driver()) return false;

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fused
 import interference
 import on_gpus
 import pytest
@@ -53,6 +54,21 @@ def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
             assert row[key] > 0, (key, row)
         assert row["sooner"] == 1 or row["contender"] != "gloo"
     assert interference.table(report(tmp_path)).count("\n| all_") == len(rows)
+
+
+@of_benchmarks
+def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
+    ways = ["eager_gloo", "pool", "pool_gloo", "pool_ark", "fused", "eager_step", "fused_step"]
+    small = ["--shapes", "T2-D16-L4-B8", "T1-D33-L3-B5", "--rows", "50", "--rounds", "1", "--training", "--ways", *ways]
+    done = run("fused.py", "--device", "cpu", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [row["shape"] for row in rows] == ["T2-D16-L4-B8", "T1-D33-L3-B5"]
+    for row in rows:
+        assert list(row["us"]) == ways and all(value > 0 for value in row["us"].values()), row
+        assert row["wrong"].keys() >= {"eager_gloo", "fused"} and not any(row["wrong"].values()), row
+        assert row["of_pool_ark"] > 0 and row["faster_than_rival"] > 0
+    assert fused.table(report(tmp_path)).count("\n| T") == len(rows)
 
 
 @of_benchmarks

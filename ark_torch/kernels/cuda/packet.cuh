@@ -54,7 +54,8 @@ inline constexpr uint64 kOver = ~uint64{0};
 
 // The slow part of a poll. Returns when the wait began, or kOver when it is time to leave. By value, so that what the
 // poll keeps stays in registers.
-__device__ __noinline__ uint64 look_up(GroupStatus* status, uint64 limit_ns, uint64 began, int peer, uint64 epoch) {
+__device__ __forceinline__ uint64 look_up_here(GroupStatus* status, uint64 limit_ns, uint64 began, int peer,
+                                               uint64 epoch) {
   const uint64 now = nanoseconds();
   if (*const_cast<const volatile uint32*>(&status->abort) != 0) return kOver;
   if (began == 0) return now;
@@ -69,6 +70,9 @@ __device__ __noinline__ uint64 look_up(GroupStatus* status, uint64 limit_ns, uin
   *const_cast<volatile uint32*>(&status->abort) = 1;
   return kOver;
 }
+__device__ __noinline__ uint64 look_up(GroupStatus* status, uint64 limit_ns, uint64 began, int peer, uint64 epoch) {
+  return look_up_here(status, limit_ns, began, peer, epoch);
+}
 
 struct Patience {
   GroupStatus* status;
@@ -80,6 +84,12 @@ struct Patience {
   __device__ __forceinline__ bool over(int peer, uint64 epoch) {
     if ((++turns & 1023) != 0) return false;
     began = look_up(status, limit_ns, began, peer, epoch);
+    return began == kOver;
+  }
+  // The same without a call, for a wait among much that is kept in registers.
+  __device__ __forceinline__ bool over_here(int peer, uint64 epoch) {
+    if ((++turns & 1023) != 0) return false;
+    began = look_up_here(status, limit_ns, began, peer, epoch);
     return began == kOver;
   }
 };

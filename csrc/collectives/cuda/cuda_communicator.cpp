@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "collectives/cuda/launcher.hpp"
+#include "collectives/cuda/tile_memory.hpp"
 #include "memory/symmetric_memory.hpp"
 
 namespace ark {
@@ -69,7 +70,10 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
 CudaCommunicator::CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher,
                                    const CudaDispatch& dispatch)
     : Communicator(rank, size), launcher_(std::move(launcher)), dispatch_(dispatch) {}
-CudaCommunicator::~CudaCommunicator() = default;
+
+CudaCommunicator::~CudaCommunicator() {
+  if (tiles_ && !launcher_->settle()) static_cast<void>(tiles_.release());  // it may be in use
+}
 
 int CudaCommunicator::device() const {
   return launcher_->device();
@@ -215,6 +219,22 @@ void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes
 std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes, uint64_t fingerprint,
                                                                   std::string& why) {
   return launcher_->share(bytes, fingerprint, why);
+}
+
+TileMemory* CudaCommunicator::tiles(bool capturing, std::string& why) {
+  if (tiles_ || !tiles_refused_.empty()) return why = tiles_refused_, tiles_.get();
+  if (capturing) {
+    throw Error(ErrorKind::invalid_argument,
+                "the group's first fused operator is under graph capture, where ranks cannot meet",
+                ErrorContext{rank_, -1, "", 0, "Call it once, on all ranks, before the capture begins."});
+  }
+  tiles_ = TileMemory::create(*this, why);
+  if (!tiles_) tiles_refused_ = why;
+  return tiles_.get();
+}
+
+uint32_t CudaCommunicator::most_blocks() const {
+  return launcher_->most_blocks();
 }
 
 Windows& CudaCommunicator::windows() {

@@ -25,6 +25,7 @@ struct GroupStatus;
 namespace ark {
 
 class CudaLauncher;
+class TileMemory;
 class Windows;
 
 // Which algorithm carries an operation, by its bytes. Alike on all ranks.
@@ -79,6 +80,8 @@ class CudaCommunicator final : public Communicator {
 
   int device() const;
   uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
+  uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
+  uint32_t most_blocks() const;  // of a launch that waits for peers: ranks may share a device
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -98,10 +101,14 @@ class CudaCommunicator final : public Communicator {
   // `why`, alike on all ranks: a device has no room. For as long as the communicator lives.
   struct Shared {
     std::vector<char*> memory;  // by rank, as mapped here
+    std::vector<char*> seen;    // this rank's, as mapped by each rank
     device::GroupStatus* status;
     std::shared_ptr<void> keep;  // the memory
   };
   std::unique_ptr<Shared> share(uint64_t bytes, uint64_t fingerprint, std::string& why);
+  // What fused operators store into; made by the first, by all ranks together. Null, and `why`, as above.
+  TileMemory* tiles(bool capturing, std::string& why);
+  TileMemory* known_tiles() const { return tiles_.get(); }  // null: there was none yet
 
   // Throws the error that ended the group, if one did: what a host thread asks after it waited for the device.
   void check(const OperationContext& context);
@@ -119,6 +126,8 @@ class CudaCommunicator final : public Communicator {
 
   std::unique_ptr<CudaLauncher> launcher_;
   const CudaDispatch dispatch_;
+  std::unique_ptr<TileMemory> tiles_;
+  std::string tiles_refused_;  // why there are none
 };
 
 }  // namespace ark

@@ -1,6 +1,7 @@
 // The list behind every_stub.hpp, in the order of stubs.cpp.
 #include "collectives/cuda/every_stub.hpp"
 
+#include "collectives/cuda/fused_stubs.hpp"
 #include "jit/probe.hpp"
 
 namespace ark {
@@ -10,6 +11,7 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"move", move_stub()});
   stubs.push_back({"relay", relay_stub()});
+  for (Stub& stub : every_fused_stub()) stubs.push_back(std::move(stub));
   const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};
   for (const int size : sizes) {
     for (int kind = 0; kind < kRuleKinds; ++kind) {

@@ -54,6 +54,7 @@ class CudaLauncher {
 
   int device() const { return device_; }
   uint64_t shared_bytes() const { return shared_bytes_; }
+  uint32_t most_blocks() const { return device_each_ ? ~uint32_t{0} : blocks_of_a_sharer(size_); }
   DeviceWatch& watch() { return watch_; }
   Windows& windows() { return windows_; }  // registered memory
   // Waits until the device has done all that was enqueued. False: that cannot be known (a capture, a lost context).

@@ -1,6 +1,7 @@
 // The texts behind stubs.hpp. A new kernel header adds its stub here.
 #include "collectives/cuda/stubs.hpp"
 
+#include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
@@ -89,6 +90,7 @@ std::vector<Stub> representative_stubs() {
   add(RuleKind::bf16, 4, 1);
   add(RuleKind::bf16, 8, 7);
   stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
+  for (Stub& stub : representative_fused_stubs()) stubs.push_back(std::move(stub));
   return stubs;
 }
 

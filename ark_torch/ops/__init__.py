@@ -1,0 +1,9 @@
+"""Operators that compute and communicate at once, on the groups of the backend "ark".
+
+Each gives the bits of its unfused form over the same group, is differentiable, may be captured in CUDA graphs, and
+works under torch.compile of any backend.
+"""
+
+from ark_torch.ops.embedding import embedding_bag_all_to_all
+
+__all__ = ["embedding_bag_all_to_all"]

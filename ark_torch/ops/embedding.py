@@ -1,0 +1,172 @@
+"""Pooled embeddings with the all-to-all in the same kernel: what users call, its fake kernel and its gradient.
+
+The operator itself is C++ (csrc/ops). Here ranks tell each other what tables they have before an eager call, so that
+autograd knows on every rank whether there will be a backward pass; a rank without a table takes part in it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import _resolve_group_name
+
+from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+
+_OPERATOR = "ark::embedding_bag_all_to_all"
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def embedding_bag_all_to_all(
+    tables: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    mode: str = "sum",
+    per_sample_weights: Sequence[Tensor] | None = None,
+    include_last_offset: bool = False,
+    tables_per_rank: Sequence[int] | None = None,
+    like: Tensor | None = None,
+) -> Tensor:
+    """Pools the bags of this rank's tables for the samples of all ranks, and gives each rank its samples' bags.
+
+    The same as `F.embedding_bag` of every table, stacked, followed by an all-to-all over the samples and a permute; on
+    GPUs one kernel that stores each bag at its final place, on this GPU or a peer's. Rows are added in float32 (float64
+    in float64) in the order of the indices and rounded once. Collective: all ranks call it, in the same order.
+
+    Args:
+        tables: this rank's embedding tables, `[rows, dim]` each, contiguous, with the same dim on all ranks; float32,
+            float16 or bfloat16 (on CPU float64, too). A rank may have none.
+        indices: rows that the bags name, int32 or int64 of one dimension, one tensor a table.
+        offsets: where each bag begins among the table's indices, as in `F.embedding_bag`: world size times B bags, the
+            B samples of rank 0 first. A bag may be empty: it gives zeros.
+        group: a group of the backend "ark"; None: the default group.
+        mode: "sum" or "mean".
+        per_sample_weights: a factor for each index, of the tables' dtype and the indices' shapes; mode "sum" only.
+        include_last_offset: offsets hold one more element, where the last bag ends.
+        tables_per_rank: how many tables each rank has. Where it is given, and every rank has one, CUDA calls need no
+            word between the hosts of the ranks, and torch.compile knows the result's shape.
+        like: on a rank without tables, under torch.compile: a tensor with the tables' dtype and device.
+
+    Returns:
+        `[B, tables of rank 0 + of rank 1 + ..., dim]`, for this rank's samples, of the tables' dtype and device.
+
+    The gradients of tables are dense, summed in float32 in the order of the indices, so that they are the same in every
+    run. Either all ranks that have tables train them, or none.
+
+    Raises:
+        IndexError: an index is not a row of its table; names table and index. On the CPU before anything is written; on
+            a GPU the launch ends the process's CUDA context, as a failed assertion does, and the next call of the
+            operator raises this.
+        ValueError, TypeError: another argument will not do, or the group is not ark's.
+        torch.distributed.DistBackendError: a rank refused its arguments, or ranks differ in batch, dim, dtype or mode;
+            or what ended the group.
+
+    Example:
+        >>> out = ark_torch.ops.embedding_bag_all_to_all([users, items], [u, i], [u_offsets, i_offsets], group)
+        >>> out.shape  # 2 ranks with 2 tables each, 64 samples a rank, rows of 128 columns
+        torch.Size([64, 4, 128])
+    """
+    name = _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+    tables, weights = list(tables), list(per_sample_weights or ())
+    known = list(tables_per_rank) if tables_per_rank is not None else None
+    batch = dim = -1
+    met = False
+    if not torch.compiler.is_compiling() and not _needs_no_word(tables, known):
+        training = torch.is_grad_enabled()
+        trained = training and any(one.requires_grad for one in (*tables, *weights))
+        batch, dim, dtype, device, trained, *known = torch.ops.ark.embedding_bag_layout(
+            tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known, trained
+        )
+        met = True
+        if not tables:
+            where = like.device if like is not None else torch.device("cuda" if device else "cpu")
+            like = torch.empty(0, dtype=_DTYPES[dtype], device=where, requires_grad=bool(training and trained))
+    result: Tensor = torch.ops.ark.embedding_bag_all_to_all(
+        tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known, batch, dim, met
+    )
+    return result
+
+
+def _needs_no_word(tables: list[Tensor], tables_per_rank: list[int] | None) -> bool:
+    """What each rank knows by itself; only where that is so on all ranks alike."""
+    return tables_per_rank is not None and all(tables_per_rank) and bool(tables) and tables[0].is_cuda
+
+
+def _fake(
+    tables: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    like: Tensor | None,
+    group_name: Any,
+    mode: str,
+    include_last_offset: bool,
+    tables_per_rank: list[int] | None,
+    batch: Any,
+    dim: Any,
+    met: bool,
+) -> Tensor:
+    example = tables[0] if tables else like
+    if example is None:
+        raise ValueError(
+            "ark: embedding_bag_all_to_all under torch.compile on a rank without tables: pass like=, a tensor with the "
+            "dtype and the device of the tables."
+        )
+    world = dist.distributed_c10d._get_group_size_by_name(group_name)
+    size = torch.library.get_ctx().new_dynamic_size
+    if tables:
+        batch, dim = (offsets[0].numel() - int(include_last_offset)) // world, tables[0].shape[1]
+    else:
+        batch, dim = (size() if known == -1 else known for known in (batch, dim))
+    if tables_per_rank is not None:
+        total: Any = sum(tables_per_rank)
+    else:
+        total = len(tables) if world == 1 else size()
+    return example.new_empty((batch, total, dim))
+
+
+def _fake_backward(
+    gradient: Tensor,
+    tables: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    like: Tensor | None,
+    group_name: Any,
+    mode: str,
+    include_last_offset: bool,
+    tables_per_rank: list[int] | None,
+    batch: Any,
+    dim: Any,
+    met: bool,
+    of_weights: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    return [torch.empty_like(one) for one in tables], [torch.empty_like(one) for one in weights if of_weights]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tables, indices, offsets, weights, like, *ctx.rest = inputs
+    ctx.count, ctx.weighted, ctx.like = len(tables), len(weights), like
+    ctx.of_weights = any(one.requires_grad for one in weights)
+    ctx.save_for_backward(*tables, *indices, *offsets, *weights)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    count, saved = ctx.count, list(ctx.saved_tensors)
+    tables, indices, offsets = (saved[i * count : (i + 1) * count] for i in range(3))
+    weights = saved[3 * count :]
+    of_tables, of_weights = torch.ops.ark.embedding_bag_all_to_all_backward(
+        gradient, tables, indices, offsets, weights, ctx.like, *ctx.rest, ctx.of_weights
+    )
+    none = [None] * count
+    return of_tables, none, none, of_weights or [None] * ctx.weighted, None, *[None] * len(ctx.rest)
+
+
+torch.library.register_fake(_OPERATOR, _fake)
+torch.library.register_fake(f"{_OPERATOR}_backward", _fake_backward)
+torch.library.register_autograd(_OPERATOR, _backward, setup_context=_save)

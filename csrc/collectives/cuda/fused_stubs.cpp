@@ -1,0 +1,87 @@
+// The texts behind fused_stubs.hpp.
+#include "collectives/cuda/fused_stubs.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "cuda/fused/embedding_gradient.cuh"
+
+namespace ark {
+
+namespace {
+
+const char* format_of(DType dtype) {
+  return dtype == DType::bf16 ? "BFloat16" : dtype == DType::f16 ? "Float16" : "Float32";
+}
+
+std::string fused_entry(const std::string& name, const std::string& params, const std::string& arguments) {
+  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(device::kBagThreads) + ") " + name +
+         "(const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + name + "<" + arguments +
+         ">(p);\n}\n";
+}
+
+std::string boolean(bool value) {
+  return value ? "true" : "false";
+}
+
+std::string name_of_stub(const char* kind, DType dtype, bool narrow, bool wide, int lanes, bool weighted) {
+  return std::string(kind) + "_" + name_of(dtype) + (narrow ? "_i32" : "_i64") +
+         (wide ? "_" + std::to_string(lanes) : "_any") + (weighted ? "_weighted" : "");
+}
+
+void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, int lanes) {
+  for (const bool weighted : {false, true})
+    stubs.push_back({name_of_stub("embedding_bag", dtype, narrow, wide, lanes, weighted),
+                     embedding_bag_stub(dtype, narrow, wide, lanes, weighted)});
+  stubs.push_back({name_of_stub("embedding_gradient", dtype, narrow, wide, lanes, false),
+                   embedding_gradient_stub(dtype, narrow, wide, lanes)});
+}
+
+}  // namespace
+
+RowShape RowShape::of(uint64_t row_bytes, uint64_t element_bytes) {
+  RowShape shape;
+  shape.wide = row_bytes % 16 == 0;
+  shape.units = static_cast<uint32_t>(row_bytes / (shape.wide ? 16 : element_bytes));
+  shape.lanes = shape.wide ? static_cast<int>(std::clamp<uint32_t>(std::bit_ceil(shape.units), 4, 32)) : 32;
+  shape.columns = (shape.units + shape.lanes - 1) / shape.lanes;
+  return shape;
+}
+
+std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted) {
+  return "#include \"cuda/fused/embedding_bag.cuh\"\n" +
+         fused_entry("embedding_bag", "BagParams",
+                     std::string("ark::device::") + format_of(dtype) + ", " + (narrow_indices ? "int" : "long long") +
+                         ", " + boolean(wide) + ", " + std::to_string(lanes) + ", " + boolean(weighted));
+}
+
+std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes) {
+  const std::string format = std::string("ark::device::") + format_of(dtype);
+  const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
+  const std::string index = narrow_indices ? "int" : "long long";
+  return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
+         fused_entry("send_gradient", "GradientParams", format + ", " + shape) +
+         fused_entry("name_rows", "RowSumParams", index) +
+         fused_entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
+}
+
+std::vector<Stub> representative_fused_stubs() {
+  std::vector<Stub> stubs;
+  add_fused(stubs, DType::bf16, false, true, 16);
+  add_fused(stubs, DType::f32, true, true, 32);
+  add_fused(stubs, DType::f16, false, false, 32);
+  return stubs;
+}
+
+std::vector<Stub> every_fused_stub() {
+  std::vector<Stub> stubs;
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32}) {
+    for (const bool narrow : {false, true}) {
+      for (const int lanes : {4, 8, 16, 32}) add_fused(stubs, dtype, narrow, true, lanes);
+      add_fused(stubs, dtype, narrow, false, 32);
+    }
+  }
+  return stubs;
+}
+
+}  // namespace ark

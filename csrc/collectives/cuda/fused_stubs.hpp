@@ -1,0 +1,28 @@
+// The instantiations of fused operators' kernels (ark_torch/kernels/cuda/fused), as stubs.hpp has those of collectives.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collectives/cuda/stubs.hpp"
+
+namespace ark {
+
+// Which kernel takes rows of so many bytes.
+struct RowShape {
+  uint32_t units, columns;  // accesses that make a row; groups of threads that share one
+  int lanes;                // threads of a group
+  bool wide;                // accesses of 16 bytes, else of one element
+  static RowShape of(uint64_t row_bytes, uint64_t element_bytes);
+};
+
+// Entry "embedding_bag"; bf16, f16 or f32.
+std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted);
+// Entries "send_gradient", "name_rows" and "sum_rows".
+std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes);
+
+std::vector<Stub> representative_fused_stubs();
+std::vector<Stub> every_fused_stub();
+
+}  // namespace ark

@@ -1,0 +1,73 @@
+// embedding_bag_all_to_all: pooled embeddings of tables that are spread over a group's ranks, each bag stored where the
+// all-to-all would bring it. Registered with PyTorch as ark::embedding_bag_all_to_all (registration.cpp); what users
+// call is ark_torch.ops.
+//
+// A rank has some tables, perhaps none, and their bags for the samples of all ranks; it gets the bags of all tables for
+// its own samples. Everything is checked before a byte moves. Ranks must mean the same result: either they tell each
+// other on the host (Layout::of, a collective), or the caller knows what all have, and the operation compares it.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "process_group/process_group_ark.hpp"
+
+namespace ark::ops {
+
+struct BagArguments {
+  std::vector<at::Tensor> tables, indices, offsets, weights;  // weights: as many, or none
+  std::optional<at::Tensor> like;                             // of a rank without tables: its dtype and device
+  std::string group;
+  std::string mode;  // "sum" or "mean"
+  bool last_offset = false;
+  std::vector<int64_t> tables_per_rank;  // empty: not known
+  int64_t batch = -1, dim = -1;          // of a rank without tables; -1: not known
+  bool met = false;                      // the ranks have told each other what they have
+};
+
+// What all ranks have.
+struct Layout {
+  std::vector<int64_t> tables;  // by rank
+  int64_t batch = 0, dim = 0;   // samples of each rank; columns
+  at::ScalarType dtype = at::kFloat;
+  c10::DeviceType device = c10::kCPU;
+  bool trained = false;  // a rank's tables, or its weights, take gradients
+
+  int64_t all() const;
+  int64_t first(int rank) const;  // table, in the result
+  uint64_t fingerprint() const;
+};
+
+// The group's backend, and with what name an error calls the operator.
+ProcessGroupArk& backend_of(const std::string& group, const char* operation);
+c10::Device device_of(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group);
+
+// Collective. Checks the arguments first, and tells the others when they will not do.
+Layout meet(const BagArguments& bags, ProcessGroupArk& group, const char* operation, bool trained);
+// What the caller knows, or meet(). The arguments are checked.
+Layout layout_of(const BagArguments& bags, ProcessGroupArk& group, const char* operation);
+
+at::Tensor forward(const BagArguments& bags);
+// Gradients of tables and weights (those of a rank that has none are empty lists).
+std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> backward(const BagArguments& bags,
+                                                                     const at::Tensor& gradient, bool of_weights);
+
+// On CPU tensors (embedding_bag_cpu.cpp) and on CUDA tensors (embedding_bag_cuda.cpp). The arguments are checked and
+// contiguous.
+at::Tensor forward_cpu(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group);
+at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group);
+// [tables, ranks * batch, dim]: the gradient of every bag of this rank's tables.
+at::Tensor gather_gradient_cpu(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
+                               const at::Tensor& gradient);
+at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
+                                const at::Tensor& gradient);
+std::vector<at::Tensor> table_gradients_cpu(const BagArguments& bags, const at::Tensor& of_bags);
+std::vector<at::Tensor> table_gradients_cuda(const BagArguments& bags, const at::Tensor& of_bags);
+std::vector<at::Tensor> weight_gradients(const BagArguments& bags, const at::Tensor& of_bags);
+// Of the bag that each index is in.
+at::Tensor bag_numbers(const at::Tensor& offsets, int64_t entries, int64_t bags);
+
+}  // namespace ark::ops

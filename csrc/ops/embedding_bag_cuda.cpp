@@ -1,0 +1,383 @@
+// On CUDA tensors: one kernel pools bags and stores them on the rank of the sample (cuda/fused/embedding_bag.cuh).
+//
+// Where the result lies: under capture in a place of the graph's own; in registered memory, where the group has
+// registered ark_torch.memory.pool(); else it is copied once from the staging place. Ranks decide each for itself.
+// Where ark does not carry the group's CUDA tensors, or a device has no room, the same kernel pools on this GPU, and
+// the group's all_to_all brings the bags.
+#include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <mutex>
+
+#include "collectives/cuda/fused_stubs.hpp"
+#include "collectives/cuda/tile_memory.hpp"
+#include "collectives/cuda/windows.hpp"
+#include "cuda/fused/embedding_gradient.cuh"
+#include "jit/kernel.hpp"
+#include "memory/graph_owned.hpp"
+#include "ops/embedding_bag.hpp"
+#include "process_group/cuda_group.hpp"
+#include "protocol/atomics.hpp"
+
+namespace ark::ops {
+
+namespace {
+
+constexpr const char* kName = "embedding_bag_all_to_all";
+constexpr const char* kBackward = "embedding_bag_all_to_all_backward";
+
+uint64_t nanoseconds_of(const OperationContext& context) {
+  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
+  return static_cast<uint64_t>(std::max<int64_t>(context.timeout.count(), 1)) * 1'000'000;
+}
+
+// What launches on this device without peers report. Of the process, as the context that such a report ends.
+device::TileReport& local_report(int device, bool on_device) {
+  static auto* const reports = new std::map<int, std::unique_ptr<PinnedMemory>>;
+  static auto* const mutex = new std::mutex;
+  const std::lock_guard lock(*mutex);
+  auto& report = (*reports)[device];
+  if (!report) report = std::make_unique<PinnedMemory>(device, sizeof(device::TileReport));
+  return *static_cast<device::TileReport*>(on_device ? report->device() : report->host());
+}
+
+void raise_report(const device::TileReport& report, int rank) {
+  const std::string table = std::to_string(report.item);
+  switch (report.failure) {
+    case device::TileReport::index:
+      throw Error(ErrorKind::out_of_range,
+                  "index " + std::to_string(report.value) + " is out of bounds for dimension 0 with size " +
+                      std::to_string(report.limit) + " of tables[" + table + "], in an earlier call",
+                  ErrorContext{rank, -1, kName, 0, "Pass indices from 0 to below the number of rows."});
+    case device::TileReport::offset:
+      throw Error(ErrorKind::invalid_argument,
+                  "offsets[" + table + "] holds " + std::to_string(report.value) +
+                      " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
+                  ErrorContext{rank, -1, kName, 0, "Pass where each bag begins."});
+    default:
+      throw Error(
+          ErrorKind::mismatch,
+          "rank " + std::to_string(report.peer) + " has other tables, another batch or dtype than this rank " +
+              "takes it to have, in an earlier call",
+          ErrorContext{rank, report.peer, kName, 0, "Pass on every rank what tables_per_rank says, or leave it out."});
+  }
+}
+
+// Before the driver is asked for anything: a failed assertion has left it with one answer for all.
+void raise_earlier(ProcessGroupArk& group, c10::Device device) {
+  if (const auto report = group.tile_failure()) raise_report(*report, group.getRank());
+  const device::TileReport& local = local_report(device.index(), false);
+  if (protocol::load_acquire(local.failure) != device::TileReport::none) raise_report(local, group.getRank());
+}
+
+uint32_t grid_of(const jit::Kernel& kernel, uint64_t groups, int lanes, uint32_t most) {
+  const uint64_t each = device::kBagThreads / lanes;
+  const uint64_t resident = static_cast<uint64_t>(resident_blocks(kernel, device::kBagThreads, 0));
+  return static_cast<uint32_t>(
+      std::max<uint64_t>(1, std::min<uint64_t>({(groups + each - 1) / each, resident, uint64_t{most}})));
+}
+
+bool narrow(const BagArguments& bags) {
+  return !bags.indices.empty() && bags.indices[0].scalar_type() == at::kInt;
+}
+
+// The bags of this rank's tables [from, to).
+device::BagParams params_of(const BagArguments& bags, size_t from, size_t to) {
+  device::BagParams params{};
+  params.tables = static_cast<uint32_t>(to - from);
+  params.mean = bags.mode == "mean", params.last_offset = bags.last_offset;
+  for (size_t t = from; t < to; ++t) {
+    device::BagTable& table = params.table[t - from];
+    table.rows = bags.tables[t].const_data_ptr();
+    table.indices = bags.indices[t].const_data_ptr();
+    table.offsets = bags.offsets[t].const_data_ptr();
+    table.weights = bags.weights.empty() ? nullptr : bags.weights[t].const_data_ptr();
+    table.entries = static_cast<uint32_t>(bags.indices[t].numel());
+    table.count = static_cast<uint32_t>(bags.tables[t].size(0));
+    table.number = static_cast<int>(t);
+  }
+  return params;
+}
+
+// Launches for all tables of this rank. All ranks make as many: those with fewer tables some without any.
+template <class Links>
+void pool_tables(const BagArguments& bags, const Layout& layout, int device, int ranks, int64_t batch, int64_t all,
+                 int64_t first, int64_t most_tables, uint32_t most_blocks, CUstream stream, Links&& links) {
+  const uint64_t row_bytes = static_cast<uint64_t>(layout.dim) * c10::elementSize(layout.dtype);
+  const RowShape shape = RowShape::of(row_bytes, c10::elementSize(layout.dtype));
+  const jit::Kernel& kernel = jit::KernelLibrary::of(device).get(
+      embedding_bag_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide, shape.lanes, !bags.weights.empty()),
+      "embedding_bag");
+  if (static_cast<uint64_t>(ranks * batch) * shape.columns > 0x7fffffff)
+    throw Error(ErrorKind::invalid_argument,
+                std::to_string(ranks * batch) + " bags of " + std::to_string(layout.dim) + " columns are too many",
+                ErrorContext{-1, -1, kName, 0, "Split the batch, or the columns."});
+  for (size_t from = 0; from == 0 || from < static_cast<size_t>(most_tables); from += device::kMostTables) {
+    const size_t begin = std::min(from, bags.tables.size());
+    const size_t end = std::min(bags.tables.size(), from + device::kMostTables);
+    device::BagParams params = params_of(bags, begin, std::max(begin, end));
+    params.links = links();
+    params.ranks = static_cast<uint32_t>(ranks), params.batch = static_cast<uint32_t>(batch);
+    params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
+    params.out_stride = static_cast<uint64_t>(all) * row_bytes;
+    params.out_first = static_cast<uint64_t>(first + static_cast<int64_t>(begin)) * row_bytes;
+    const uint64_t groups = uint64_t{params.tables} * params.ranks * params.batch * params.columns;
+    const CurrentContext context(device);
+    jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, most_blocks)}, {device::kBagThreads}, 0, stream, params,
+                jit::LaunchMode::overlapped);
+  }
+}
+
+int64_t most_of(const std::vector<int64_t>& counts) {
+  return *std::max_element(counts.begin(), counts.end());
+}
+
+// Bytes of the largest of what ranks store for each other, either way.
+uint64_t place_bytes(const Layout& layout) {
+  const int64_t rows =
+      layout.batch * std::max(layout.all(), most_of(layout.tables) * static_cast<int64_t>(layout.tables.size()));
+  return static_cast<uint64_t>(rows * layout.dim) * c10::elementSize(layout.dtype);
+}
+
+// The group's memory for tiles, large enough; null, alike on all ranks: there is no room.
+TileMemory* tiles_of(CudaCommunicator& communicator, const Layout& layout, bool capturing, std::string& why) {
+  TileMemory* const tiles = communicator.tiles(capturing, why);
+  if (tiles == nullptr || !tiles->reserve(communicator, place_bytes(layout), capturing, why)) return nullptr;
+  return tiles;
+}
+
+device::TileLinks alone(int device, void* place) {
+  device::TileLinks links{};
+  links.place[0] = reinterpret_cast<uint64_t>(place);
+  links.report = &local_report(device, true);
+  links.ranks = 1;
+  return links;
+}
+
+// The bags of this rank's tables for all ranks' samples: [ranks * batch, tables, dim].
+at::Tensor pool_here(const BagArguments& bags, const Layout& layout, c10::Device device) {
+  const int64_t tables = static_cast<int64_t>(bags.tables.size());
+  const int64_t batch = layout.batch * static_cast<int64_t>(layout.tables.size());
+  at::Tensor out = at::empty({batch, tables, layout.dim}, at::TensorOptions(layout.dtype).device(device));
+  if (tables == 0) return out;
+  const CUstream stream = static_cast<CUstream>(native_stream(current_stream(device)));
+  pool_tables(bags, layout, device.index(), 1, batch, tables, 0, tables, ~uint32_t{0}, stream,
+              [&] { return alone(device.index(), out.data_ptr()); });
+  return out;
+}
+
+std::vector<int64_t> times(const std::vector<int64_t>& counts, int64_t factor) {
+  std::vector<int64_t> products;
+  for (const int64_t count : counts) products.push_back(count * factor);
+  return products;
+}
+
+void all_to_all(ProcessGroupArk& group, at::Tensor& out, at::Tensor& in, std::vector<int64_t> received,
+                std::vector<int64_t> sent) {
+  c10d::AllToAllOptions options;
+  options.asyncOp = false;
+  group.alltoall_base(out, in, received, sent, options)->wait();
+}
+
+at::Tensor forward_unfused(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group, c10::Device device) {
+  const int64_t mine = static_cast<int64_t>(bags.tables.size()), each = layout.batch * layout.dim;
+  at::Tensor pooled = pool_here(bags, layout, device).flatten();
+  at::Tensor received = at::empty({layout.all() * each}, pooled.options());
+  all_to_all(group, received, pooled, times(layout.tables, each),
+             std::vector<int64_t>(layout.tables.size(), mine * each));
+  std::vector<at::Tensor> parts;
+  int64_t at = 0;
+  for (const int64_t count : layout.tables) {
+    parts.push_back(received.narrow(0, at, count * each).view({layout.batch, count, layout.dim}));
+    at += count * each;
+  }
+  return at::cat(parts, 1);
+}
+
+at::Tensor gather_unfused(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
+                          const at::Tensor& gradient) {
+  const int64_t mine = static_cast<int64_t>(bags.tables.size()), size = group.getSize();
+  const int64_t each = layout.batch * layout.dim;
+  std::vector<at::Tensor> parts;
+  for (int r = 0; r < size; ++r)
+    parts.push_back(gradient.narrow(1, layout.first(r), layout.tables[r]).transpose(0, 1).flatten());
+  at::Tensor sent = at::cat(parts), received = at::empty({size * mine * each}, gradient.options());
+  all_to_all(group, received, sent, std::vector<int64_t>(layout.tables.size(), mine * each),
+             times(layout.tables, each));
+  return received.view({size, mine, layout.batch, layout.dim})
+      .transpose(0, 1)
+      .reshape({mine, size * layout.batch, layout.dim});
+}
+
+}  // namespace
+
+at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group) {
+  const c10::Device device = device_of(bags, layout, group);
+  raise_earlier(group, device);
+  const c10::OptionalDeviceGuard guard(device);
+  const int size = group.getSize(), rank = group.getRank();
+  const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
+  const auto options = at::TensorOptions(layout.dtype).device(device);
+  if (size == 1) {
+    group.check_region(kName, device);  // makes the group's side on the device, and with it the compiler's settings
+    return pool_here(bags, layout, device);
+  }
+  const bool capturing = is_capturing(device);
+  at::Tensor out = capturing ? at::Tensor() : group.allocate_registered(sizes, layout.dtype, device);
+  if (!out.defined() && !capturing) out = at::empty(sizes, options);
+  bool launched = false;
+  const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
+    communicator.check(operation.context);
+    const CurrentContext context(device.index());  // autograd's threads have none
+    const auto stream = static_cast<CUstream>(operation.stream);
+    const Capture capture = capture_of(stream);
+    std::string why;
+    TileMemory* const tiles = tiles_of(communicator, layout, capture.id != 0, why);
+    if (tiles == nullptr) return;
+    TileMemory::Place place = tiles->staging();
+    bool copies = true;
+    if (capture.id != 0) {
+      if (auto own = tiles->take()) {
+        place = std::move(*own), copies = false;
+        out = at::from_blob(
+            place.data, sizes, [keep = place.keep](void*) {}, options, device);
+      } else {
+        out = at::empty(sizes, options);
+      }
+      keep_with_graph(capture, place.keep);
+    } else if (const auto window = communicator.windows().find(out.data_ptr(), out.nbytes())) {
+      copies = false;
+      place.data = static_cast<char*>(out.data_ptr());
+      for (int r = 0; r < size; ++r) place.seen[r] = window->seen[r] + window->offset;
+    }
+    pool_tables(bags, layout, device.index(), size, layout.batch, layout.all(), layout.first(rank),
+                most_of(layout.tables), communicator.most_blocks(), stream, [&] {
+                  device::TileLinks links = tiles->links(place);
+                  links.layout = layout.fingerprint();
+                  links.limit_ns = nanoseconds_of(operation.context);
+                  return links;
+                });
+    if (copies) {
+      ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(out.data_ptr()),
+                                       reinterpret_cast<CUdeviceptr>(place.data), out.nbytes(), stream),
+                 "cuMemcpyAsync");
+    }
+    launched = true;
+  };
+  if (group.launch_region(kName, device, launch) && launched) return out;
+  return forward_unfused(bags, layout, group, device);
+}
+
+at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
+                                const at::Tensor& gradient) {
+  const c10::Device device = gradient.device();
+  raise_earlier(group, device);
+  const c10::OptionalDeviceGuard guard(device);
+  const int size = group.getSize();
+  const int64_t mine = static_cast<int64_t>(bags.tables.size());
+  if (size == 1) return gradient.transpose(0, 1).contiguous();
+  const uint64_t row_bytes = static_cast<uint64_t>(layout.dim) * gradient.element_size();
+  const RowShape shape = RowShape::of(row_bytes, gradient.element_size());
+  at::Tensor of_bags = at::empty({mine, size * layout.batch, layout.dim}, gradient.options());
+  bool launched = false;
+  const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
+    communicator.check(operation.context);
+    const CurrentContext context(device.index());  // autograd's threads have none
+    const auto stream = static_cast<CUstream>(operation.stream);
+    const Capture capture = capture_of(stream);
+    std::string why;
+    TileMemory* const tiles = tiles_of(communicator, layout, capture.id != 0, why);
+    if (tiles == nullptr) return;
+    const TileMemory::Place place = tiles->staging();
+    if (capture.id != 0) keep_with_graph(capture, place.keep);
+    device::GradientParams params{};
+    params.links = tiles->links(place);
+    params.links.layout = layout.fingerprint() ^ 2;
+    params.links.limit_ns = nanoseconds_of(operation.context);
+    params.gradient = gradient.const_data_ptr();
+    for (int r = 0; r <= size; ++r) params.first[r] = static_cast<uint32_t>(layout.first(r));
+    params.ranks = static_cast<uint32_t>(size), params.batch = static_cast<uint32_t>(layout.batch);
+    params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
+    const jit::Kernel& kernel =
+        jit::KernelLibrary::of(device.index())
+            .get(embedding_gradient_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide, shape.lanes),
+                 "send_gradient");
+    const uint64_t groups = static_cast<uint64_t>(layout.batch * layout.all()) * shape.columns;
+    jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, communicator.most_blocks())}, {device::kBagThreads}, 0,
+                stream, params, jit::LaunchMode::overlapped);
+    // The staging place is the next operation's; copied here, on the operation's stream.
+    if (mine > 0)
+      ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(of_bags.data_ptr()),
+                                       reinterpret_cast<CUdeviceptr>(place.data), of_bags.nbytes(), stream),
+                 "cuMemcpyAsync");
+    launched = true;
+  };
+  if (group.launch_region(kBackward, device, launch) && launched) return of_bags;
+  return gather_unfused(bags, layout, group, gradient);
+}
+
+std::vector<at::Tensor> table_gradients_cuda(const BagArguments& bags, const at::Tensor& of_bags) {
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& table : bags.tables) made.push_back(at::zeros_like(table));
+  const uint64_t row_bytes = static_cast<uint64_t>(of_bags.size(2)) * of_bags.element_size();
+  if (bags.tables.empty() || of_bags.numel() == 0) return made;
+  const c10::Device device = of_bags.device();
+  const c10::OptionalDeviceGuard guard(device);
+  const CurrentContext context(device.index());
+  const CUstream stream = static_cast<CUstream>(native_stream(current_stream(device)));
+  const RowShape shape = RowShape::of(row_bytes, of_bags.element_size());
+  auto& library = jit::KernelLibrary::of(device.index());
+  const std::string stub =
+      embedding_gradient_stub(ark::dtype_of(of_bags.scalar_type()), narrow(bags), shape.wide, shape.lanes);
+  const jit::Kernel& naming = library.get(stub, "name_rows");
+  const jit::Kernel& summing = library.get(stub, "sum_rows");
+  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
+  size_t to = 0;
+  for (size_t from = 0; from < bags.tables.size(); from = to) {
+    device::RowSumParams params{};
+    int64_t rows = 0, entries = 0;
+    for (; to < bags.tables.size() && to - from < device::kMostTables; ++to) {
+      const int64_t more_rows = bags.tables[to].size(0), more = bags.indices[to].numel();
+      if (more_rows > kMostKeys || more > kMostKeys)
+        throw Error(ErrorKind::invalid_argument,
+                    "tables[" + std::to_string(to) + "] or indices[" + std::to_string(to) +
+                        "] has more than 2^31 - 1 elements of dimension 0, too many for a dense gradient",
+                    ErrorContext{-1, -1, kBackward, 0, "Split the table."});
+      if (rows + more_rows > kMostKeys || entries + more > kMostKeys) break;
+      device::RowTable& table = params.table[to - from];
+      table.gradient = made[to].mutable_data_ptr();
+      table.indices = bags.indices[to].const_data_ptr();
+      table.offsets = bags.offsets[to].const_data_ptr();
+      table.weights = bags.weights.empty() ? nullptr : bags.weights[to].const_data_ptr();
+      table.first = static_cast<uint32_t>(entries), table.entries = static_cast<uint32_t>(more);
+      table.first_row = static_cast<uint32_t>(rows), table.rows = static_cast<uint32_t>(more_rows);
+      rows += more_rows, entries += more;
+    }
+    if (entries == 0) continue;
+    at::Tensor keys = at::empty({entries}, of_bags.options().dtype(at::kInt)), numbers = at::empty_like(keys);
+    params.keys = keys.mutable_data_ptr<int32_t>();
+    params.bags = numbers.mutable_data_ptr<int32_t>();
+    params.of_bags = of_bags.select(0, static_cast<int64_t>(from)).const_data_ptr();
+    params.entries = static_cast<uint32_t>(entries);
+    params.tables = static_cast<uint32_t>(to - from);
+    params.bags_each = static_cast<uint32_t>(of_bags.size(1));
+    params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
+    params.mean = bags.mode == "mean", params.last_offset = bags.last_offset;
+    const auto launch = [&](const jit::Kernel& kernel, uint64_t groups, uint64_t lanes) {
+      const uint64_t each = device::kBagThreads / lanes;
+      jit::launch(kernel, {static_cast<unsigned>((groups + each - 1) / each)}, {device::kBagThreads}, 0, stream,
+                  params);
+    };
+    launch(naming, uint64_t{params.tables} * params.bags_each, 32);
+    const auto [sorted, places] = at::sort(keys, /*stable=*/true, 0, false);
+    params.keys = sorted.mutable_data_ptr<int32_t>();
+    params.places = reinterpret_cast<const long long*>(places.const_data_ptr<int64_t>());
+    launch(summing, static_cast<uint64_t>(entries) * shape.columns, static_cast<uint64_t>(shape.lanes));
+  }
+  return made;
+}
+
+}  // namespace ark::ops

@@ -1,0 +1,85 @@
+// Pooling of embedding rows on the CPU, forward and backward: one bag, one row of a gradient at a time.
+//
+// Everything adds in float32 (float64 in float64) in the order of the indices and rounds once, as the GPU's kernels do:
+// a weight's product is rounded before it is added, and a mean is the sum divided by the bag's length.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace ark::ops {
+
+template <class T>
+using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// NaNs as everywhere in this library: the positive quiet one.
+template <class T>
+T rounded(Sum<T> value) {
+  return value != value ? static_cast<T>(std::numeric_limits<Sum<T>>::quiet_NaN()) : static_cast<T>(value);
+}
+
+// One table's bags, for a whole batch.
+template <class T, class I>
+struct Bags {
+  const T* rows;
+  const I* indices;
+  const I* offsets;
+  const T* weights;  // null: 1
+  int64_t dim, entries, bags;
+  bool mean, last_offset;
+
+  int64_t begin(int64_t bag) const { return offsets[bag]; }
+  int64_t end(int64_t bag) const { return bag + 1 == bags && !last_offset ? entries : int64_t{offsets[bag + 1]}; }
+};
+
+// out: dim elements; sums: as many, used within.
+template <class T, class I>
+void pool(const Bags<T, I>& table, int64_t bag, T* out, Sum<T>* sums) {
+  const int64_t dim = table.dim, from = table.begin(bag), to = table.end(bag);
+  for (int64_t c = 0; c < dim; ++c) sums[c] = 0;
+  for (int64_t i = from; i < to; ++i) {
+    const T* const row = table.rows + int64_t{table.indices[i]} * dim;
+    if (table.weights != nullptr) {
+      const Sum<T> weight = table.weights[i];
+      for (int64_t c = 0; c < dim; ++c) sums[c] += static_cast<Sum<T>>(row[c]) * weight;
+    } else {
+      for (int64_t c = 0; c < dim; ++c) sums[c] += static_cast<Sum<T>>(row[c]);
+    }
+  }
+  if (table.mean && to > from) {
+    const Sum<T> count = static_cast<Sum<T>>(to - from);
+    for (int64_t c = 0; c < dim; ++c) sums[c] /= count;
+  }
+  for (int64_t c = 0; c < dim; ++c) out[c] = rounded<T>(sums[c]);
+}
+
+// Adds to `sums` what index i, of a bag of that length whose gradient is `gradient`, brings to its row's gradient.
+template <class T, class I>
+void add_gradient(const Bags<T, I>& table, int64_t i, int64_t length, const T* gradient, Sum<T>* sums) {
+  const int64_t dim = table.dim;
+  if (table.mean) {
+    const Sum<T> count = static_cast<Sum<T>>(length);
+    for (int64_t c = 0; c < dim; ++c) sums[c] += static_cast<Sum<T>>(gradient[c]) / count;
+  } else if (table.weights != nullptr) {
+    const Sum<T> weight = table.weights[i];
+    for (int64_t c = 0; c < dim; ++c) sums[c] += static_cast<Sum<T>>(gradient[c]) * weight;
+  } else {
+    for (int64_t c = 0; c < dim; ++c) sums[c] += static_cast<Sum<T>>(gradient[c]);
+  }
+}
+
+// The gradient of one weight.
+template <class T, class I>
+T weight_gradient(const Bags<T, I>& table, int64_t i, const T* gradient) {
+  const T* const row = table.rows + int64_t{table.indices[i]} * table.dim;
+  Sum<T> sum = 0;
+  for (int64_t c = 0; c < table.dim; ++c) sum += static_cast<Sum<T>>(row[c]) * static_cast<Sum<T>>(gradient[c]);
+  return rounded<T>(sum);
+}
+
+}  // namespace ark::ops

@@ -1,0 +1,81 @@
+// The operators of this folder as PyTorch knows them: torch.ops.ark.*. Their fake kernels and gradients are
+// ark_torch/ops's; what users call, too.
+#include <torch/library.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "ops/embedding_bag.hpp"
+
+namespace {
+
+using ark::ops::BagArguments;
+
+BagArguments arguments_of(at::TensorList tables, at::TensorList indices, at::TensorList offsets, at::TensorList weights,
+                          const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
+                          bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim,
+                          bool met) {
+  BagArguments bags{tables.vec(), indices.vec(),      offsets.vec(),     weights.vec(),
+                    like,         std::string(group), std::string(mode), last_offset};
+  if (tables_per_rank) bags.tables_per_rank = tables_per_rank->vec();
+  bags.batch = batch, bags.dim = dim, bags.met = met;
+  return bags;
+}
+
+at::Tensor embedding_bag_all_to_all(at::TensorList tables, at::TensorList indices, at::TensorList offsets,
+                                    at::TensorList weights, const std::optional<at::Tensor>& like,
+                                    c10::string_view group, c10::string_view mode, bool last_offset,
+                                    at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met) {
+  return ark::ops::forward(arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
+                                        tables_per_rank, batch, dim, met));
+}
+
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> embedding_bag_all_to_all_backward(
+    const at::Tensor& gradient, at::TensorList tables, at::TensorList indices, at::TensorList offsets,
+    at::TensorList weights, const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
+    bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met, bool of_weights) {
+  return ark::ops::backward(
+      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, batch, dim, met),
+      gradient, of_weights);
+}
+
+// Batch, columns, dtype (in the order of ark_torch/ops), whether on CUDA, whether trained, and tables by rank.
+std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList indices, at::TensorList offsets,
+                                          at::TensorList weights, const std::optional<at::Tensor>& like,
+                                          c10::string_view group, c10::string_view mode, bool last_offset,
+                                          at::OptionalIntArrayRef tables_per_rank, bool trained) {
+  const BagArguments bags =
+      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, -1, -1, false);
+  return ark::with_torch_errors([&] {
+    constexpr const char* kName = "embedding_bag_all_to_all";
+    const ark::ops::Layout layout = ark::ops::meet(bags, ark::ops::backend_of(bags.group, kName), kName, trained);
+    const at::ScalarType types[] = {at::kFloat, at::kHalf, at::kBFloat16, at::kDouble};
+    const auto type = std::find(std::begin(types), std::end(types), layout.dtype) - std::begin(types);
+    std::vector<int64_t> told{layout.batch, layout.dim, type, layout.device != c10::kCPU, layout.trained};
+    told.insert(told.end(), layout.tables.begin(), layout.tables.end());
+    return told;
+  });
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ark, library) {
+  library.def(
+      "embedding_bag_layout(Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
+      "Tensor? like, str group_name, str mode, bool include_last_offset, int[]? tables_per_rank, bool trained) -> "
+      "int[]");
+  library.def(
+      "embedding_bag_all_to_all(Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
+      "Tensor? like, str group_name, str mode, bool include_last_offset, int[]? tables_per_rank, SymInt batch, "
+      "SymInt dim, bool met) -> Tensor");
+  library.def(
+      "embedding_bag_all_to_all_backward(Tensor gradient, Tensor[] tables, Tensor[] indices, Tensor[] offsets, "
+      "Tensor[] per_sample_weights, Tensor? like, str group_name, str mode, bool include_last_offset, "
+      "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, bool of_weights) -> (Tensor[], Tensor[])");
+}
+
+TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
+  library.impl("embedding_bag_layout", &embedding_bag_layout);
+  library.impl("embedding_bag_all_to_all", &embedding_bag_all_to_all);
+  library.impl("embedding_bag_all_to_all_backward", &embedding_bag_all_to_all_backward);
+}

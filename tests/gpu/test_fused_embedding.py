@@ -1,0 +1,236 @@
+"""embedding_bag_all_to_all on GPUs: the bits of the reference, graphs, registered memory, groups, bad input."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import WORLD, run, start
+from support.embedding import Case, check, draw, gradient_of, random_case, reference, same
+from support.rank import Rank
+
+import ark_torch
+from ark_torch.ops import embedding_bag_all_to_all
+
+GPU_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _random(rank: Rank, seed: int, count: int) -> None:
+    device = start(rank)
+    random = Random(seed)
+    for number in range(count):
+        check(random_case(random, rank.world_size, 100 * seed + number, GPU_TYPES), rank.rank, rank.world_size,
+              device=device)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_random_shapes(seed: int) -> None:
+    run(_random, seed, 25)
+
+
+def cases(world: int) -> list[Case]:
+    bf16 = torch.bfloat16
+    return [
+        Case([70] * (world - 1) + [1], 4, 64, bf16, seed=1),  # more tables than one launch takes
+        Case([2] * world, 64, 128, bf16, torch.int32, seed=2),
+        Case([1] * world, 33, 1000, torch.float32, seed=3),  # rows that several groups share
+        Case([3] + [0] * (world - 1), 200, 256, torch.float16, mode="mean", seed=4),
+        Case([2] * world, 1500, 16, bf16, weighted=True, seed=5),
+        Case([1] * world, 5, 8, torch.float16, weighted=True, last=True, seed=6),
+    ]
+
+
+def _cases(rank: Rank) -> None:
+    device = start(rank)
+    for case in cases(rank.world_size):
+        check(case, rank.rank, rank.world_size, device=device)
+
+
+def test_shapes_of_every_kind() -> None:
+    run(_cases)
+
+
+def _captured(rank: Rank) -> None:
+    """Forward and backward in one graph; replays see new rows, and results of several calls do not touch."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 16, 64, torch.bfloat16, seed=3)
+    part = draw(case, me, world, device)
+    for table in part.tables:
+        table.requires_grad_()
+    gradient = gradient_of(case, me).to(device)
+    known = {"tables_per_rank": case.tables}
+    part.call(case, **known).backward(gradient)
+    first_gradients = [table.grad.clone() for table in part.tables]
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        outs = [part.call(case, **known) for _ in range(12)]  # more than there are places of their own
+        grads = torch.autograd.grad(outs[0], part.tables, gradient)
+    wanted = reference(case, me, world)
+    for _ in range(3):
+        graph.replay()
+        for out in outs:
+            same(out.detach().cpu(), wanted, "replayed")
+        for got, first in zip(grads, first_gradients, strict=True):
+            same(got, first, "replayed gradient")
+    with torch.no_grad():
+        for table in part.tables:
+            table.mul_(2)
+    graph.replay()
+    same(outs[5].detach().cpu(), wanted * 2, "replayed with other rows")
+    same(part.call(case, **known).detach().cpu(), wanted * 2, "eager beside a graph")
+
+
+def test_graphs() -> None:
+    run(_captured)
+
+
+def _eager(rank: Rank, steps: int) -> None:
+    """Many calls without a word between hosts; results that are kept stay as they are; ranks that are late."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case([3] * world, 40, 96, torch.float16, torch.int32, seed=8)
+    part = draw(case, me, world, device)
+    wanted = reference(case, me, world)
+    kept = []
+    for step in range(steps):
+        if step % world == me:
+            torch.cuda._sleep(2_000_000)
+        kept.append(part.call(case, tables_per_rank=case.tables))
+    for out in kept:
+        same(out.cpu(), wanted, "kept")
+
+
+def test_many_calls() -> None:
+    run(_eager, 100)
+
+
+def _registered(rank: Rank) -> None:
+    """In registered memory the result is stored where it stays."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 256, 1024, torch.bfloat16, seed=9)  # of large blocks, as PyTorch's allocator has them
+    part = draw(case, me, world, device)
+    part.call(case)
+    with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
+        held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    assert ark_torch.distributed.register(held)
+    dist.group.WORLD._get_backend(device).register_mem_pool(ark_torch.memory.pool())
+    begin, end = held.data_ptr(), held.data_ptr() + held.nbytes
+    del held
+    wanted = reference(case, me, world)
+    for _ in range(20):
+        out = part.call(case, tables_per_rank=case.tables)
+        same(out.cpu(), wanted, "registered")
+        assert begin <= out.data_ptr() < end
+
+
+def test_registered_memory() -> None:
+    run(_registered)
+
+
+def _groups(rank: Rank) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    other = dist.new_group(list(range(world)))
+    cases = [Case([1] * world, 9, 32, torch.float32, seed=s) for s in (11, 12)]
+    for _ in range(10):
+        for case, group in zip(cases, (None, other), strict=True):
+            same(draw(case, me, world, device).call(case, group).cpu(), reference(case, me, world), "two groups")
+
+
+def test_two_groups() -> None:
+    run(_groups)
+
+
+def _compiled(rank: Rank, backend: str) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 16, 32, torch.float32, seed=21)
+    part = draw(case, me, world, device)
+    layer = torch.nn.Linear(2 * world * 32, 7, device=device)
+
+    def model(tables: Any, known: Any) -> torch.Tensor:
+        part.tables = tables
+        out = embedding_bag_all_to_all(tables, part.indices, part.offsets, tables_per_rank=known)
+        return layer(out.flatten(1) * 2)
+
+    for known in (case.tables, None):
+        gradients = []
+        for run_ in (model, torch.compile(model, backend=backend)):
+            tables = [table.detach().clone().requires_grad_() for table in draw(case, me, world, device).tables]
+            run_(tables, known).square().sum().backward()
+            gradients.append([table.grad for table in tables])
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("backend", ["inductor"])
+def test_compiled(backend: str) -> None:
+    run(_compiled, backend)
+
+
+def _alone(rank: Rank) -> None:
+    """A group of one rank: no peer, and no collective before."""
+    device = start(rank)
+    alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
+    check(Case([3], 10, 48, torch.float16, seed=15), 0, 1, alone, device)
+
+
+def test_a_group_of_one() -> None:
+    run(_alone, own=True)
+
+
+def _bad_index(rank: Rank) -> str:
+    """The launch ends the context, as a failed assertion does; the next call names table and index."""
+    device = start(rank, timeout=20)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 8, 32, torch.float32, seed=31)
+    part = draw(case, me, world, device)
+    part.call(case)
+    part.tables[1] = torch.zeros(5, 32, device=device)
+    part.indices[1] = torch.full((16,), 4, device=device)
+    part.indices[1][3] = 5 if me == 0 else 4
+    part.offsets[1] = torch.arange(8 * world, device=device).clamp(max=16)
+    with pytest.raises(RuntimeError):
+        part.call(case, tables_per_rank=case.tables)
+        torch.cuda.synchronize()
+        if me != 0:
+            part.call(case, tables_per_rank=case.tables)  # the group's failure
+            torch.cuda.synchronize()
+            part.call(case, tables_per_rank=case.tables)
+    if me != 0:
+        return ""
+    with pytest.raises(IndexError) as caught:
+        part.call(case, tables_per_rank=case.tables)
+    return str(caught.value)
+
+
+def test_index_out_of_range() -> None:
+    told = run(_bad_index, own=True, destroy=False)[0]
+    assert "embedding_bag_all_to_all" in told and "index 5" in told and "size 5 of tables[1]" in told, told
+
+
+def _other_layout(rank: Rank) -> None:
+    device = start(rank, timeout=20)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 8, 32, torch.float32, seed=41)
+    part = draw(case, me, world, device)
+    part.call(case)
+    mine = [2] * world
+    if me == world - 1:
+        part.tables, part.indices, part.offsets = part.tables[:1], part.indices[:1], part.offsets[:1]
+        mine = [2] * (world - 1) + [1]
+    with pytest.raises(RuntimeError, match=r"other tables, another batch or dtype|embedding_bag_all_to_all"):
+        for _ in range(3):
+            part.call(case, tables_per_rank=mine)
+            torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs ranks that can disagree")
+def test_layouts_that_differ() -> None:
+    run(_other_layout, own=True, destroy=False)

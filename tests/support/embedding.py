@@ -1,0 +1,154 @@
+"""Cases of embedding_bag_all_to_all, drawn from seeds, and what it is to give: for tests/ops and tests/gpu.
+
+The reference: rows added in float32 (float64 in float64) in the order of the indices, rounded once. Every rank draws
+every rank's tables and bags, so that it knows the whole result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ark_torch.ops import embedding_bag_all_to_all
+
+
+@dataclass
+class Case:
+    tables: list[int]  # by rank
+    batch: int
+    dim: int
+    dtype: torch.dtype = torch.float32
+    index: torch.dtype = torch.int64
+    mode: str = "sum"
+    weighted: bool = False
+    last: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Part:
+    """What one rank has."""
+
+    tables: list[Tensor]
+    indices: list[Tensor]
+    offsets: list[Tensor]
+    weights: list[Tensor] | None
+    lengths: list[list[int]]
+
+    def call(self, case: Case, group: Any = None, **more: Any) -> Tensor:
+        return embedding_bag_all_to_all(
+            self.tables, self.indices, self.offsets, group, mode=case.mode, per_sample_weights=self.weights,
+            include_last_offset=case.last, **more,
+        )  # fmt: skip
+
+
+def draw(case: Case, rank: int, world: int, device: torch.device | str = "cpu") -> Part:
+    """A rank's tables and bags: bags of no and of many indices, duplicates, a table without rows at times."""
+    random = Random(f"{case.seed} {rank}")
+    generator = torch.Generator().manual_seed(1000 * case.seed + rank)
+    part = Part([], [], [], [] if case.weighted else None, [])
+    for _ in range(case.tables[rank]):
+        rows = random.choice([0, 1, 7, 50])
+        lengths = [0 if rows == 0 else random.choice([0, 1, 1, 2, 5, 9]) for _ in range(world * case.batch)]
+        count = sum(lengths)
+        begins = [sum(lengths[:i]) for i in range(len(lengths) + int(case.last))]
+        part.tables.append(torch.randn(rows, case.dim, generator=generator).to(device, case.dtype))
+        part.indices.append(torch.randint(0, max(rows, 1), (count,), generator=generator).to(device, case.index))
+        part.offsets.append(torch.tensor(begins, dtype=case.index, device=device))
+        part.lengths.append(lengths)
+        if part.weights is not None:
+            part.weights.append(torch.randn(count, generator=generator).to(device, case.dtype))
+    return part
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def reference(case: Case, rank: int, world: int) -> Tensor:
+    out = torch.empty(case.batch, sum(case.tables), case.dim, dtype=case.dtype)
+    column = 0
+    for owner in range(world):
+        part = draw(case, owner, world)
+        for t, table in enumerate(part.tables):
+            at = sum(part.lengths[t][: rank * case.batch])
+            for sample in range(case.batch):
+                length = part.lengths[t][rank * case.batch + sample]
+                total = torch.zeros(case.dim, dtype=wide(case.dtype))
+                for i in range(at, at + length):
+                    row = table[int(part.indices[t][i])].to(total.dtype)
+                    total += row * part.weights[t][i].to(total.dtype) if part.weights is not None else row
+                at += length
+                out[sample, column] = total / length if case.mode == "mean" and length else total
+            column += 1
+    return out
+
+
+def reference_gradients(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[Tensor]:
+    """Of this rank's tables; `gradients`: every rank's of its result."""
+    part = draw(case, rank, world)
+    first = sum(case.tables[:rank])
+    made = []
+    for t, table in enumerate(part.tables):
+        total = torch.zeros(table.shape, dtype=wide(case.dtype))
+        i = 0
+        for bag, length in enumerate(part.lengths[t]):
+            gradient = gradients[bag // case.batch][bag % case.batch, first + t].to(total.dtype)
+            for _ in range(length):
+                each = gradient / length if case.mode == "mean" else gradient
+                if part.weights is not None:
+                    each = gradient * part.weights[t][i].to(total.dtype)
+                total[int(part.indices[t][i])] += each
+                i += 1
+        made.append(total.to(case.dtype))
+    return made
+
+
+def same(got: Tensor, wanted: Tensor, what: str) -> None:
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype, what
+    assert torch.equal(got, wanted), f"{what}: {(got.double() - wanted.double()).abs().max()}"
+
+
+def gradient_of(case: Case, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(77 + rank + 1000 * case.seed)
+    return torch.randn(case.batch, sum(case.tables), case.dim, generator=generator).to(case.dtype)
+
+
+def check(case: Case, rank: int, world: int, group: Any = None, device: torch.device | str = "cpu") -> None:
+    """Bits of the result and of the tables' gradients, on one rank."""
+    part = draw(case, rank, world, device)
+    for table in part.tables:
+        table.requires_grad_()
+    got = part.call(case, group)
+    assert got.device == torch.device(device) or not part.tables
+    same(got.detach().cpu(), reference(case, rank, world), str(case))
+    assert got.requires_grad, "a rank without a table takes part in the way back, too"
+    got.backward(gradient_of(case, rank).to(got.device))
+    wanted = reference_gradients(case, rank, world, [gradient_of(case, r) for r in range(world)])
+    for table, gradient in zip(part.tables, wanted, strict=True):
+        assert table.grad is not None
+        same(table.grad.cpu(), gradient, f"gradient of {case}")
+
+
+TYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def random_case(random: Random, world: int, seed: int, types: tuple[torch.dtype, ...] = TYPES) -> Case:
+    tables = [random.choice([0, 1, 2, 3]) for _ in range(world)]
+    tables[random.randrange(world)] = random.choice([1, 3, 5])
+    mode = random.choice(["sum", "mean"])
+    return Case(
+        tables,
+        batch=random.choice([0, 1, 3, 8]),
+        dim=random.choice([1, 3, 8, 17, 64]),
+        dtype=random.choice(types),
+        index=random.choice([torch.int32, torch.int64]),
+        mode=mode,
+        weighted=mode == "sum" and random.random() < 0.4,
+        last=random.random() < 0.3,
+        seed=seed,
+    )
