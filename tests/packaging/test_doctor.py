@@ -16,9 +16,10 @@ from ark_torch.tools import _probe_cuda, _probes, doctor
 
 
 def report(*arguments: str, **environment: str) -> tuple[int, dict]:
+    users = {name: text for name, text in os.environ.items() if name != "CXX" and not name.startswith("ARK_")}
     done = subprocess.run(
         [sys.executable, "-m", "ark_torch.tools.doctor", "--json", *arguments],
-        env={**os.environ, **environment},
+        env={**users, **environment},
         capture_output=True,
         text=True,
         timeout=240,
