@@ -47,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @functools.cache
 def _changed_paths() -> tuple[str, ...]:
-    """What differs from the base revision, untracked files included; everything where git can not say."""
+    """What differs from the base revision, untracked files included. Where git cannot say: everything, if a base was
+    asked for; nothing in a clone without history."""
     root = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> list[str] | None:
@@ -57,9 +58,12 @@ def _changed_paths() -> tuple[str, ...]:
             return None
         return done.stdout.splitlines() if done.returncode == 0 else None
 
-    changed = git("diff", "--name-only", os.environ.get("ARK_TEST_BASE", "HEAD~1"))
+    base = os.environ.get("ARK_TEST_BASE", "")
+    changed = git("diff", "--name-only", base or "HEAD~1")
     untracked = git("ls-files", "--others", "--exclude-standard")
-    return ("*",) if changed is None or untracked is None else (*changed, *untracked)
+    if changed is None or untracked is None:
+        return ("*",) if base else ()
+    return (*changed, *untracked)
 
 
 def _is_for_the_night(item: pytest.Item) -> bool:
