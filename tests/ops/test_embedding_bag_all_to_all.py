@@ -318,7 +318,7 @@ def _compare_compiled(case: Case, rank: Rank, backend: str, known: list[int] | N
             same(one.grad, two.grad, f"gradient, {backend} {case}")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", "ark"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "ark", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled(backend: str) -> None:
     run_ranks(_compiled, 2, backend, timeout=300)
 
