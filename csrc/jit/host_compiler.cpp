@@ -150,16 +150,13 @@ HostCompiler::HostCompiler(Settings settings, std::chrono::milliseconds limit)
 std::vector<std::string> HostCompiler::default_options() {
   // Contraction makes fused multiply-adds, which products live on; results are compared within tolerances anyway, and
   // stay the same from run to run on a machine. errno and floating-point traps are nobody's business here, and in the
-  // way of vector instructions. Nothing of -ffast-math beside: infinities and NaN are values.
-  return {"-std=c++20",
-          "-O3",
-          "-march=native",
-          "-fPIC",
-          "-shared",
-          "-fvisibility=hidden",
-          "-fno-math-errno",
-          "-fno-trapping-math",
-          "-ffp-contract=fast",
+  // way of vector instructions. Nothing of -ffast-math beside: infinities and NaN are values. Integers wrap around, as
+  // in eager PyTorch: without -fwrapv, `x + 1 > x` is always true.
+  return {"-std=c++20",      "-O3",
+          "-march=native",   "-fPIC",
+          "-shared",         "-fvisibility=hidden",
+          "-fno-math-errno", "-fno-trapping-math",
+          "-fwrapv",         "-ffp-contract=fast",
           "-Wno-psabi"};
 }
 

@@ -20,7 +20,7 @@ KERNELS = TESTS.parent / "ark_torch" / "kernels"
 # As in csrc/jit/host_compiler.cpp.
 OPTIONS = [
     *("-std=c++20", "-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden"),
-    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi", "-O1"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-ffp-contract=fast", "-Wno-psabi", "-O1"),
 ]
 SCRIPT = """#!/bin/sh
 case " $* " in *" -O1 "*" plan.cpp "*) exec {compiler} -include {header} "$@" ;; esac
