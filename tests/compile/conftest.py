@@ -23,7 +23,7 @@ SIDES = [pytest.param("reference", marks=pytest.mark.nightly), "cpp"]
 # What a cache folder keeps is what these test: each has a new one.
 OF_THE_CACHE = ("test_choice", "test_costs", "test_explained", "test_host_compiler", "test_options")
 # Models and operators as users get them, at night; the C++ compiler takes most of the time, and optimises less here.
-FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler")
+FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_host_compiler", "test_integers")
 
 
 @pytest.fixture(autouse=True)
