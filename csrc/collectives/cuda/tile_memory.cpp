@@ -11,7 +11,7 @@ namespace ark {
 namespace {
 
 constexpr uint64_t kControlPrint = 0x74696c6573000001, kDataPrint = 0x74696c6573000002;
-constexpr uint64_t kAlign = 4096;
+constexpr uint64_t kPlaceAlign = 4096;
 constexpr uint64_t kMostPlaces = 8;  // besides the staging place
 
 }  // namespace
@@ -37,7 +37,7 @@ bool TileMemory::reserve(CudaCommunicator& communicator, uint64_t bytes, bool ca
                     " bytes is under graph capture, where ranks cannot meet",
                 ErrorContext{rank_, -1, "", 0, "Call it once, on all ranks, before the capture begins."});
   }
-  const uint64_t each = (bytes + kAlign - 1) / kAlign * kAlign;
+  const uint64_t each = (bytes + kPlaceAlign - 1) / kPlaceAlign * kPlaceAlign;
   const uint64_t places = 1 + std::min(kMostPlaces, std::max<uint64_t>(most_bytes_ / each, 1) - 1);
   auto shared = communicator.share(each * places, kDataPrint ^ each, why);
   if (!shared) return false;
