@@ -101,13 +101,17 @@ test-gpu-sanitizer: setup ## every family of kernels under compute-sanitizer (of
 test-kernels: setup ## every instantiation of every CUDA kernel for six architectures, without a GPU (half an hour on two cores)
 	$(PY) -m ark_torch.tools.compile_kernels --every --all
 
+test-cpp test-cpp-plain test-cpp-thread test-cpp-address: export ARK_TEST_NIGHT := 1
 test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the library as built alone, ThreadSanitizer, Address and UB Sanitizer
 
-# Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night.
+# Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night, and
+# of the random cases most are (tests/csrc/support/night.hpp).
 test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime"
+test-cpp-gate: CORE := -DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)"
 test-cpp-gate: setup
-	@$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
-	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
+	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled build/cpp-gate/regions)"; \
+	$(call cpp_tests,gate,$(CORE) -DARK_WITH_TORCH=OFF $(UNITY))
+	@$(call cpp_tests,thread,$(CORE) -DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
 
 # Every file by itself, so that none comes to lean on another's includes; with libark_torch, and a program that uses it.
 test-cpp-plain: setup
@@ -126,7 +130,7 @@ define cpp_tests
 echo "C++ tests, $(1)"; \
 PATH="$(abspath $(VENV))/bin:$$PATH" cmake -S . -B build/cpp-$(1) -G Ninja $(2) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
 cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).log; exit 1; }; \
-ctest --test-dir build/cpp-$(1) --output-on-failure -j $(JOBS) $(CTEST_FLAGS)
+ctest --test-dir build/cpp-$(1) --output-on-failure -j $$(($(JOBS) + 1)) $(CTEST_FLAGS)
 endef
 
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)

@@ -5,8 +5,20 @@ class IncompatibleTorch(ImportError):
     """This PyTorch is not one that the installed ark_torch was built for; the message holds the command that mends."""
 
 
-class CompilerNotAvailable(RuntimeError):
-    """A region cannot be compiled here: the build or the machine lacks what it takes. The message says what."""
+class CompileError(RuntimeError):
+    """A region cannot be compiled here: the compiler is missing or failed, or the build lacks what it takes.
+
+    The message names the program, the first line of its error, and a remedy. Where options["fallback"] is True (the
+    default), the region runs on Inductor instead and the message is logged.
+    """
+
+
+class IndexOutOfRange(IndexError, RuntimeError):
+    """An index that a tensor does not have, met inside a compiled region.
+
+    Eager operators disagree about its class (indexing raises IndexError; gather, scatter and one_hot RuntimeError), so
+    a handler for either catches it.
+    """
 
 
 class InvalidOption(ValueError):

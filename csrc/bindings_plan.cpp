@@ -8,6 +8,8 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <cstdlib>
+
 #include "compile/region.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/targets.hpp"
@@ -17,6 +19,29 @@
 namespace py = pybind11;
 
 namespace {
+
+// A class of ark_torch.errors with this message; the caller does not hold the GIL.
+[[noreturn]] void throw_own(const char* name, const ark::Error& error) {
+  const py::gil_scoped_acquire gil;
+  const py::object type = py::module_::import("ark_torch.errors").attr(name);
+  PyErr_SetString(type.ptr(), error.what());
+  throw py::error_already_set();
+}
+
+// As with_torch_errors, but for kinds that have a class in ark_torch.errors.
+template <class F>
+auto with_region_errors(F&& body) {
+  try {
+    return body();
+  } catch (const ark::Error& error) {
+    switch (error.kind()) {
+      case ark::ErrorKind::out_of_range: throw_own("IndexOutOfRange", error);
+      case ark::ErrorKind::compile_failed: throw_own("CompileError", error);
+      default: ark::throw_torch(error);
+    }
+    std::abort();  // all of them throw
+  }
+}
 
 using namespace ark::plan;
 
@@ -98,7 +123,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.chained = take(options, "chained", false);
   settings.measured_costs = take(options, "measured_costs", false);
   py::gil_scoped_release no_gil;
-  return ark::with_torch_errors([&] {
+  return with_region_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
   });
 }
@@ -114,7 +139,7 @@ uint64_t run_steps(ark::compile::Region& region, const std::vector<at::Tensor>& 
   };
   try {
     const py::gil_scoped_release no_gil;
-    return ark::with_torch_errors([&] { return region.run_steps(inputs, most, interrupted); });
+    return with_region_errors([&] { return region.run_steps(inputs, most, interrupted); });
   } catch (...) {
     if (raised) std::rethrow_exception(raised);
     throw;
@@ -143,8 +168,9 @@ class Borrowed {
 };
 
 // A call without pybind11, whose handling of many arguments takes longer than the check of what they are. `self` is a
-// tuple of the Region's object, which it keeps, its address, and what is called where an argument is of a class derived
-// from Tensor: such a one may have no memory of its own (AsyncCollectiveTensor, which must be waited for).
+// tuple of the Region's object, which it keeps, its address, and what is called where arguments overlap that the region
+// writes, or one is of a class derived from Tensor: it may have no memory of its own (AsyncCollectiveTensor, which must
+// be waited for).
 PyObject* call_region(PyObject* self, PyObject* arguments) {
   HANDLE_TH_ERRORS
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i)
@@ -152,14 +178,15 @@ PyObject* call_region(PyObject* self, PyObject* arguments) {
       return PyObject_CallObject(PyTuple_GET_ITEM(self, 2), arguments);
   auto& region = *static_cast<ark::compile::Region*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(self, 1)));
   const Borrowed inputs(arguments);
-  std::vector<at::Tensor> results;
+  std::optional<std::vector<at::Tensor>> results;
   {
     const py::gil_scoped_release no_gil;
-    results = ark::with_torch_errors([&] { return region.run(inputs.tensors()); });
+    results = with_region_errors([&] { return region.run_apart(inputs.tensors()); });
   }
-  py::list given(results.size());
-  for (size_t i = 0; i < results.size(); ++i)
-    PyList_SET_ITEM(given.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move(results[i])));
+  if (!results) return PyObject_CallObject(PyTuple_GET_ITEM(self, 2), arguments);
+  py::list given(results->size());
+  for (size_t i = 0; i < results->size(); ++i)
+    PyList_SET_ITEM(given.ptr(), static_cast<Py_ssize_t>(i), THPVariable_Wrap(std::move((*results)[i])));
   return given.release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -202,6 +229,8 @@ void bind_plan(py::module_& m) {
       },
       py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
       "Writes a timeline of all regions' steps from now on; an empty path ends it.");
+  plan.def("overlapping", &ark::compile::overlapping, py::arg("tensors"), py::arg("written"),
+           "Whether one of the tensors in the positions `written` shares a byte with another of `tensors`.");
   plan.def("prepare_costs", &ark::compile::prepare_costs, py::call_guard<py::gil_scoped_release>());
   plan.def("targets", &known_targets);
   plan.def(
@@ -242,7 +271,7 @@ void bind_plan(py::module_& m) {
           "__call__",
           [](Region& self, const std::vector<at::Tensor>& inputs) {
             py::gil_scoped_release no_gil;
-            return ark::with_torch_errors([&] { return self.run(inputs); });
+            return with_region_errors([&] { return self.run(inputs); });
           },
           py::arg("inputs"))
       .def("steps", &run_steps, py::arg("inputs"), py::arg("most"),

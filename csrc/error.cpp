@@ -35,6 +35,7 @@ const char* name_of(ErrorKind kind) {
     case ErrorKind::timeout: return "timeout";
     case ErrorKind::aborted: return "aborted";
     case ErrorKind::closed: return "closed";
+    case ErrorKind::compile_failed: return "compile_failed";
     case ErrorKind::system: return "system";
   }
   return "unknown";

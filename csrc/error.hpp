@@ -20,6 +20,7 @@ enum class ErrorKind : uint8_t {
   timeout,           // a peer did not arrive in time
   aborted,           // abort() was called, here or on a peer
   closed,            // the group was shut down or belongs to another process (fork)
+  compile_failed,    // no compiler, or it failed (ark_torch.errors.CompileError)
   system,            // the operating system refused something (memory, descriptors, sockets)
 };
 

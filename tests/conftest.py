@@ -121,7 +121,11 @@ def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> It
     """What compilers need, ark's and Inductor's, is made once for this process and all that it starts."""
     cache = shared_folder / "compiled"
     cache.mkdir(mode=0o700, exist_ok=True)
-    made = {"TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"), "ARK_TEST_CACHE": str(cache)}
+    made = {
+        "TORCHINDUCTOR_CACHE_DIR": str(shared_folder / "inductor"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes beside those of the tests
+        "ARK_TEST_CACHE": str(cache),
+    }
     compiler = None if request.config.getoption("--night") else precompiled.compiler(shared_folder)
     if compiler is not None:
         made["CXX"] = compiler

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from ark_torch.compile import analysis, costs, decompositions, in_place, regions, rest, straight
+from ark_torch.compile import aliasing, analysis, costs, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.lowering import CPU, reason_against
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log
-from ark_torch.errors import UnsupportedGraph
+from ark_torch.errors import CompileError, UnsupportedGraph
 
 TRAINS = (
     "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
@@ -132,6 +132,8 @@ def _capture(
             raise
         except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
             if not options.fallback:
+                if isinstance(error, CompileError):
+                    raise
                 raise UnsupportedGraph(f"ark does not compile a graph: {rest.first_line(error)}") from error
             log.warning("ark fails on a graph, which goes to Inductor: %s", rest.first_line(error), exc_info=True)
             raise _WholeGraph(f"ark failed on it ({rest.first_line(error)})") from error
@@ -158,6 +160,8 @@ def _capture(
         # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
         log.debug("capture failed", exc_info=True)
         raise _WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
+    if launcher is None:
+        captured = aliasing.around(captured, graph_module.forward, way, example_inputs, options.fallback)
     return straight.around(captured, way, example_inputs)
 
 

@@ -18,7 +18,7 @@ from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import GraphReport, PieceReport, log, operators_of, title_of
-from ark_torch.errors import CompilerNotAvailable
+from ark_torch.errors import CompileError
 
 
 class NotOneRegion(Exception):
@@ -118,7 +118,7 @@ class Builder:
             otherwise = self._otherwise(lowering, piece, results) if fallback else None
             name = f"{self._title} {number}"
             region = make_region(lowering, name, self._threads, otherwise, self._launcher is not None)
-        except (CompilerNotAvailable, Unsupported, RuntimeError, ValueError) as error:
+        except (Unsupported, RuntimeError, ValueError) as error:
             if self._launcher is not None:
                 raise NotOneRegion(rest.first_line(error)) from error
             if not self._options.fallback:
@@ -142,11 +142,8 @@ class Builder:
         return Step(run, lowering.inputs, lowering.outputs)
 
     def _otherwise(self, lowering: Lowering, piece: regions.Piece, results: list[Node]) -> rest.Boxed | None:
-        """Runs calls whose arguments overlap where the region writes: node by node, in the program's order. Guards see
-        to it that there are none, but not where the user leaves guards out. On a GPU also calls whose group turns out
-        not to be carried by ark."""
-        in_ranks = self._device.type != "cpu" and lowering.graph.groups
-        if self._mutated.isdisjoint(lowering.inputs) and not in_ranks:
+        """Runs calls whose group turns out not to be carried by ark on a GPU: node by node."""
+        if self._device.type == "cpu" or not lowering.graph.groups:
             return None
 
         @functools.cache
@@ -212,14 +209,14 @@ class Builder:
 def make_region(
     lowering: Lowering, name: str, threads: int, otherwise: rest.Boxed | None = None, chained: bool = False
 ) -> Any:
-    """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose
-    arguments share memory that the region writes; `chained` makes a region that runs many steps a launch."""
+    """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose group
+    ark does not carry; `chained` makes a region that runs many steps a launch."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
     plan = getattr(_C, "plan", None)
     if plan is None:
-        raise CompilerNotAvailable("the extension of this ark_torch was built without the plan compiler")
+        raise CompileError("the extension of this ark_torch was built without the plan compiler")
     _jit.configure()
     trace.configure()
     graph = plan.Graph()

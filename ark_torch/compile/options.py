@@ -5,6 +5,7 @@ Two keys never arrive: PyTorch takes `guard_filter_fn` and `use_aoti` out of the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,12 @@ OPTIONS = (
         "False: what ark does not support is an error that names operator, module and source line, instead of going "
         "to Inductor.",
     ),
-    Option("threads", None, int, "Worker threads of the kernel. None: torch.get_num_threads() when it is compiled."),
+    Option(
+        "threads",
+        None,
+        int,
+        "Worker threads of the kernel, up to four a core. None: torch.get_num_threads() when it is compiled.",
+    ),
     Option(
         "differentiate_twice",
         False,
@@ -66,6 +72,8 @@ OPTIONS = (
     ),
 )
 MODES = ("default",)
+# More workers than this a core only wait for each other's slices of time.
+THREADS_A_CORE = 4
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,12 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         if not known[name].accepts(value):
             raise InvalidOption(f"options[{name!r}] is {value!r}; it takes {known[name].shown()}.")
         values[name] = value
+    cores = os.cpu_count() or 1
+    if (values.get("threads") or 0) > cores * THREADS_A_CORE:
+        raise InvalidOption(
+            f"options['threads'] is {values['threads']}; this machine has {cores} cores, so it takes at most "
+            f"{cores * THREADS_A_CORE} ({THREADS_A_CORE} a core)."
+        )
     if values.get("minimum", 1) is None:
         values["minimum"] = known["minimum"].default
     return Options(**values)

@@ -22,10 +22,12 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of torch._dynamo, as backend="inductor" would compile it."""
+    """A graph of torch._dynamo, as backend="inductor" would compile it, but for shifts (see decompositions)."""
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
-    compiled: Any = compile_fx(graph_module, list(example_inputs))
+    table = {**select_decomp_table(), **decompositions.shifts()}
+    compiled: Any = compile_fx(graph_module, list(example_inputs), decompositions=table)
     return compiled  # type: ignore[no-any-return]
 
 

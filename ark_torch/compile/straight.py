@@ -25,6 +25,12 @@ class Way:
         context = torch._guards.TracingContext.try_get()
         self._record = context.fw_metadata if context is not None else None
 
+    def written(self) -> list[int]:
+        """Positions of the arguments that the graph writes, among those of Dynamo's graph."""
+        if self._record is None:
+            return list(range(self.arguments))
+        return [i for i, info in enumerate(self._record.input_info) if info.mutates_data]
+
     def needs_no_wrapper(self, example_inputs: Sequence[Any]) -> bool:
         from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 

@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,8 +34,7 @@ struct RegionOptions {
   int device = -1;                  // which GPU; -1: the CPU
   int workers = 0;                  // threads; 0: as many as PyTorch uses (on a GPU: blocks, one a multiprocessor)
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
-  // What runs a call whose arguments share memory that the region writes, or whose group ark does not carry on GPUs;
-  // none: such a call is an error.
+  // What runs a call whose group ark does not carry on GPUs; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
   bool chained = false;         // for run_steps()
   bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
@@ -43,6 +43,10 @@ struct RegionOptions {
 // Compiles what measures the costs of this machine, unless that was done before; so that the first region, which needs
 // it, finds it compiled. Does nothing where there is no compiler: the region will say so.
 void prepare_costs();
+
+// Whether a tensor that is written, by its position, shares a byte with another of them. Those without strided memory
+// count as apart.
+bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& written);
 
 class Region {
  public:
@@ -53,6 +57,8 @@ class Region {
   // One fresh tensor for every output. Throws Error(invalid_argument) for an argument that is not what was compiled
   // for, naming it, and what the kernel found (an index out of range); what a group's collective throws.
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs);
+  // The same, but where inputs share memory that the region writes, nothing is done and nothing given.
+  std::optional<std::vector<at::Tensor>> run_apart(const std::vector<at::Tensor>& inputs);
 
   // A chained region without results: `most` steps in one launch, each on what the one before left in the inputs, or
   // until its graph says stop; how many were done. `interrupted` is asked now and then on this thread: true ends the

@@ -76,12 +76,15 @@ bool Region::run_cuda(const std::vector<at::Tensor>& inputs, void* const* pointe
 }
 
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs) {
+  auto outputs = run_apart(inputs);
+  if (!outputs) fail_overlap();
+  return *std::move(outputs);
+}
+
+std::optional<std::vector<at::Tensor>> Region::run_apart(const std::vector<at::Tensor>& inputs) {
   RECORD_FUNCTION(options_.name, {});
   const std::vector<void*> pointers = pointers_of(inputs);
-  if (!mutated_.empty() && overlap(pointers)) {
-    if (options_.otherwise) return options_.otherwise(inputs);
-    fail_overlap();
-  }
+  if (!mutated_.empty() && overlap(pointers)) return std::nullopt;
   std::vector<at::Tensor> outputs;
   outputs.reserve(outputs_.size());
   std::vector<void*> results;

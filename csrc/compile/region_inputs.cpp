@@ -1,8 +1,11 @@
 // What a call's inputs are held against (region.hpp): what was compiled for, and that they lie apart where the region
 // writes.
+#include <c10/core/InferenceMode.h>
+
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "compile/region.hpp"
@@ -103,14 +106,52 @@ bool Region::overlap(const std::vector<void*>& pointers) const {
 
 void Region::fail_overlap() const {
   throw Error(ErrorKind::invalid_argument, options_.name + ": two inputs share memory that the compiled region writes",
-              ErrorContext{-1, -1, "", 0, "Give it tensors of their own, or options={\"fallback\": True}."});
+              ErrorContext{-1, -1, "", 0, "Give it tensors of their own."});
 }
 
 // As any operator that writes in place: autograd must see that what it saved has changed. So it may have where the
 // kernel failed.
 void Region::bump_versions(const std::vector<at::Tensor>& inputs) const {
-  for (const size_t i : mutated_)
-    if (!inputs[i].is_inference()) inputs[i].unsafeGetTensorImpl()->bump_version();
+  for (const size_t i : mutated_) {
+    if (!inputs[i].is_inference()) {
+      inputs[i].unsafeGetTensorImpl()->bump_version();
+    } else if (!c10::InferenceMode::is_enabled()) {
+      TORCH_CHECK(false, options_.name, ": Inplace update to inference tensor outside InferenceMode is not allowed. ",
+                  "Input ", i, " is one: clone it first, or call under torch.inference_mode().");
+    }
+  }
+}
+
+bool overlapping(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& written) {
+  struct Place {
+    intptr_t at = 0;
+    plan::Footprint bytes;
+  };
+  const auto place_of = [](const at::Tensor& tensor) {
+    // As a value of bytes: a plan knows six types, a tensor may be of any.
+    const int64_t size = static_cast<int64_t>(tensor.element_size());
+    plan::Value value;
+    value.type = plan::ScalarType::boolean;
+    value.shape = tensor.sizes().vec();
+    for (const int64_t stride : tensor.strides()) value.strides.push_back(stride * size);
+    value.shape.push_back(size);
+    value.strides.push_back(1);
+    return Place{reinterpret_cast<intptr_t>(tensor.const_data_ptr()), plan::footprint(value)};
+  };
+  const auto in_memory = [](const at::Tensor& tensor) {
+    return tensor.layout() == at::kStrided && !tensor.unsafeGetTensorImpl()->is_python_dispatch() && tensor.numel() > 0;
+  };
+  for (const size_t i : written) {
+    if (!in_memory(tensors[i])) continue;
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      if (k == i || !in_memory(tensors[k]) || !tensors[i].storage().is_alias_of(tensors[k].storage())) continue;
+      Place one = place_of(tensors[i]), two = place_of(tensors[k]);
+      if (one.at > two.at) std::swap(one, two);
+      two.bytes.first += two.at - one.at;
+      if (plan::may_overlap(one.bytes, two.bytes)) return true;
+    }
+  }
+  return false;
 }
 
 }  // namespace ark::compile

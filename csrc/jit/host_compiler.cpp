@@ -33,7 +33,7 @@ constexpr char kRemedy[] = "Install g++ or clang++ (C++20), or name one in CXX; 
 [[noreturn]] void host_failure(const std::string& what, const char* remedy = kRemedy) {
   ErrorContext context;
   context.remedy = remedy;
-  throw Error(ErrorKind::system, what, context);
+  throw Error(ErrorKind::compile_failed, what, context);
 }
 
 // The program behind a name with or without a folder, looked up as a shell would; empty: none.
@@ -54,15 +54,12 @@ std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-// The compiler's first error, or the last thing that it said.
+// The compiler's first error; empty: it named none.
 std::string first_error(const std::string& output) {
   std::istringstream lines(output);
-  std::string last;
-  for (std::string line; std::getline(lines, line);) {
+  for (std::string line; std::getline(lines, line);)
     if (line.find("error") != std::string::npos || line.find("Error") != std::string::npos) return line;
-    if (!line.empty()) last = line;
-  }
-  return last.empty() ? "it said nothing" : last;
+  return {};
 }
 
 // Removed with all that is in it, by the C library: libtorch.so (2.11.0+cu130) exports std::filesystem::remove_all
@@ -70,11 +67,21 @@ std::string first_error(const std::string& output) {
 class TemporaryFolder {
  public:
   TemporaryFolder() {
-    std::error_code error;
-    std::string name = (fs::temp_directory_path(error) / "ark-compile-XXXXXX").string();
-    if (error || ::mkdtemp(name.data()) == nullptr)
-      throw system_error("cannot make a folder for the compiler in '" + name + "'", errno, "Set TMPDIR to one.");
-    path_ = name;
+    // The user's folder first, then /tmp: a wrong TMPDIR is no reason to run without compiled kernels.
+    std::vector<std::string> places = {"/tmp"};
+    if (const char* chosen = std::getenv("TMPDIR"); chosen != nullptr && *chosen != '\0')
+      places.insert(places.begin(), chosen);
+    std::string tried;
+    for (const std::string& place : places) {
+      std::string name = place + "/ark-compile-XXXXXX";
+      if (::mkdtemp(name.data()) != nullptr) {
+        path_ = name;
+        return;
+      }
+      tried += (tried.empty() ? "" : ", ") + place + ": " + std::strerror(errno);
+    }
+    host_failure("no folder can be made for the C++ compiler (" + tried + ")",
+                 "Set TMPDIR to a folder that can be written; until then regions fall back.");
   }
   ~TemporaryFolder() {
     constexpr int kDescriptors = 8;
@@ -99,7 +106,10 @@ void write_text(const fs::path& path, const std::string& text) {
 
 std::string describe(const ProcessResult& result, std::chrono::milliseconds limit) {
   switch (result.end) {
-    case ProcessResult::End::exited: return "failed: " + first_error(result.output);
+    case ProcessResult::End::exited: {
+      const std::string error = first_error(result.output), status = "exit status " + std::to_string(result.code);
+      return error.empty() ? "failed with " + status + " and no error message" : "failed (" + status + "): " + error;
+    }
     case ProcessResult::End::killed: return "was killed by signal " + std::to_string(result.code);
     case ProcessResult::End::timed_out: return "took longer than " + std::to_string(limit.count()) + " ms";
     case ProcessResult::End::not_started: return std::string("cannot be started: ") + std::strerror(result.code);
@@ -181,7 +191,7 @@ const HostCompiler::Tool& HostCompiler::tool() {
   const std::chrono::milliseconds limit = std::min<std::chrono::milliseconds>(limit_, std::chrono::seconds(30));
   const ProcessResult version = run_process(with({"--version"}), "/", limit);
   if (version.end != ProcessResult::End::exited || version.code != 0)
-    host_failure("the C++ compiler " + tool.text() + " " + describe(version, limit));
+    host_failure("the C++ compiler " + tool.text() + ", asked for its --version, " + describe(version, limit));
   tool.version = first_line(version.output);
   // What `native` is: the preprocessor's macros, which hold the instruction set.
   const ProcessResult macros = run_process(with({"-march=native", "-dM", "-E", "-x", "c++", "/dev/null"}), "/", limit);

@@ -145,7 +145,7 @@ struct Nvrtc::Api {
   }
 
   void check(int result, const std::string& what) const {
-    if (result != 0) throw Error(ErrorKind::system, "NVRTC: " + what + " failed: " + get_error_string(result));
+    if (result != 0) throw Error(ErrorKind::compile_failed, "NVRTC: " + what + " failed: " + get_error_string(result));
   }
 };
 
@@ -175,7 +175,7 @@ Nvrtc Nvrtc::find(const Settings& settings, int driver_version, const LibraryOpe
   }
   ErrorContext context;
   context.remedy = kInstall;
-  throw Error(ErrorKind::system, "no NVRTC (libnvrtc), which compiles ark's CUDA kernels, can be used" + tried,
+  throw Error(ErrorKind::compile_failed, "no NVRTC (libnvrtc), which compiles ark's CUDA kernels, can be used" + tried,
               context);
 }
 
@@ -196,7 +196,7 @@ Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers
   if (std::find(archs.begin(), archs.end(), wanted) == archs.end()) {
     ErrorContext context;
     context.remedy = "Use a newer PyTorch with CUDA wheels, or name a newer libnvrtc in ARK_NVRTC.";
-    throw Error(ErrorKind::system,
+    throw Error(ErrorKind::compile_failed,
                 "NVRTC " + version() + " (" + path_ + ") does not know the architecture '" + source.arch + "'",
                 context);
   }
@@ -227,7 +227,7 @@ Compiled Nvrtc::compile(const Source& source, const std::vector<Header>& headers
   if (result != 0) {
     ErrorContext context;
     context.remedy = "This is a defect of ark_torch or of its installation: report it with this text.";
-    throw Error(ErrorKind::system,
+    throw Error(ErrorKind::compile_failed,
                 "kernel " + name + " does not compile for " + source.arch + " with NVRTC " + version() + " (" +
                     api_->get_error_string(result) + "): " + compiled.log.substr(0, kLogShown),
                 context);

@@ -124,7 +124,12 @@ void RowExpressions::known_power(const Instruction& one, const char* lanes, std:
 std::string RowExpressions::call(const Instruction& one) const {
   const RowOp& op = row_ops().at(one.name);
   const char* result = lanes_of(one.type);
-  if (op.rule == Rule::convert) return rounded(one, argument(one.args.at(0), result));
+  if (op.rule == Rule::convert) {
+    // Not by way of int64: what fits that and not int32 would wrap around.
+    const bool narrows = one.type == ScalarType::i32 && is_floating(at(one.args.at(0)).type);
+    if (narrows) return "to_int32(" + argument(one.args[0], "Floats") + ")";
+    return rounded(one, argument(one.args.at(0), result));
+  }
   const char* operands = result;  // what the function takes; it gives a mask, or the same
   if (op.rule == Rule::same || op.rule == Rule::whole) operands = computed_lanes(one);
   if (op.rule == Rule::mask) operands = "Mask";

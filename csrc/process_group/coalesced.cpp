@@ -40,8 +40,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_coalesced(Tensors& tensors,
                     .inputs = tensors,
                     .outputs = tensors,
                     .carry = [&](c10d::Backend& carrier) { return carrier.allreduce_coalesced(tensors, options); }};
-    return issue(call, [tensors, targets = outputs_of(here, "tensors", tensors, true)](Communicator& group,
-                                                                                       Operation& op) mutable {
+    return issue(call, [tensors, targets = outputs_of(here, "tensors", tensors, Use::update)](Communicator& group,
+                                                                                              Operation& op) mutable {
       for (size_t i = 0; i < targets.size(); ++i) {
         op.descriptor.dtype = dtype_of(tensors[i].scalar_type());
         op.descriptor.count = tensors[i].numel();

@@ -66,8 +66,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::broadcast(Tensors& tensors, const c10d
                     .shape = debug_shape(tensor),
                     .carry = [&](c10d::Backend& carrier) { return carrier.broadcast(tensors, options); }};
     const bool root = options.rootRank == rank_;
-    return issue(call, [target = Output(here, "tensor", tensor, root), bytes = tensor.nbytes(), root](
-                           Communicator& group, Operation& op) mutable {
+    return issue(call, [target = Output(here, "tensor", tensor, root ? Use::read : Use::write), bytes = tensor.nbytes(),
+                        root](Communicator& group, Operation& op) mutable {
       group.broadcast(op, target.data(), bytes);
       if (!root) target.commit();
     });

@@ -24,8 +24,8 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce(Tensors& tensors, const c10d
                     .outputs = tensors,
                     .shape = debug_shape(tensor),
                     .carry = [&](c10d::Backend& carrier) { return carrier.allreduce(tensors, options); }};
-    return issue(call, [target = Output(here, "tensor", tensor, true), count = tensor.numel()](Communicator& group,
-                                                                                               Operation& op) mutable {
+    return issue(call, [target = Output(here, "tensor", tensor, Use::update), count = tensor.numel()](
+                           Communicator& group, Operation& op) mutable {
       group.all_reduce(op, target.data(), target.data(), count);
       target.commit();
     });
@@ -51,11 +51,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::reduce(Tensors& tensors, const c10d::R
                     .carry = [&](c10d::Backend& carrier) { return carrier.reduce(tensors, options); }};
     const int64_t count = tensor.numel();
     if (options.rootRank == rank_) {
-      return issue(call,
-                   [target = Output(here, "tensor", tensor, true), count](Communicator& group, Operation& op) mutable {
-                     group.reduce(op, target.data(), target.data(), count);
-                     target.commit();
-                   });
+      return issue(call, [target = Output(here, "tensor", tensor, Use::update), count](Communicator& group,
+                                                                                       Operation& op) mutable {
+        group.reduce(op, target.data(), target.data(), count);
+        target.commit();
+      });
     }
     return issue(call, [source = Input(tensor), count](Communicator& group, Operation& op) {
       group.reduce(op, source.data(), nullptr, count);

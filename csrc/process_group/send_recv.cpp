@@ -168,6 +168,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer_to_self(const CallSite& site,
       other->issued->block(current);
       other->tensor.record_stream(current);
     }
+    raise_version(to);
     at::Tensor(to).copy_(from.sizes() == to.sizes() ? from : from.reshape(to.sizes()), true);
   }
   auto copied = cuda->mark(type, site.operation, core_->p2p_sequence.load(), std::move(start));

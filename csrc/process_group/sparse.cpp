@@ -72,6 +72,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::allreduce_sparse(Tensors& tensors, con
                     .inputs = tensors,
                     .outputs = tensors,
                     .shape = shape_hash(static_cast<uint64_t>(tensor.sparse_dim()) + 2, tensor)};  // must agree, always
+    raise_version(tensor);  // here, not when it is written: that may be in another thread, and after a backward began
     return issue(call, [target = tensor, op](Communicator& group, Operation& operation) {
       c10::NoGradGuard no_grad;
       const at::Tensor mine = target.coalesce();

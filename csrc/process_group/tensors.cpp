@@ -131,10 +131,14 @@ Input::Input(const at::Tensor& tensor) {
   data_ = tensor_.const_data_ptr();
 }
 
-Output::Output(const CallSite& site, const char* argument, const at::Tensor& tensor, bool also_input)
-    : tensor_(tensor) {
+void raise_version(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+Output::Output(const CallSite& site, const char* argument, const at::Tensor& tensor, Use use) : tensor_(tensor) {
   if (plain(tensor)) {
     data_ = tensor_.mutable_data_ptr();
+    if (use != Use::read) raise_version(tensor);
     return;
   }
   if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
@@ -147,8 +151,9 @@ Output::Output(const CallSite& site, const char* argument, const at::Tensor& ten
   }
   at::AutoDispatchBelowADInplaceOrView guard;
   staged_ = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  if (also_input) staged_.copy_(tensor);
+  if (use != Use::write) staged_.copy_(tensor);
   data_ = staged_.mutable_data_ptr();
+  if (use != Use::read) raise_version(tensor);
 }
 
 void Output::commit() {
@@ -164,10 +169,10 @@ std::vector<Input> inputs_of(const Tensors& tensors) {
   return inputs;
 }
 
-std::vector<Output> outputs_of(const CallSite& site, const char* argument, const Tensors& tensors, bool also_input) {
+std::vector<Output> outputs_of(const CallSite& site, const char* argument, const Tensors& tensors, Use use) {
   std::vector<Output> outputs;
   outputs.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) outputs.emplace_back(site, argument, tensor, also_input);
+  for (const at::Tensor& tensor : tensors) outputs.emplace_back(site, argument, tensor, use);
   return outputs;
 }
 

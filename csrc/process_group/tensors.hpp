@@ -67,11 +67,22 @@ class Input {
   const void* data_ = nullptr;
 };
 
+// Autograd learns of a write to memory from the tensor's version, which a write through a pointer leaves alone: a
+// backward that saved the tensor would take the new contents for the old. Inference tensors have no version.
+void raise_version(const at::Tensor& tensor);
+
+// What a collective does with a tensor that it was given to write to.
+enum class Use {
+  write,   // every element is replaced
+  update,  // reads it too: its elements are part of the result
+  read,    // only reads it: the root of a broadcast
+};
+
 class Output {
  public:
   Output() = default;
-  // Refuses a tensor that overlaps itself.
-  Output(const CallSite& site, const char* argument, const at::Tensor& tensor, bool also_input = false);
+  // Refuses a tensor that overlaps itself. Raises the tensor's version, in the thread of the call, unless it is read.
+  Output(const CallSite& site, const char* argument, const at::Tensor& tensor, Use use = Use::write);
   void* data() const { return data_; }
   void commit();  // brings a staged result to the user's tensor
 
@@ -82,7 +93,7 @@ class Output {
 
 std::vector<Input> inputs_of(const Tensors& tensors);
 std::vector<Output> outputs_of(const CallSite& site, const char* argument, const Tensors& tensors,
-                               bool also_input = false);
+                               Use use = Use::write);
 
 // Where their bytes are.
 std::vector<const void*> places_of(const std::vector<Input>& inputs);

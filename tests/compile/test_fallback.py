@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ark_torch import _C
-from ark_torch.errors import CompilerNotAvailable
+from ark_torch.errors import CompileError
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -122,7 +122,7 @@ class _NoCompiler:
 
     @staticmethod
     def Region(*_: Any) -> Any:
-        raise CompilerNotAvailable("no C++ compiler is found: install g++ or set CXX")
+        raise CompileError("no C++ compiler is found: install g++ or set CXX")
 
 
 def test_without_a_compiler(compiled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,9 +132,7 @@ def test_without_a_compiler(compiled: Any, monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.WARNING, "ark_torch.compile"):
         torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 3.0))
     said = [r.getMessage() for r in caplog.records if r.name == "ark_torch.compile"]
-    assert said == [
-        "A region falls back to Inductor: CompilerNotAvailable: no C++ compiler is found: install g++ or set CXX"
-    ]
+    assert said == ["A region falls back to Inductor: CompileError: no C++ compiler is found: install g++ or set CXX"]
     assert report.graphs[0].pieces[0].runs_on == "inductor"
 
 

@@ -82,8 +82,10 @@ COMPILERS = {
     "missing": (None, "'/no/such/compiler' is not there"),
     "failing": (
         'case "$*" in *plan.so*) echo plan.cpp:1: error: no; exit 1;; esac; exit 0',
-        "failed: plan.cpp:1: error: no",
+        "failed (exit status 1): plan.cpp:1: error: no",
     ),
+    # As /bin/false of coreutils, whose text about itself is no error message.
+    "no compiler": ("echo Written by nobody; exit 1", "asked for its --version, failed with exit status 1"),
     "killed": ('case "$*" in *plan.so*) kill -9 $$;; esac; exit 0', "was killed by signal 9"),
 }
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ark_torch.errors import UnsupportedGraph
+
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
 
@@ -162,8 +164,8 @@ def test_halves_of_one_cache(compiled: Any) -> None:
 
 
 def test_arguments_that_overlap(compiled: Any) -> None:
-    """Dynamo's guards see it, and compile again. Past them (a stance without guards) the region looks itself, and hands
-    the call to the graph's operators, one by one; or says so."""
+    """Nothing guards that they lie apart, as those did that were compiled for: the call runs Dynamo's graph, operator
+    by operator in the program's order; or says so, as a region by itself does."""
 
     def step(k: Tensor, v: Tensor, at: Tensor, x: Tensor) -> Tensor:
         k.index_copy_(0, at, x * 2)
@@ -180,13 +182,76 @@ def test_arguments_that_overlap(compiled: Any) -> None:
         if fallback:
             torch.testing.assert_close(call(ours[:6], ours[2:], at, x), wanted)
             assert torch.equal(ours, theirs)
-        inputs = [x, ours[:6], at, ours[2:]]  # in the order in which they are read
-        if fallback:
-            (got,) = piece.region(inputs)
-            torch.testing.assert_close(got, wanted)
         else:
-            with pytest.raises(ValueError, match="share memory"):
-                piece.region(inputs)
+            with pytest.raises(UnsupportedGraph, match="share memory"):
+                call(ours[:6], ours[2:], at, x)
+        with pytest.raises(ValueError, match="share memory"):
+            piece.region([x, ours[:6], at, ours[2:]])  # in the order in which they are read
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_arguments_that_overlap_only_later(compiled: Any, cut: bool) -> None:
+    """What is read of one, after the other was written, is what was written (PyTorch issue 139789)."""
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(5)
+        return b * 2 + (torch.sort(a).values if cut else 1)
+
+    call, report = compiled(function)
+    call(torch.zeros(5), torch.zeros(5))
+    assert len(report.regions) >= 1
+    for begin in range(8):
+        ours, theirs = torch.arange(16.0), torch.arange(16.0)
+        got, wanted = call(ours[3:8], ours[begin : begin + 5]), function(theirs[3:8], theirs[begin : begin + 5])
+        assert torch.equal(got, wanted) and torch.equal(ours, theirs), begin
+
+
+def test_inputs_that_differ_later_from_what_was_compiled_for(compiled: Any) -> None:
+    """Strides, offset, lazy conjugation and negation, requires_grad, a subclass, inference tensors."""
+
+    class Tagged(Tensor):
+        pass
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return (a * 2 + b).relu()
+
+    call, _ = compiled(function)
+    base = torch.randn(6, 6)
+    call(base.clone(), base.clone())
+    with torch.inference_mode():
+        inferred = torch.randn(6, 6)
+    negative = torch.view_as_complex(torch.randn(6, 6, 2)).conj().imag
+    assert negative.is_neg()
+    others = {
+        "strides": base.t(),
+        "offset": torch.randn(50)[7:43].view(6, 6),
+        "expanded": torch.randn(6, 1).expand(6, 6),
+        "negation": negative,
+        "gradients": torch.randn(6, 6, requires_grad=True),
+        "subclass": torch.randn(6, 6).as_subclass(Tagged),
+        "inference": inferred,
+        "double": base.double(),
+    }
+    for name, other in others.items():
+        for pair in ((other, base), (base, other)):
+            wanted = function(*pair)
+            got = call(*pair)
+            assert type(got) is type(wanted) and got.dtype == wanted.dtype, name
+            torch.testing.assert_close(got.as_subclass(Tensor), wanted.as_subclass(Tensor), msg=name)
+
+
+def test_inference_tensors_are_written_in_inference_mode_only(compiled: Any) -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        a.add_(b)
+        return a * 2
+
+    call, _ = compiled(function)
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        torch.testing.assert_close(call(tensor, torch.ones(4)), torch.full((4,), 4.0))
+    for one in (function, call):
+        with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+            one(tensor, torch.ones(4))
 
 
 def test_same_tensor_twice(plan: str, compiled: Any) -> None:

@@ -1,4 +1,7 @@
-"""Integers wrap around at the ends of their range, as in eager PyTorch: no compiler may reason that they do not."""
+"""Integers wrap around at the ends of their range, as in eager PyTorch: no compiler may reason that they do not.
+
+Shifts follow PyTorch's rule for counts below 0 or of the width and more: 0, or the sign.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+COUNTS = [-(2**31), -1, 0, 1, 31, 32, 33, 63, 64, 70, 127]
 
 
 def wrapping(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -36,3 +41,20 @@ def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
     for position, (got, right) in enumerate(zip(call(x, y), wrapping(x, y), strict=True)):
         assert torch.equal(got, right), (position, got, right)
     assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark"], report
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
+def test_shifts_by_any_count(dtype: torch.dtype) -> None:
+    """Constant counts, and those of a tensor, which the type holds."""
+    info = torch.iinfo(dtype)
+    x = torch.tensor([info.min, info.min + 1, info.max // 2, 3, 1, info.max], dtype=dtype)
+    held = [c for c in COUNTS if info.min <= c <= info.max]
+    counts = torch.tensor(held, dtype=dtype)
+
+    def shifts(x: Tensor, counts: Tensor) -> list[Tensor]:
+        whole = [one for c in held for one in (x >> c, x << c)]
+        return [*whole, x[:, None] >> counts, x[:, None] << counts]
+
+    call = torch.compile(shifts, backend="ark", options={"choose": "ark"})
+    for i, (got, want) in enumerate(zip(call(x, counts), shifts(x, counts), strict=True)):
+        assert torch.equal(got, want), f"result {i}"

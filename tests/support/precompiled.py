@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from support.start import TESTS
@@ -23,7 +24,10 @@ OPTIONS = [
     *("-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-ffp-contract=fast", "-Wno-psabi", "-O1"),
 ]
 SCRIPT = """#!/bin/sh
-case " $* " in *" -O1 "*" plan.cpp "*) exec {compiler} -include {header} "$@" ;; esac
+case " $* " in
+*" -O0 "*) exec {compiler} "$@" ;;
+*" -O1 "*" plan.cpp "*) exec {compiler} -include {header} "$@" ;;
+esac
 exec {compiler} "$@" -O1
 """
 
@@ -47,3 +51,9 @@ def compiler(folder: Path) -> str | None:
             script.write_text(SCRIPT.format(compiler=shlex.quote(found), header=shlex.quote(str(header))))
             script.chmod(0o700)
     return str(script)
+
+
+if __name__ == "__main__":  # for the C++ tests: FOLDER; without a GCC any compiler
+    made_in = Path(sys.argv[1]).absolute()
+    made_in.mkdir(parents=True, exist_ok=True)
+    print(compiler(made_in) or "c++")

@@ -324,10 +324,10 @@ def addcmul(low: Lowering, node: Node) -> Operand:
     if not dtype.is_floating_point:
         raise Unsupported("addcmul of integers")
     base, left, right = (operand_as(low, a, dtype) for a in node.args[:3])
-    product = low.pointwise("mul", left, right)
+    # Eager's order, (value * left) * right: the product alone may overflow or vanish where the whole does not.
     if (value := keyword(node, "value", 1)) != 1:
-        product = low.pointwise("mul", product, Literal(float(value), torch.float32, ()))
-    return into_result(low, node, "add", base, product)
+        left = low.pointwise("mul", left, Literal(float(value), torch.float32, ()))
+    return into_result(low, node, "add", base, low.pointwise("mul", left, right))
 
 
 @lowers(aten.addcdiv.default)

@@ -1,7 +1,7 @@
 // Pointwise operators of a plan on 16 lanes, by the names that a plan uses, and conversions between kinds of lanes.
 //
 // What PyTorch's eager operators do at the edges holds here: NaN goes through maximum and minimum, remainder has the
-// divisor's sign, a cast of a float to an integer truncates.
+// divisor's sign, a cast of a float to an integer truncates, and gives the least integer for NaN and what does not fit.
 #pragma once
 
 #include "cpu/math.hpp"
@@ -28,6 +28,9 @@ ARK_INLINE Ints to_ints(Ints x) {
 }
 ARK_INLINE Ints to_ints(Mask x) {
   return -__builtin_convertvector(x, Ints);
+}
+ARK_INLINE Ints to_int32(Floats x) {
+  return __builtin_convertvector(__builtin_convertvector(x, Shorts), Ints);
 }
 ARK_INLINE Mask to_mask(Floats x) {
   return x != 0.0f;

@@ -58,7 +58,7 @@ class HostCompilerTest : public ::testing::Test {
       compiler.library(answer(1));
       ADD_FAILURE() << "no error, for " << why;
     } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::system);
+      EXPECT_EQ(error.kind(), ErrorKind::compile_failed);
       EXPECT_NE(std::string(error.what()).find(why), std::string::npos) << error.what();
       EXPECT_EQ(std::string(error.message()).find('\n'), std::string::npos) << error.what();
       EXPECT_FALSE(error.context().remedy.empty());
@@ -184,8 +184,8 @@ TEST_F(HostCompilerTest, NoProgram) {
 TEST_F(HostCompilerTest, FailsWithItsFirstError) {
   expect_failure(with_script("echo 'In file included from x'; echo 'plan.cpp:3:1: error: no such thing' >&2; "
                              "echo 'plan.cpp:4:1: error: another'; exit 1"),
-                 "failed: plan.cpp:3:1: error: no such thing");
-  expect_failure(with_script("exit 3"), "it said nothing");
+                 "failed (exit status 1): plan.cpp:3:1: error: no such thing");
+  expect_failure(with_script("exit 3"), "failed with exit status 3 and no error message");
 }
 TEST_F(HostCompilerTest, RealErrorOfTheRealCompiler) {
   HostCompiler compiler(settings());
@@ -242,6 +242,8 @@ TEST_F(HostCompilerTest, LeavesNoFoldersBehind) {
   HostCompiler(settings()).library(answer(1));
   expect_failure(with_script("exit 1"), "failed");
   EXPECT_EQ(count(), 0);
+  ::setenv("TMPDIR", (temp_.path / "missing").c_str(), 1);
+  EXPECT_EQ(ask(LoadedLibrary(HostCompiler(settings()).library(answer(2)).library)), 2);
   ::unsetenv("TMPDIR");
 }
 

@@ -99,7 +99,7 @@ TEST(CpuAttentionTest, RandomAgainstDouble) {
   CpuCase made(3);
   std::vector<AttentionCase> all;
   const int64_t columns[] = {8, 16, 40, 64};
-  for (int i = 0; i < 24; ++i)
+  for (int i = 0; i < ark::test::cases(24); ++i)
     all.push_back(add_attention(made, made.pick(1, 2), made.pick(1, 3), made.pick(1, 4), made.pick(1, 20),
                                 made.pick(1, 200), columns[made.pick(0, 3)], i % 4, made.pick(0, 2) == 0, i % 5 == 0));
   made.run(2, 2);
@@ -108,7 +108,7 @@ TEST(CpuAttentionTest, RandomAgainstDouble) {
 
 TEST(CpuAttentionTest, WorkersDoNotChangeBits) {
   std::vector<std::vector<std::vector<char>>> results;
-  for (int workers = 1; workers <= 4; ++workers) {
+  for (const int workers : worker_counts()) {
     CpuCase made(5);
     add_attention(made, 2, 3, 2, 7, 150, 40, 1, false);
     add_attention(made, 3, 1, 4, 1, 333, 64, 3, false, true);

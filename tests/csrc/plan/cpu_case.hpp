@@ -21,6 +21,7 @@
 #include "jit/host_compiler.hpp"
 #include "plan/cpu_loop.hpp"
 #include "plan/plan.hpp"
+#include "support/night.hpp"
 
 namespace ark::plan::test {
 
@@ -42,8 +43,15 @@ inline jit::Settings cpu_settings(const std::string& cache = {}) {
   settings.cxx_options = {"-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize=vptr"};
 #else
   settings.cxx_options = {"-O1"};
+  // A compiler that has the standard headers precompiled (tests/support/precompiled.py).
+  if (const char* cxx = std::getenv("ARK_TEST_CXX"); cxx != nullptr) settings.cxx = cxx;
 #endif
   return settings;
+}
+
+// Numbers of workers that must all give the same bits.
+inline std::vector<int> worker_counts() {
+  return ark::test::cases(4) == 4 ? std::vector<int>{1, 2, 3, 4} : std::vector<int>{1, 3};
 }
 
 inline jit::HostCompiler& cpu_compiler() {

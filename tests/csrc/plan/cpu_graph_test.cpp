@@ -82,16 +82,14 @@ std::string run_random(uint32_t seed, int workers, jit::HostCompiler& compiler) 
 }
 
 TEST(CpuGraphTest, RandomGraphs) {
-  jit::Settings settings = cpu_settings();
-  settings.cxx_options.push_back("-O0");
-  jit::HostCompiler compiler(settings);
   const char* count = std::getenv("ARK_TEST_RANDOM");
   const char* from = std::getenv("ARK_TEST_SEED");
   const uint32_t first = from != nullptr ? static_cast<uint32_t>(std::atoi(from)) : 1;
-  const uint32_t graphs = count != nullptr ? static_cast<uint32_t>(std::atoi(count)) : 12;
+  const uint32_t graphs =
+      count != nullptr ? static_cast<uint32_t>(std::atoi(count)) : static_cast<uint32_t>(ark::test::cases(12));
   for (uint32_t seed = first; seed < first + graphs; ++seed) {
     std::string difference;
-    ASSERT_NO_THROW(difference = run_random(seed, static_cast<int>(1 + seed % 3), compiler)) << "seed " << seed;
+    ASSERT_NO_THROW(difference = run_random(seed, static_cast<int>(1 + seed % 3), cpu_compiler())) << "seed " << seed;
     EXPECT_EQ(difference, "") << "seed " << seed;
   }
 }

@@ -84,7 +84,7 @@ void expect_product(CpuCase& made, const MatmulCase& one) {
 TEST(CpuMatmulTest, RandomAgainstDouble) {
   CpuCase made(7);
   std::vector<MatmulCase> all;
-  for (int i = 0; i < 24 / kSanitizersShare; ++i) {
+  for (int i = 0; i < ark::test::cases(24 / kSanitizersShare); ++i) {
     const auto axis = static_cast<MatmulStage::Axis>(i % 3);
     const int64_t m = i % 4 == 0 ? 1 : made.pick(1, 60);
     all.push_back(add_matmul(made, made.pick(1, 3), m, made.pick(1, 90), made.pick(1, 150), axis));
@@ -124,7 +124,7 @@ TEST(CpuMatmulTest, DeepSumsKeepTheirDigits) {
 
 TEST(CpuMatmulTest, WorkersDoNotChangeBits) {
   std::vector<std::vector<std::vector<char>>> results;
-  for (int workers = 1; workers <= (kSanitizersShare > 1 ? 2 : 4); ++workers) {
+  for (const int workers : worker_counts()) {
     CpuCase made(9);
     add_matmul(made, 1, 1, 203, 333, MatmulStage::Axis::columns);
     add_matmul(made, 1, 37, 70, 129, MatmulStage::Axis::rows);
@@ -133,7 +133,7 @@ TEST(CpuMatmulTest, WorkersDoNotChangeBits) {
     made.run(workers, 3);
     results.push_back(made.outputs());
   }
-  for (size_t i = 1; i < results.size(); ++i) EXPECT_EQ(results[i], results[0]) << i + 1 << " workers";
+  for (size_t i = 1; i < results.size(); ++i) EXPECT_EQ(results[i], results[0]) << worker_counts()[i] << " workers";
 }
 
 }  // namespace cpu_matmul_test

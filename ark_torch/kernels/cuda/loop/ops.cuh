@@ -20,9 +20,13 @@ ARK_LOOP Floats to_floats(Ints x) {
 ARK_LOOP Floats to_floats(Mask x) {
   return x ? 1.0f : 0.0f;
 }
-// What does not fit, and NaN, become the least, as on x86.
+// As eager PyTorch on the same device, by the instruction for it: cvt.rzi saturates, and makes NaN the least int64 and
+// an int32 of 0.
 ARK_LOOP Ints to_ints(Floats x) {
-  return x < 0x1p63f ? static_cast<int64_t>(x) : kLeastInt;
+  return static_cast<int64_t>(x);
+}
+ARK_LOOP Ints to_int32(Floats x) {
+  return static_cast<int32_t>(x);
 }
 ARK_LOOP Ints to_ints(Ints x) {
   return x;
