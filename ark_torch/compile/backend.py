@@ -38,9 +38,14 @@ AHEAD = (
 )
 
 
-class _Merged(Exception):
-    """AOTAutograd has made one argument of several that overlap. Nothing guards that they lie that way the next time,
-    in Inductor's graphs as little as here, so such a graph runs as it is."""
+class _Eager(Exception):
+    """The graph runs as it came, operator by operator; the text says why."""
+
+
+# Nothing guards that they lie that way the next time, in Inductor's graphs as little as here.
+MERGED = "arguments overlap, and one of them is written"  # AOTAutograd has made one of several
+# Generated code reads memory as it is, Inductor's too.
+LAZY = "an argument is negated or conjugated lazily, as a view: resolve_neg() and resolve_conj() make it a plain tensor"
 
 
 class _WholeGraph(Exception):
@@ -60,6 +65,8 @@ def compile_graph(
     if report is not None:
         report.graphs.append(graph_report)
     try:
+        if any(isinstance(x, torch.Tensor) and (x.is_neg() or x.is_conj()) for x in example_inputs):
+            raise _Eager(LAZY)
         if options.choose == "inductor":
             raise _WholeGraph('options={"choose": "inductor"}')
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
@@ -71,8 +78,8 @@ def compile_graph(
         if _ahead_of_time():
             raise UnsupportedGraph(AHEAD)
         return _capture(graph_module, example_inputs, options, graph_report, launcher)
-    except _Merged:
-        graph_report.whole, graph_report.whole_on = "arguments overlap, and one of them is written", "eager PyTorch"
+    except _Eager as reason:
+        graph_report.whole, graph_report.whole_on = str(reason), "eager PyTorch"
         if launcher is not None:
             raise NotOneRegion(graph_report.whole) from None
         if not options.fallback:
@@ -125,10 +132,10 @@ def _capture(
 
     def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if len(inputs) < len(example_inputs):
-            raise _Merged
+            raise _Eager(MERGED)
         try:
             call = compile_inference(graph, options, report, launcher)
-        except (_WholeGraph, _Merged, UnsupportedGraph, NotOneRegion):
+        except (_WholeGraph, _Eager, UnsupportedGraph, NotOneRegion):
             raise
         except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
             if not options.fallback:
@@ -150,7 +157,7 @@ def _capture(
         )(graph_module, example_inputs)
     except (
         _WholeGraph,
-        _Merged,
+        _Eager,
         UnsupportedGraph,
         NotOneRegion,
         RestartAnalysis,
