@@ -17,13 +17,15 @@ OURS = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, 
 
 def numbers(dtype: torch.dtype) -> Tensor:
     """Zeros, ties, both sides of every type's ends, infinities, NaN, as far as the type has them."""
-    ends = [float(sign * 2**bits + off) for bits in (7, 8, 15, 16, 31, 32, 63) for sign in (1, -1) for off in (-1, 0, 1)]
+    powers = [sign * 2**power for power in (7, 8, 15, 16, 31, 32, 63) for sign in (1, -1)]
+    ends = [float(one + off) for one in powers for off in (-1, 0, 1)]
     small = [0.0, -0.0, 0.4, 0.5, -0.5, 1.0, 1.5, -1.5, 2.5, 3e9, -3e9, 1e-8, 65504.0, 65519.0, 65520.0, 3.39e38]
     if dtype == torch.bool:
         return torch.tensor([False, True])
     if dtype.is_floating_point:
         least = [torch.finfo(dtype).tiny, -torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max]
-        return torch.tensor([*small, *ends, *least, 1e300, float("inf"), -float("inf"), float("nan")]).double().to(dtype)
+        all_of_them = [*small, *ends, *least, 1e300, float("inf"), -float("inf"), float("nan")]
+        return torch.tensor(all_of_them, dtype=torch.float64).to(dtype)
     info = torch.iinfo(dtype)
     some = [info.min, info.min + 1, -1, 0, 1, info.max - 1, info.max, 2**24 + 1, 2**53 + 1, 2**31, 2**32 + 5, 1000]
     return torch.tensor([n for n in some if info.min <= n <= info.max], dtype=dtype)
