@@ -118,12 +118,12 @@ def _compile_kernel(
     stub: str, arch: str, cached: bool = False, fuse: bool = False, may_spill: bool = True
 ) -> tuple[bytes, list[KernelResources]]: ...
 
+# whether one of the tensors in the positions `written` shares a byte with another of `tensors`
+def _overlapping(tensors: list[torch.Tensor], written: list[int]) -> bool: ...
+
 class plan:
     """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""
 
-    # whether one of the tensors in the positions `written` shares a byte with another of `tensors`
-    @staticmethod
-    def overlapping(tensors: list[torch.Tensor], written: list[int]) -> bool: ...
     # compiles what measures the costs of this machine, where a Region with measured_costs would have to
     @staticmethod
     def prepare_costs() -> None: ...

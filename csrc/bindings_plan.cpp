@@ -229,8 +229,8 @@ void bind_plan(py::module_& m) {
       },
       py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
       "Writes a timeline of all regions' steps from now on; an empty path ends it.");
-  plan.def("overlapping", &ark::compile::overlapping, py::arg("tensors"), py::arg("written"),
-           "Whether one of the tensors in the positions `written` shares a byte with another of `tensors`.");
+  m.def("_overlapping", &ark::compile::overlapping, py::arg("tensors"), py::arg("written"),
+        "Whether one of the tensors in the positions `written` shares a byte with another of `tensors`.");
   plan.def("prepare_costs", &ark::compile::prepare_costs, py::call_guard<py::gil_scoped_release>());
   plan.def("targets", &known_targets);
   plan.def(

@@ -39,7 +39,7 @@ def around(
     from ark_torch import _C
 
     def call(*arguments: Any) -> Any:
-        if not _C.plan.overlapping([arguments[i] for i in tensors], places):
+        if not _C._overlapping([arguments[i] for i in tensors], places):
             return captured(*arguments)
         if not fallback:
             raise UnsupportedGraph(f"{SHARED}: give it tensors of their own, or options={{'fallback': True}}.")

@@ -15,18 +15,18 @@ from unittest.mock import patch
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ark_torch.compile import analysis, decompositions
+from ark_torch.compile import analysis, decompositions, eager_values
 from ark_torch.compile.report import log
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of torch._dynamo, as backend="inductor" would compile it, but for shifts (see decompositions)."""
+    """A graph of torch._dynamo, as backend="inductor" would compile it, but for eager_values."""
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    table = {**select_decomp_table(), **decompositions.shifts()}
+    table = {**select_decomp_table(), **eager_values.table()}
     compiled: Any = compile_fx(graph_module, list(example_inputs), decompositions=table)
     return compiled  # type: ignore[no-any-return]
 

@@ -1,6 +1,7 @@
 // The table of operators and their arguments' kinds behind emit_cpu_ops.hpp.
 #include "plan/emit_cpu_ops.hpp"
 
+#include <cmath>
 #include <map>
 #include <set>
 #include <vector>
@@ -106,14 +107,14 @@ const char* RowExpressions::computed_lanes(const Instruction& one) const {
   return on_masks.count(one.name) != 0 ? "Mask" : "Ints";
 }
 
-// A power that is a literal has a function of its own, as in PyTorch.
+// A power that is a literal has a function of its own, as in PyTorch. (A map finds any key for NaN. Roots are those of
+// the graph: PyTorch takes them for some types alone, and they differ at -0 and -infinity.)
 void RowExpressions::known_power(const Instruction& one, const char* lanes, std::string& function, size_t& args) const {
   if (at(one.args.at(1)).kind == Kind::literal) {
-    static const std::map<double, const char*> known = {
-        {2, "square"}, {3, "cube"}, {0.5, "sqrt"}, {-0.5, "rsqrt"}, {-1, "reciprocal"}};
+    static const std::map<double, const char*> known = {{2, "square"}, {3, "cube"}, {-1, "reciprocal"}};
     const double power = literal(at(one.args[1])).literal;
     const auto found = known.find(power);
-    if (found != known.end() && (lanes[0] == 'F' || power > 1)) {
+    if (!std::isnan(power) && found != known.end() && (lanes[0] == 'F' || power > 1)) {
       function = found->second;
       args = 1;
       return;

@@ -198,9 +198,10 @@ def power(low: Lowering, node: Node) -> Operand:
         return into_result(low, node, "mul", operand, operand)
     if exponent == 1:
         return into_result(low, node, "cast" if operand.dtype != dtype else "copy", operand)
-    if dtype.is_floating_point and exponent == 0.5:
+    rooted = dtype.is_floating_point and not (dtype == torch.float16 and low.device.type == "cpu")
+    if rooted and exponent == 0.5:
         return into_result(low, node, "sqrt", operand)
-    if dtype.is_floating_point and exponent == -0.5:
+    if rooted and exponent == -0.5:
         return into_result(low, node, "rsqrt", operand)
     if dtype.is_floating_point and exponent == -1:
         return into_result(low, node, "reciprocal", operand)
@@ -310,12 +311,19 @@ def clamp(low: Lowering, node: Node) -> Operand:
     dtype = promoted(node, Promotion.DEFAULT, *given)
     if dtype == torch.bool:
         raise Unsupported("clamp of booleans")
+    # Of two that are equal, a zero and its bound, the second is chosen: the value before a number, and before a tensor
+    # the bound.
+    by_tensor = "Tensor" in node.target._overloadname  # type: ignore[union-attr]
+
+    def bounded(op: str, value: Operand, bound: Any, **result: Any) -> Strided:
+        pair = [operand_as(low, bound, dtype), value]
+        return low.pointwise(op, *(reversed(pair) if by_tensor else pair), **result)
+
     value = operand_as(low, node.args[0], dtype)
     if least is not None and most is not None:
-        wide = torch.float32 if dtype.is_floating_point else dtype
-        value = low.pointwise("maximum", value, operand_as(low, least, dtype), dtype=wide)
-    op = "minimum" if most is not None else "maximum"
-    return into_result(low, node, op, value, operand_as(low, most if most is not None else least, dtype))
+        value = bounded("maximum", value, least, dtype=torch.float32 if dtype.is_floating_point else dtype)
+    op, bound = ("maximum", least) if most is None else ("minimum", most)
+    return bounded(op, value, bound, out=low.result(node))
 
 
 @lowers(aten.addcmul.default)

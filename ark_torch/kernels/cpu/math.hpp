@@ -128,7 +128,7 @@ ARK_INLINE Floats tanh(Floats x) {
   const Floats small = p * z * x + x;
   const Floats magnitude = abs(x);
   const Floats large = 1.0f - 2.0f / (exp(magnitude + magnitude) + 1.0f);
-  return magnitude < 0.625f ? small : copysign(large, x);
+  return copysign(magnitude < 0.625f ? small : large, x);  // of zero, too
 }
 
 // N. Juffa's polynomials: erf near 0, 1 - exp(polynomial) elsewhere.
@@ -190,7 +190,7 @@ ARK_INLINE bool any_of(Mask mask) {
 }
 ARK_INLINE Floats sin(Floats x) {
   if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return std::sin(one); });
-  return sine_or_cosine(x, 0);
+  return x == 0.0f ? x : sine_or_cosine(x, 0);  // which loses the sign of zero
 }
 ARK_INLINE Floats cos(Floats x) {
   if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return std::cos(one); });
