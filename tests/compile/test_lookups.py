@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ark_torch.errors import IndexOutOfRange
+
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
 
@@ -67,4 +69,14 @@ def test_an_index_out_of_range_is_told(compiled: Any) -> None:
     for i, j, told in ((0, 4, (4, 2, 4)), (0, -5, (-5, 2, 4)), (3, 0, (3, 1, 3)), (-4, 1, (-4, 1, 3))):
         with pytest.raises(IndexError, match="index {} is out of bounds for dimension {} with size {}".format(*told)):
             call(table, torch.tensor([[1], [i]]), torch.tensor([2, j]))
+    assert len(report.regions) == 1
+
+
+def test_handlers_of_either_class_catch_an_index_out_of_range(compiled: Any) -> None:
+    """Eager gather raises RuntimeError, eager indexing IndexError."""
+    call, report = compiled(lambda a, i: torch.gather(a, 0, i) + 1, fallback=False)
+    table, index = numbers(3, 4), torch.full((1, 4), 3)
+    for expected in (RuntimeError, IndexError, IndexOutOfRange):
+        with pytest.raises(expected, match="out of bounds"):
+            call(table, index)
     assert len(report.regions) == 1

@@ -35,6 +35,7 @@ def test_values_are_taken() -> None:
         ({"fallback": 1}, ["options['fallback'] is 1", "bool"]),
         ({"threads": 0}, ["options['threads'] is 0", "above 0"]),
         ({"threads": True}, ["options['threads'] is True"]),
+        ({"threads": 100_000}, ["options['threads'] is 100000", "cores, so it takes at most", "4 a core"]),
     ],
 )
 def test_bad_options_name_what_is_known(given: dict[str, object], words: list[str]) -> None:
