@@ -107,11 +107,10 @@ test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the libr
 # Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night, and
 # of the random cases most are (tests/csrc/support/night.hpp).
 test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime"
-test-cpp-gate: CORE := -DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)"
 test-cpp-gate: setup
 	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled build/cpp-gate/regions)"; \
-	$(call cpp_tests,gate,$(CORE) -DARK_WITH_TORCH=OFF $(UNITY))
-	@$(call cpp_tests,thread,$(CORE) -DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
+	$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
+	@$(call cpp_tests,thread,-DARK_SANITIZE=thread -DARK_WITH_TORCH=OFF $(UNITY))
 
 # Every file by itself, so that none comes to lean on another's includes; with libark_torch, and a program that uses it.
 test-cpp-plain: setup
