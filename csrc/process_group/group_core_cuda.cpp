@@ -56,7 +56,8 @@ std::pair<uint64_t, uint64_t> GroupCore::number(FlightEntry entry) {
 
 void GroupCore::not_enqueued(uint64_t flight, const Error& cause) {
   // What this machine could not do (compile, launch, allocate): the peers wait on their devices for what will not come.
-  if (cause.kind() == ErrorKind::system && shm && size > 1) shm->health().fail(cause);
+  const bool of_this_machine = cause.kind() == ErrorKind::system || cause.kind() == ErrorKind::compile_failed;
+  if (of_this_machine && shm && size > 1) shm->health().fail(cause);
   FlightRecord::instance().failed(flight, cause.what());
   report_failure(cause);
 }
