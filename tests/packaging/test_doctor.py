@@ -18,7 +18,7 @@ from ark_torch.tools import _probe_cuda, _probes, doctor
 def report(*arguments: str, **environment: str) -> tuple[int, dict]:
     users = {name: text for name, text in os.environ.items() if name != "CXX" and not name.startswith("ARK_")}
     done = subprocess.run(
-        [sys.executable, "-m", "ark_torch.tools.doctor", "--json", *arguments],
+        [sys.executable, "-m", "ark_torch", "doctor", "--json", *arguments],
         env={**users, **environment},
         capture_output=True,
         text=True,
@@ -58,7 +58,7 @@ def test_bad_environment_value_is_a_finding() -> None:
 
 def test_runs_where_pytorch_does_not_fit(python, copied_package) -> None:
     folder = copied_package(_build_info='TORCH_VERSION = "2.10.0"\n')
-    done = python(["-m", "ark_torch.tools.doctor", "--json"], path=folder)
+    done = python(["-m", "ark_torch", "doctor", "--json"], path=folder)
     answer = json.loads(done.stdout)
     assert done.returncode == 1 and not answer["cpu_works"]
     assert rows_of(answer, "extension")[0]["state"] == "FAIL"

@@ -176,8 +176,8 @@ def test_a_rank_that_fails_ends_the_run(leaves_nothing: None) -> None:
 @pytest.mark.quick
 def test_readme_is_made_from_results_and_declarations(tmp_path: Path) -> None:
     text = (TOP / "README.md").read_text(encoding="utf-8")
-    assert env.table() in text, "run `python -m ark_torch.tools.bench --readme`"
-    about = report.surroundings("python -m ark_torch.tools.bench")
+    assert env.table() in text, "run `python -m ark_torch bench --developer --readme`"
+    about = report.surroundings("ark bench")
     assert readme.collectives(tmp_path) == readme.NOT_YET == readme.ddp(tmp_path)
     rows = [row(2.5, 50.0), row(1000.0, 9000.0, size=1 << 20)]
     report.write_json(tmp_path / "collectives.json", about, rows, overhead_us={"ark": 6.5, "gloo": 150.0})

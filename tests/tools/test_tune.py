@@ -26,7 +26,7 @@ dist.destroy_process_group()
 @pytest.mark.changed("ark_torch/tools/*tune*", "csrc/collectives/dispatch*")
 def test_the_table_covers_every_collective_and_is_used(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    command = [sys.executable, "-m", "ark_torch.tools.tune", "--rounds", "1", "--output", str(table)]
+    command = [sys.executable, "-m", "ark_torch", "tune", "--rounds", "1", "--output", str(table)]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
     rules, cuda = load_dispatch(str(table))
     assert cuda == []
