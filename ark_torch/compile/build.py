@@ -80,7 +80,7 @@ class Builder:
         """Why a piece is not ark's; which operator fell back for what stands among the graph's fallbacks."""
         few = sum(node in self._given for node in piece.nodes)
         back = len(piece.nodes) - few
-        parts = [f"{back} of them {'falls' if back == 1 else 'fall'} back"] if back else []
+        parts = [f"{back} that ark does not run"] if back else []
         if few:
             parts.append(f"{few} too few in a row for a region (option minimum, {self._options.minimum})")
         return ", ".join(parts)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
+import linecache
 import logging
 import os
 import re
@@ -164,26 +167,37 @@ _WRAPPERS = re.compile(r"_?(call_impl|fn|inner|wrapped_call_impl)|(decorate|wrap
 
 
 def title_of(graph_module: GraphModule) -> str:
-    """What a graph is called in profiles, timelines, errors and the log: its module's class, or its file, and the
-    function that was compiled, past decorators; then which of torch._dynamo's compilations it is, numbered as PyTorch's
-    own logs do: "Llama.forward[0/0]"."""
-    function, owner = "graph", ""
+    """What a graph is called in profiles, timelines, errors and the log: class (or file) and function that were
+    compiled, past decorators; then which of torch._dynamo's compilations it is, numbered as PyTorch's own logs do:
+    "Llama.forward[0/0]"."""
+    title = "graph"
     for node in graph_module.graph.nodes:
-        frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-        calls = [line for line in frames if line.startswith('File "') and ", in " in line]
-        if not calls:
-            continue
-        called = [(line[6:].partition('"')[0], line.rpartition(", in ")[2]) for line in calls]
-        file, function = next((one for one in called if not _WRAPPERS.fullmatch(one[1])), called[0])
-        owner = file.rpartition("/")[2].removesuffix(".py")
-        modules = list((node.meta.get("nn_module_stack") or {}).values())
-        if function == "forward" and modules:
-            kind = modules[0][1]
-            owner = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-        break
+        called = _CALL.findall(node.meta.get("stack_trace") or "")
+        if called:
+            file, line, function = next((one for one in called if not _WRAPPERS.fullmatch(one[2])), called[0])
+            title = f"{_class_at(file, int(line)) or Path(file).stem}.{function}"
+            break
     compiling = torch._guards.CompileContext.current_compile_id()
-    title = f"{owner}.{function}" if owner else function
     return title + (f"[{compiling}]" if compiling is not None else "")
+
+
+_CALL = re.compile(r'^ *File "(.+)", line (\d+), in (.+?) *$', re.M)
+
+
+def _class_at(file: str, line: int) -> str:
+    """The innermost class around a line of a file; "" for none."""
+    around = [(first, name) for first, last, name in _classes(file) if first <= line <= last]
+    return max(around, default=(0, ""))[1]
+
+
+@functools.lru_cache(32)
+def _classes(file: str) -> list[tuple[int, int, str]]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):  # of a notebook's cell with magic commands, say
+        return []
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [(node.lineno, node.end_lineno or node.lineno, node.name) for node in classes]
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:

@@ -59,10 +59,12 @@ function timeline(box, plan) {
   const lane = plan.workers <= MANY ? 22 : 6, height = AXIS + plan.workers * lane + 4;
   const whole = plan.tasks.reduce((end, task) => Math.max(end, task[1] + task[2]), 1e-3);
   const kinds = [...new Set(plan.stages.map(stage => stage[0]))];
-  const colour = kind => COLOURS[kinds.indexOf(kind) % COLOURS.length];
+  const colours = kinds.map((kind, i) => COLOURS[i] || `hsl(${i * 137.5 % 360} 45% 48%)`);
+  const colour = kind => colours[kinds.indexOf(kind)];
   const rows = Array.from({ length: plan.workers }, () => []);
   for (const task of plan.tasks) rows[task[0]].push(task);
   for (const row of rows) row.sort((a, b) => a[1] - b[1]);
+  const count = plan.tasks.length === 1 ? "1 task" : plan.tasks.length + " tasks";
   let from = 0, span = whole;
 
   const bar = box.appendChild(Object.assign(document.createElement("div"), { className: "bar" }));
@@ -126,7 +128,7 @@ function timeline(box, plan) {
         }
       }
     });
-    shown.textContent = `${plan.tasks.length} tasks, ${from.toFixed(2)} to ${(from + span).toFixed(2)} of ` +
+    shown.textContent = `${count}, ${from.toFixed(2)} to ${(from + span).toFixed(2)} of ` +
       `${whole.toFixed(2)} us (wheel with Ctrl: zoom, drag: move, keys: + - 0 and arrows)`;
   }
 

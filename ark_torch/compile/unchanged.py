@@ -183,14 +183,15 @@ def _written(graph_module: GraphModule) -> set[int] | None:
 
 @contextlib.contextmanager
 def compiling_apart(backend: Callable[..., Any]) -> Iterator[Callable[[Any], Any]]:
-    """Gives torch.compile with this backend; what torch._dynamo keeps of it is gone afterwards. Where the same function
-    is compiled by its owner too, that takes isolate_recompiles (PyTorch 2.13 and later): before, entries of ours stay
-    beside theirs, and count for Dynamo's recompile limit."""
+    """Gives torch.compile with this backend, which knows no earlier call; what torch._dynamo keeps of it is gone
+    afterwards. Where the same function is compiled by its owner too, that takes isolate_recompiles (PyTorch 2.13 and
+    later): before, entries of ours stay beside theirs, and count for Dynamo's recompile limit."""
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, reset_code
     from torch._dynamo import convert_frame, pgo
     from torch._dynamo.utils import counters
 
-    sizes = copy.deepcopy(getattr(pgo, "_CODE_STATE", None))
+    sizes = getattr(pgo, "_CODE_STATE", None)
+    pgo._CODE_STATE = None  # or another size than the owner's last call had would count as dynamic
     counted = {name: Counter(of) for name, of in counters.items()}
     known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"isolate_recompiles": True} if known else {}

@@ -49,10 +49,12 @@ def test_broken_path_costs_the_compiler_row_only() -> None:
 
 
 def test_bad_environment_value_is_a_finding() -> None:
-    code, answer = report(ARK_SPIN_US="soon", ARK_TYPO="1")
+    code, answer = report(ARK_SPIN_US="soon", ARK_TIMNG="1")
     assert code == 1
     states = [row["state"] for row in rows_of(answer, "environment")]
     assert states == ["FAIL", "warn"]
+    assert rows_of(answer, "environment")[1]["found"] == "ARK_TIMNG is not a variable of ark_torch"
+    assert rows_of(answer, "environment")[1]["advice"] == "did you mean ARK_TIMING?"
     assert "ARK_SPIN_US='soon'" in rows_of(answer, "environment")[0]["advice"]
 
 
@@ -142,7 +144,8 @@ def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
 @pytest.mark.quick
 def test_doctor_imports_the_standard_library_only() -> None:
     script = (
-        "import sys; sys.orig_argv = ['-m', 'ark_torch.tools.doctor']; import ark_torch.tools._probes; "
+        "import sys; sys.argv = ['-m', 'doctor']; sys.orig_argv = ['python', '-m', 'ark_torch', 'doctor']; "
+        "import ark_torch.tools.doctor; "
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
