@@ -98,7 +98,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             )
         if not known[name].accepts(value):
             allowed = known[name].allowed
-            meant = _suggest.did_you_mean(value, allowed) if isinstance(value, str) and allowed is not bool else ""
+            given_name = isinstance(value, str) and isinstance(allowed, tuple)
+            meant = _suggest.did_you_mean(value, allowed) if given_name else ""  # type: ignore[arg-type]
             raise InvalidOption(f"options[{name!r}] is {value!r}{meant}; it takes {known[name].shown()}.")
         values[name] = value
     if values.get("minimum", 1) is None:

@@ -72,8 +72,8 @@ def _graph(graph: GraphReport) -> Iterator[str]:
         yield f"<p>The whole graph runs on {escape(graph.whole_on)}: {escape(graph.whole)}.</p>\n"
         return
     yield f"<p>{counted(graph.nodes, 'operator')}, {counted(graph.in_place, 'input')} updated in place.</p>\n"
-    heads = ("piece", "runs on", "operators", "estimated us", "measured: ark us", "Inductor us", "why")
-    yield _table(heads, [_piece(piece) for piece in graph.pieces], "pieces")
+    of_pieces = ("piece", "runs on", "operators", "estimated us", "measured: ark us", "Inductor us", "why")
+    yield _table(of_pieces, [_piece(piece) for piece in graph.pieces], "pieces")
     if graph.fallbacks:
         places = Counter(
             (f.operator, f.reason, f.module or "-", f"{f.file}:{f.line}" if f.file else "-") for f in graph.fallbacks

@@ -56,7 +56,7 @@ class Unchanged:
         for tensor, _ in self._plain():
             if tensor.untyped_storage()._cdata not in parameters:
                 self._save(tensor)
-        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         devices = list(range(torch.cuda.device_count())) if cuda else []
         self._stack.enter_context(torch.random.fork_rng(devices))
         self._stack.callback(random.setstate, random.getstate())
@@ -100,7 +100,7 @@ class Unchanged:
             if part.layout == torch.strided and part.device.type != "meta":
                 storage = part.untyped_storage()
                 if storage._cdata not in self._storages:
-                    self._storages[storage._cdata] = (storage, storage.clone())
+                    self._storages[storage._cdata] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def _walk(self, roots: Iterable[Any]) -> None:
         left, seen = list(roots), {id(container) for container, _ in self._containers}
@@ -203,7 +203,9 @@ def compiling_apart(backend: Callable[..., Any]) -> Iterator[Callable[[Any], Any
         counters.update(counted)
         for reference in list(convert_frame.input_codes.seen):
             code = reference()
-            entries = _debug_get_cache_entry_list(code) if code is not None else []
+            if code is None:
+                continue
+            entries = _debug_get_cache_entry_list(code)
             if entries and all(_backend_of(entry) is backend for entry in entries):
                 reset_code(code)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ark_torch
+from ark_torch.compile import rest
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -55,7 +56,10 @@ def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) ->
     )
 
 
-def test_log_says_who_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_says_who_was_chosen(
+    double: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rest, "compile_piece", lambda piece, static: (rest.interpreted(piece), "inductor"))
     with caplog.at_level("INFO", logger="ark_torch.compile"):
         torch.compile(models.Decoder().eval(), backend="ark")(torch.zeros(1, 4, dtype=torch.int64))
     (line,) = [line for record in caplog.records if " runs on " in (line := record.getMessage())]
