@@ -80,7 +80,7 @@ def test_regions_and_models_share_a_file(file: Path, compiled: Any) -> None:
     call(torch.randn(1, 8, 5, 5))
     _C.plan.flush_trace()
     regions = {step.region for step in steps_of(merge([read(file)]))}
-    assert len(regions) > 1 and all(region.startswith("ark::models.forward[") for region in regions), regions
+    assert len(regions) > 1 and all(".forward[" in region for region in regions), regions
 
 
 def test_bounded(file: Path, compiled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
