@@ -79,10 +79,16 @@ def ready() -> None:
         raise ImportError("ark_torch could not register its backend with PyTorch.") from _failures[-1]
 
 
+def program() -> str:
+    """What Python was asked to run: the path of a script, or the name behind -m. A program's main module alone can ask,
+    and what it imports first."""
+    arguments = len(getattr(sys, "argv", ()))  # a program that embeds Python need not have any
+    return next(iter(sys.orig_argv[-arguments:]), "") if arguments else ""
+
+
 def _is_command() -> bool:
     """Whether this process is `ark` or `python -m ark_torch`, whose import of this package comes first of all."""
-    program = sys.orig_argv[-len(sys.argv) :][:1] if sys.argv else []
-    return [text.rpartition("/")[2] for text in program] in (["ark"], ["ark_torch"])
+    return program().rpartition("/")[2] in ("ark", "ark_torch")
 
 
 def _torch_is_importing() -> bool:

@@ -64,6 +64,14 @@ def test_runs_as_a_module() -> None:
     assert done.returncode == 2 and "no-such-file" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_tools_are_no_programs_of_their_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ark_torch.tools.trace", "file"],
+        cwd=start.TESTS.parent, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1 and "use `ark trace`" in done.stderr and done.stdout == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
