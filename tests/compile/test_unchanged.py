@@ -119,7 +119,8 @@ def entries_of(function: Callable[..., Any], backend: Any) -> list[Any]:
     return [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
 
 
-def test_dynamo_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_dynamo_forgets_it() -> None:
     """The user's own compiled function stays compiled, and what explain saw does not make its sizes dynamic."""
     seen: list[list[Any]] = []
 
@@ -140,7 +141,6 @@ def test_dynamo_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ark_torch.explain(function, torch.ones(5, 3), ark_options=ARK).regions) == 1, "not answered by theirs"
     call(torch.ones(5, 3))
     assert len(seen) == 1 and len(own) == len(entries_of(function, mine)) == 1
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     for rows in range(6, 12):
         assert len(ark_torch.explain(function, torch.ones(rows, 3), ark_options=ARK).regions) == 1
     call(torch.ones(7, 3))
