@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,8 @@ def test_dynamo_forgets_it() -> None:
     assert len(ark_torch.explain(function, torch.ones(5, 3), ark_options=ARK).regions) == 1, "not answered by theirs"
     call(torch.ones(5, 3))
     assert len(seen) == 1 and len(own) == len(entries_of(function, mine)) == 1
+    if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+        return  # before PyTorch 2.13 they do count, as compiling_apart says
     for rows in range(6, 12):
         assert len(ark_torch.explain(function, torch.ones(rows, 3), ark_options=ARK).regions) == 1
     call(torch.ones(7, 3))
