@@ -135,7 +135,7 @@ endef
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
 	$(PY) benchmarks/collectives.py
 	$(PY) benchmarks/ddp_step.py
-	$(PY) -m ark_torch.tools.bench --readme
+	$(PY) -m ark_torch bench --developer --readme
 
 GPUS ?= 2
 bench-gpu: setup ## the benchmarks on GPUs; GPUS="2 4": on how many (half an hour and renewed tables)

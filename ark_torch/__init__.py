@@ -24,7 +24,7 @@ __all__ = ["Options", "__version__", "explain", "flight_record", "resident"]
 
 
 def flight_record() -> dict[str, Any]:
-    """What this process's groups did last: the flight record, as a dictionary (see ark_torch.tools.flight)."""
+    """What this process's groups did last: the flight record, as a dictionary (`ark flight` reads its files)."""
     from ark_torch.distributed import flight
 
     return flight.record()
@@ -33,9 +33,9 @@ def flight_record() -> dict[str, Any]:
 def explain(model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """What torch.compile(model, backend="ark") makes of this call: regions, what falls back, and why.
 
-    print() it; `.regions`, `.fallbacks` and `.graphs` hold the same as data. `ark_options={...}` are those of
-    torch.compile(options=...). With `target="sm_90a"` regions are also planned for that GPU, which need not be
-    here. The model is called once.
+    print() it, or `.save("report.html")`; `.regions`, `.fallbacks` and `.graphs` hold the same as data. Inference is
+    explained unless `training=True`, and the model is left as it was. `ark_options={...}` are those of
+    torch.compile(options=...). With `target="sm_90a"` regions are also planned for that GPU, which need not be here.
     """
     from ark_torch.compile.explain import explain as implementation
 

@@ -29,6 +29,7 @@ def register() -> None:
             # A list: a string would be taken letter by letter.
             dist.Backend.register_backend("ark", _create, extended_api=True, devices=["cpu", "cuda"])
             _hide_until_named(dist.Backend)
+            dist.Backend.ARK_TORCH = _Misnamed()  # type: ignore[attr-defined]
         _name_logs()
         _registered = True
         if _torch_is_importing() and (_problem() or _untested()) is not None:
@@ -65,12 +66,29 @@ def on_import() -> None:
     """`import ark_torch`: raises when PyTorch and the extension do not belong together, registers otherwise."""
     if _torch_is_importing():
         return  # PyTorch imports us to call register()
-    if "ark_torch.tools.doctor" in sys.orig_argv:
-        return  # it has to run where the check fails, and does the check itself
+    if _is_command():
+        return  # its doctor has to run where the check fails; other tools call ready() when they know what to do
+    ready()
+
+
+def ready() -> None:
+    """Checks that PyTorch and the extension belong together, and registers. ImportError names the remedy."""
     _check()
     register()
     if _failures:
         raise ImportError("ark_torch could not register its backend with PyTorch.") from _failures[-1]
+
+
+def program() -> str:
+    """What Python was asked to run: the path of a script, or the name behind -m. A program's main module alone can ask,
+    and what it imports first."""
+    arguments = len(getattr(sys, "argv", ()))  # a program that embeds Python need not have any
+    return next(iter(sys.orig_argv[-arguments:]), "") if arguments else ""
+
+
+def _is_command() -> bool:
+    """Whether this process is `ark` or `python -m ark_torch`, whose import of this package comes first of all."""
+    return program().rpartition("/")[2] in ("ark", "ark_torch")
 
 
 def _torch_is_importing() -> bool:
@@ -123,6 +141,19 @@ class _Name:
     def __get__(self, _: object, backend: Any) -> str:
         backend._plugins.setdefault(_Key("ARK"), self._plugin)
         return "ark"
+
+
+class _Misnamed:
+    """Backend.ARK_TORCH, for programs that name the backend by its package: PyTorch would say "Unknown backend type"
+    without the right name. Only Backend("ark_torch") reads it; for everybody else there is no such attribute."""
+
+    def __get__(self, _: object, backend: Any) -> str:
+        if sys._getframe(1).f_code is not backend.__new__.__code__:
+            raise AttributeError("ARK_TORCH")
+        raise ValueError(
+            'There is no backend "ark_torch"; did you mean "ark"? The package ark_torch brings it: '
+            'init_process_group(backend="ark"), or "cpu:ark,cuda:ark".'
+        )
 
 
 class _Key(str):

@@ -22,6 +22,7 @@ def configure(settings: env.Settings | None = None) -> None:
     from ark_torch import _C
 
     settings = settings or env.read()
+    env.warn_of_unknown()
     jit = _C._JitSettings()
     jit.version = __version__
     jit.kernels_dir = str(Path(__file__).resolve().parent / "kernels")

@@ -7,11 +7,15 @@ library only.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from ark_torch import _suggest
 
 PREFIX = "ARK_"
 # Read when the package is built, by build_backend/ark_aot.py alone.
@@ -273,11 +277,26 @@ def read(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(**values)
 
 
-def unknown(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Variables that start with ARK_ and are not ours: a misspelt name does nothing, and should be told."""
+def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that look like ours and are not, each with what may have been meant: a misspelt name does nothing, and
+    should be told. Such are all that start with ARK_ (the tests' own excepted), and ours in other letters."""
     environ = os.environ if environ is None else environ
-    known = {variable.name for variable in VARIABLES} | set(BUILD)
-    return sorted(name for name in environ if name.startswith(PREFIX) and name not in known)
+    ours = [name for name in (*names(), *BUILD) if name.startswith(PREFIX)]
+    folded = {name.replace("_", "") for name in ours}
+    found = {}
+    for name in sorted(set(environ) - set(ours)):
+        prefixed = name.startswith(PREFIX) and not name.startswith("ARK_TEST_")
+        if prefixed or name.upper().replace("-", "").replace("_", "") in folded:
+            meant = _suggest.closest(name, ours)
+            found[name] = f"did you mean {meant}?" if meant else f"known are {', '.join(ours)}."
+    return found
+
+
+@functools.cache
+def warn_of_unknown() -> None:
+    """Tells them in the log, once a process."""
+    for name, meant in unknown().items():
+        logging.getLogger("ark_torch").warning("%s is set, but is no variable of ark_torch: %s", name, meant)
 
 
 def names() -> list[str]:

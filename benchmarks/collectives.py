@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py [--quick] [--ops all_reduce] [--ranks 2,4] ...
 
-The same as `python -m ark_torch.tools.bench`, where the code lives so that it comes with the package.
+The same as `ark bench --developer`, where the code lives so that it comes with the package.
 """
 
 from __future__ import annotations
@@ -14,4 +14,4 @@ from ark_torch.tools.bench.cli import main
 
 if __name__ == "__main__":
     results = Path(__file__).resolve().parent / "results"
-    sys.exit(main(["--output", str(results), *sys.argv[1:]]))
+    sys.exit(main(["--developer", "--output", str(results), *sys.argv[1:]]))

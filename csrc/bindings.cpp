@@ -96,6 +96,21 @@ std::vector<CudaRuleTuple> from_cuda_rules(const std::vector<ark::CudaRule>& rul
   return tuples;
 }
 
+// What users set, as they would set it; of tables the number of their rules.
+py::str repr_of(const py::object& options) {
+  const py::object mode = options.attr("shared_memory").attr("name");
+  py::list shown;
+  shown.append(py::str("shared_memory={}").format(mode));
+  for (const char* name :
+       {"debug", "spin_us", "buffer_mb", "reduction", "share_gpu", "timing", "flight_record", "flight_dump"}) {
+    shown.append(py::str("{}={!r}").format(name, options.attr(name)));
+  }
+  for (const char* name : {"dispatch", "cuda_dispatch"}) {
+    shown.append(py::str("{}=<{} rules>").format(name, py::len(options.attr(name))));
+  }
+  return py::str("ark_torch.Options({})").format(py::str(", ").attr("join")(shown));
+}
+
 Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
 }
@@ -240,6 +255,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property(
           "cuda_dispatch", [](const Options& self) { return from_cuda_rules(self.cuda_dispatch); },
           [](Options& self, const std::vector<CudaRuleTuple>& rules) { self.cuda_dispatch = to_cuda_rules(rules); })
+      .def("__repr__", &repr_of)
       .def("__copy__", [](const Options& self) { return copy_of(self); })
       .def("__deepcopy__", [](const Options& self, const py::dict&) { return copy_of(self); });
 
@@ -290,6 +306,12 @@ PYBIND11_MODULE(_C, m) {
       // Ranks outside a new group call this on the parent (where a device is bound): nothing to do.
       .def(
           "perform_nocolor_split", [](ProcessGroupArk&, const py::object&) {}, py::arg("device") = py::none())
+      .def("__repr__",
+           [](ProcessGroupArk& self) {
+             return py::str("<ark group {!r}: rank {} of {}, {}>")
+                 .format(self.getGroupUid(), self.getRank(), self.getSize(),
+                         self.shares_memory() ? "shared memory" : "carried by Gloo");
+           })
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});
 
   m.def(

@@ -282,6 +282,11 @@ void bind_plan(py::module_& m) {
       .def("json", [](const Region& self) { return to_json(self.plan()); })
       .def("svg", [](const Region& self) { return to_svg(self.plan()); })
       .def("source", [](const Region& self) { return self.source(); })
+      .def("__repr__",
+           [](const Region& self) {
+             return py::str("<ark region {!r}: {} tasks for {} workers, estimated {:.1f} us>")
+                 .format(self.name(), self.plan().tasks.size(), self.plan().queues.size(), self.plan().estimated_us);
+           })
       .def_property_readonly("name", &Region::name)
       .def_property_readonly("from_cache", [](const Region& self) { return self.from_cache(); })
       .def_property_readonly("last_kernel_us", &Region::last_kernel_us)

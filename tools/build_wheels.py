@@ -7,7 +7,7 @@ and names the wheel after it; PyTorch's libraries stay PyTorch's. No container i
 decide, so build on the oldest system that is to be served.
 
 Each wheel is then installed into a clean environment and has to work there: version, entry points, two ranks
-(ark_torch.tools.doctor) and a compiled function. Wheels that pass lie in --output; the exit code is 0 when all did.
+(ark doctor) and a compiled function. Wheels that pass lie in --output; the exit code is 0 when all did.
 Standard library only.
 """
 
@@ -129,7 +129,7 @@ def check(wheel: Path, torch: str, builder: Path, folder: Path) -> None:
     wanted = [re.sub(r"^ark_torch-([^-]+)-.*$", r"\1", wheel.name), torch]
     if [told[0], told[1].split("+")[0]] != wanted:
         raise Failed(f"{wheel.name} says {told} where {wanted} was to be expected")
-    report = json.loads(run(python, "-m", "ark_torch.tools.doctor", "--json", cwd=folder, **environment))
+    report = json.loads(run(python, "-m", "ark_torch", "doctor", "--json", cwd=folder, **environment))
     if not report["cpu_works"]:
         raise Failed(f"{wheel.name}: {[row for row in report['rows'] if row['state'] == 'FAIL']}")
 

@@ -24,3 +24,12 @@ def ark(
     from ark_torch.compile import options as table
 
     return backend.compile_graph(graph_module, example_inputs, table.parse(mode, options))
+
+
+def __getattr__(name: str) -> Any:
+    """torch.compile(backend="ark_torch") loads that name, an entry point of its own, and is told the right one."""
+    if name == "ark_torch":
+        from ark_torch.errors import InvalidOption
+
+        raise InvalidOption('There is no backend "ark_torch"; did you mean "ark"? torch.compile(model, backend="ark")')
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -197,13 +198,21 @@ def dependencies(graph_module: GraphModule) -> dict[Node, set[Node]]:
 
 def origin_of(node: Node) -> str:
     """Where a node comes from, for people: "layers.0.attn (model.py:31)"."""
-    module = ""
-    for name, _ in (node.meta.get("nn_module_stack") or {}).values():
-        module = name
-    module = module.replace("L['self']", "").replace("L['s']", "").lstrip(".") or module
+    module = module_of(node)
     file, line = source_of(node)
     place = f"{file.rsplit('/', 1)[-1]}:{line}" if file else ""
     return f"{module} ({place})" if module and place else module or place or node.name
+
+
+def module_of(node: Node) -> str:
+    """The innermost module as the model's owner would write it: "layers.0.attn"; behind the variable that holds the
+    model where a function calls it: "model.layers.0.attn". "" for none, and in the model's own forward."""
+    module = ""
+    for name, _ in (node.meta.get("nn_module_stack") or {}).values():
+        module = name
+    module = re.sub(r"^[LG]\['(\w+)'\]", r"\1", module)
+    module = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", module)
+    return re.sub(r"^(self|fn|s)(\.|$)", "", module)
 
 
 def source_of(node: Node) -> tuple[str, int]:

@@ -21,7 +21,7 @@ from ark_torch.compile import aliasing, analysis, costs, decompositions, in_plac
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.lowering import CPU, reason_against
 from ark_torch.compile.options import Options
-from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log
+from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log, title_of
 from ark_torch.errors import CompileError, UnsupportedGraph
 
 TRAINS = (
@@ -84,7 +84,7 @@ def compile_graph(
             raise NotOneRegion(graph_report.whole) from None
         if not options.fallback:
             raise UnsupportedGraph(f'options={{"fallback": False}}, and {graph_report.whole}.') from None
-        log.info("the whole graph runs on eager PyTorch: %s", graph_report.whole)
+        log.info("%s: the whole graph runs on eager PyTorch: %s", title_of(graph_module), graph_report.whole)
         return graph_module.forward  # type: ignore[no-any-return]
     except _WholeGraph as reason:
         graph_report.whole = str(reason)
@@ -94,7 +94,7 @@ def compile_graph(
             raise UnsupportedGraph(
                 f'options={{"fallback": False}}, and the graph cannot run on ark: {reason}.'
             ) from None
-        log.info("the whole graph runs on Inductor: %s", reason)
+        log.info("%s: the whole graph runs on Inductor: %s", title_of(graph_module), reason)
     except BaseException:  # Dynamo will try again, or the user hears of it: no graph was compiled
         if report is not None:
             report.graphs.remove(graph_report)
@@ -142,7 +142,8 @@ def _capture(
                 if isinstance(error, CompileError):
                     raise
                 raise UnsupportedGraph(f"ark does not compile a graph: {rest.first_line(error)}") from error
-            log.warning("ark fails on a graph, which goes to Inductor: %s", rest.first_line(error), exc_info=True)
+            told = rest.first_line(error)
+            log.warning("%s: ark fails on it, and it goes to Inductor: %s", title_of(graph), told, exc_info=True)
             raise _WholeGraph(f"ark failed on it ({rest.first_line(error)})") from error
         way.append(straight.Way(call, inputs))
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -227,7 +228,7 @@ def compile_inference(
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
     for fallback in report.fallbacks:
-        log.info("falls back: %s", fallback)
+        log.info("%s falls back on %s", title_of(graph_module), fallback)
     if not options.fallback and report.fallbacks and launcher is None:
         raise UnsupportedGraph(_forbidden(report.fallbacks))
     if not any(piece.ark for piece in pieces):

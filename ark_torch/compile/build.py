@@ -79,9 +79,10 @@ class Builder:
     def _why_rest(self, piece: regions.Piece) -> str:
         """Why a piece is not ark's; which operator fell back for what stands among the graph's fallbacks."""
         few = sum(node in self._given for node in piece.nodes)
-        parts = [f"{len(piece.nodes) - few} fall back"] if few < len(piece.nodes) else []
+        back = len(piece.nodes) - few
+        parts = [f"{back} that ark does not run"] if back else []
         if few:
-            parts.append(f"{few} are too few in a row for a region (option minimum, {self._options.minimum})")
+            parts.append(f"{few} too few in a row for a region (option minimum, {self._options.minimum})")
         return ", ".join(parts)
 
     def _returned_views(self) -> list[Node]:
@@ -116,14 +117,14 @@ class Builder:
                 lowering.run(piece.nodes, results)
             fallback = self._options.fallback and self._launcher is None
             otherwise = self._otherwise(lowering, piece, results) if fallback else None
-            name = f"{self._title} {number}"
+            name = f"ark::{self._title} {number}"
             region = make_region(lowering, name, self._threads, otherwise, self._launcher is not None)
         except (Unsupported, RuntimeError, ValueError) as error:
             if self._launcher is not None:
                 raise NotOneRegion(rest.first_line(error)) from error
             if not self._options.fallback:
                 raise
-            log.warning("A region falls back to Inductor: %s", rest.first_line(error))
+            log.warning("%s, piece %d falls back to Inductor: %s", self._title, number, rest.first_line(error))
             return self._rest_step(number, piece, results, rest.first_line(error))
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
         if self._report.target:
@@ -175,7 +176,7 @@ class Builder:
 
         def tell(chosen: choice.Choice) -> None:
             told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
-            log.info("%s runs on %s", told.name, told)
+            log.info("%s, %s", self._title, told)
 
         known = choice.recall(name)
         if known is not None:
@@ -232,7 +233,8 @@ def make_region(
     begin = time.perf_counter()
     region = plan.Region(graph, name, options)
     origin = "taken from the cache" if region.from_cache else "compiled"
-    log.info("%s: kernel %s, %.3f s with its plan", name, origin, time.perf_counter() - begin)
+    title, _, number = name.removeprefix("ark::").rpartition(" ")
+    log.info("%s, piece %s: planned, and its kernel %s, in %.3f s", title, number, origin, time.perf_counter() - begin)
     return region
 
 

@@ -6,8 +6,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ark_torch import _suggest
 from ark_torch.compile import options as table
 from ark_torch.compile.report import Report
+
+IN_TRAINING_MODE = (
+    "the model is in training mode (model.training), and is explained as after model.eval(): explain(training=True) "
+    "explains its training"
+)
+WRITTEN = "code outside of compiled graphs wrote {} parameters, which stay written"
 
 
 def explain(
@@ -16,32 +23,56 @@ def explain(
     *args: Any,
     ark_options: Mapping[str, Any] | None = None,
     target: str = "",
+    training: bool = False,
     **kwargs: Any,
 ) -> Report:
     """Compiles `model` for these arguments and says what runs where, and why.
 
-    The model is called once under the caller's grad mode, so its caches are written as by any call. A compiled model is
-    given as it was before torch.compile; what it was compiled to before stays as it is. With a `target` ("sm_90a")
-    every region is planned for it as well, whether it is here or not.
+    Inference is explained, as under torch.no_grad() and after model.eval(), whatever the caller's mode; training=True
+    explains a call with gradients instead. The model is called once, and everything is put back: buffers, parameters,
+    attributes, the arguments' contents, random number generators, and what torch._dynamo has compiled. Where it has
+    collectives, all ranks call explain. A compiled model is explained as it was before torch.compile.
+
+    ark_options: as in torch.compile(backend="ark", options=...); InvalidOption names what is known.
+    target:      every region is planned for it as well ("sm_90a"), whether it is here or not. ValueError names those
+                 that are known.
     """
     import torch
     from torch._dynamo.utils import counters
 
     from ark_torch.compile.backend import compile_graph
+    from ark_torch.compile.unchanged import Unchanged, compiling_apart
 
     options = table.parse(None, ark_options)
     if target:
         from ark_torch import _C
 
-        if target not in _C.plan.targets():
-            raise ValueError(f"target={target!r} is not known; known are {', '.join(_C.plan.targets())}")
+        known = _C.plan.targets()
+        if target not in known:
+            meant = _suggest.did_you_mean(target, known)
+            raise ValueError(f"target={target!r} is not known{meant}; known are {', '.join(known)}")
+    plain = getattr(model, "_orig_mod", getattr(model, "_torchdynamo_orig_callable", model))
     report = Report(target=target)
+    unchanged = Unchanged([plain, args, kwargs])
 
     def backend(graph_module: Any, example_inputs: Any, **_: Any) -> Callable[..., Any]:
-        return compile_graph(graph_module, example_inputs, options, report)
+        compiled = compile_graph(graph_module, example_inputs, options, report)
 
-    plain = getattr(model, "_orig_mod", model)
-    before = Counter(counters["graph_break"])
-    torch.compile(plain, backend=backend)(*args, **kwargs)
-    report.graph_breaks = list((Counter(counters["graph_break"]) - before).elements())
+        def run(*inputs: Any) -> Any:
+            unchanged.save_written(graph_module, inputs)
+            return compiled(*inputs)
+
+        return run
+
+    with compiling_apart(backend) as compile_apart, unchanged, torch.set_grad_enabled(training):
+        if not training and any(module.training for module in unchanged.modules):
+            report.notes.append(IN_TRAINING_MODE)
+        for module in unchanged.modules:
+            module.training = module.training and training
+            module._compiled_call_impl = None  # of module.compile(): the model as it was before
+        before = Counter(counters["graph_break"])
+        compile_apart(plain)(*args, **kwargs)
+        report.graph_breaks = list((Counter(counters["graph_break"]) - before).elements())
+        if written := unchanged.changed_parameters():
+            report.notes.append(WRITTEN.format(written))
     return report

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ark_torch import _suggest
 from ark_torch.errors import InvalidOption
 
 
@@ -92,17 +93,22 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     if mode is not None and mode not in MODES:
         raise InvalidOption(
             f'torch.compile(backend="ark", mode={mode!r}): known modes are '
-            f"{', '.join(map(repr, MODES))}; everything else is set by options={{...}}."
+            f"{', '.join(map(repr, MODES))}{_suggest.did_you_mean(mode, MODES)}; everything else is set by "
+            f"options={{...}}, which take {', '.join(sorted(option.name for option in OPTIONS))}."
         )
     known = {option.name: option for option in OPTIONS}
     values: dict[str, Any] = {}
     for name, value in (options or {}).items():
         if name not in known:
             raise InvalidOption(
-                f'options[{name!r}] is not known to backend "ark"; it knows {", ".join(sorted(known))}.'
+                f'options[{name!r}] is not known to backend "ark"{_suggest.did_you_mean(str(name), known)}; '
+                f"it knows {', '.join(sorted(known))}."
             )
         if not known[name].accepts(value):
-            raise InvalidOption(f"options[{name!r}] is {value!r}; it takes {known[name].shown()}.")
+            allowed = known[name].allowed
+            given_name = isinstance(value, str) and isinstance(allowed, tuple)
+            meant = _suggest.did_you_mean(value, allowed) if given_name else ""  # type: ignore[arg-type]
+            raise InvalidOption(f"options[{name!r}] is {value!r}{meant}; it takes {known[name].shown()}.")
         values[name] = value
     cores = os.cpu_count() or 1
     if (values.get("threads") or 0) > cores * THREADS_A_CORE:

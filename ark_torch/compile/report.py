@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
+import linecache
 import logging
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,14 +34,19 @@ class Fallback:
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "no source line recorded"
-        return f"{self.operator}: {self.reason} ({self.module or 'no module'}, {place})"
+        return f"{self.operator}: {self.reason} ({f'{self.module}, ' if self.module else ''}{place})"
 
 
 def fallback_of(node: Node, reason: str) -> Fallback:
-    module = ""
-    for name, _ in (node.meta.get("nn_module_stack") or {}).values():
-        module = name
-    return Fallback(str(node.target), reason, module, *analysis.source_of(node))
+    return Fallback(str(node.target), reason, analysis.module_of(node), *analysis.source_of(node))
+
+
+RUNS_ON = {
+    "ark": "runs on ark",
+    "inductor": "runs on Inductor",
+    "eager": "runs on eager PyTorch",
+    "measure": "is decided by its first call",
+}
 
 
 @dataclass
@@ -59,13 +69,16 @@ class PieceReport:
 
     def __str__(self) -> str:
         common = ", ".join(f"{name} {count}" for name, count in self.operators.most_common(6))
-        times = f", ark {self.ark_us:.1f} us, inductor {self.inductor_us:.1f} us" if self.ark_us else ""
-        estimate = ""
+        rarer = len(self.operators) - 6
+        more = f" and {counted(rarer, 'other')}" if rarer > 0 else ""
+        parts = [f"{counted(self.nodes, 'operator')} ({common}{more})"]
         if self.region is not None:
-            estimate = f", estimated {self.region.estimated_us:.1f} us (costs {self.region.costs})"
+            parts.append(f"estimated {self.region.estimated_us:.1f} us (costs {self.region.costs})")
+        if self.ark_us:
+            parts.append(f"measured ark {self.ark_us:.1f} us, Inductor {self.inductor_us:.1f} us")
         why = f"; {self.reason}" if self.reason else ""
         planned = f"\n    {frame_text(self.target_plan[0])}" if self.target_plan is not None else ""
-        return f"{self.name}: {self.runs_on}, {self.nodes} operators ({common}){estimate}{times}{why}{planned}"
+        return f"{self.name} {RUNS_ON[self.runs_on]}: {', '.join(parts)}{why}{planned}"
 
 
 @dataclass
@@ -83,11 +96,14 @@ class GraphReport:
     def __str__(self) -> str:
         if self.whole:
             return f"the whole graph runs on {self.whole_on}: {self.whole}"
-        lines = [f"{self.nodes} operators, {len(self.pieces)} pieces, {self.in_place} inputs updated in place"]
+        operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
+        lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
         lines += [f"  {piece}" for piece in self.pieces]
         alike = Counter((f.operator, f.reason) for f in self.fallbacks)
         first = {(f.operator, f.reason): f for f in reversed(self.fallbacks)}
-        lines += [f"  falls back, {count} times: {first[key]}" for key, count in alike.most_common()]
+        lines += [
+            f"  falls back{f', {count} times' if count > 1 else ''}: {first[key]}" for key, count in alike.most_common()
+        ]
         return "\n".join(lines)
 
 
@@ -98,6 +114,7 @@ class Report:
     graphs: list[GraphReport] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)  # torch._dynamo's reasons
     target: str = ""  # regions are planned for it too
+    notes: list[str] = field(default_factory=list)  # about the call that was explained
 
     @property
     def regions(self) -> list[PieceReport]:
@@ -107,12 +124,29 @@ class Report:
     def fallbacks(self) -> list[Fallback]:
         return [fallback for graph in self.graphs for fallback in graph.fallbacks]
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one HTML page that needs nothing else: tables, and each region's schedule to zoom into.
+        OSError where the file cannot be written."""
+        from ark_torch.compile import report_html
+
+        Path(path).write_text(report_html.page(self), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        from ark_torch.compile import report_html
+
+        return report_html.frame(self)
+
     def __str__(self) -> str:
         if not self.graphs:
             return "no graph was compiled (was the model compiled before, or is there nothing to compile?)"
-        lines = [f"graph {i}: {graph}" for i, graph in enumerate(self.graphs)]
+        lines = [f"note: {note}" for note in self.notes]
+        lines += [f"graph {i}: {graph}" for i, graph in enumerate(self.graphs)]
         lines += [f"graph break: {reason.splitlines()[0]}" for reason in self.graph_breaks if reason]
         return "\n".join(lines)
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def frame_text(plan_json: str) -> str:
@@ -128,19 +162,42 @@ def frame_text(plan_json: str) -> str:
     )
 
 
+# Functions of libraries that call the one that a user knows: decorators, mostly.
+_WRAPPERS = re.compile(r"_?(call_impl|fn|inner|wrapped_call_impl)|(decorate|wrap(ped|per)?)(_\w+)?|\w+_wrapper")
+
+
 def title_of(graph_module: GraphModule) -> str:
-    """What regions are called in profiles, timelines and errors: file and function that were compiled, and which of
-    torch._dynamo's graphs it is: "ark::model.forward[0/0]", to which the number of the piece comes."""
-    function = "graph"
+    """What a graph is called in profiles, timelines, errors and the log: class (or file) and function that were
+    compiled, past decorators; then which of torch._dynamo's compilations it is, numbered as PyTorch's own logs do:
+    "Llama.forward[0/0]"."""
+    title = "graph"
     for node in graph_module.graph.nodes:
-        frames = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-        outermost = next((line for line in frames if line.startswith('File "')), "")
-        if ", in " in outermost:
-            file = outermost[6:].partition('"')[0].rpartition("/")[2].removesuffix(".py")
-            function = f"{file}.{outermost.rpartition(', in ')[2]}"
+        called = _CALL.findall(node.meta.get("stack_trace") or "")
+        if called:
+            file, line, function = next((one for one in called if not _WRAPPERS.fullmatch(one[2])), called[0])
+            title = f"{_class_at(file, int(line)) or Path(file).stem}.{function}"
             break
     compiling = torch._guards.CompileContext.current_compile_id()
-    return f"ark::{function}" + (f"[{compiling}]" if compiling is not None else "")
+    return title + (f"[{compiling}]" if compiling is not None else "")
+
+
+_CALL = re.compile(r'^ *File "(.+)", line (\d+), in (.+?) *$', re.M)
+
+
+def _class_at(file: str, line: int) -> str:
+    """The innermost class around a line of a file; "" for none."""
+    around = [(first, name) for first, last, name in _classes(file) if first <= line <= last]
+    return max(around, default=(0, ""))[1]
+
+
+@functools.lru_cache(32)
+def _classes(file: str) -> list[tuple[int, int, str]]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):  # of a notebook's cell with magic commands, say
+        return []
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    return [(node.lineno, node.end_lineno or node.lineno, node.name) for node in classes]
 
 
 def operators_of(nodes: list[Node]) -> Counter[str]:

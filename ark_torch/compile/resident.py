@@ -84,6 +84,11 @@ class Resident:
         self._loop: Callable[..., Any] | None = None
         self._single: Callable[..., Any] | None = None
 
+    def __repr__(self) -> str:
+        compiled = self._loop is not None or self._single is not None
+        how = f"step by step: {self.reason}" if self.reason else "many steps a launch" if compiled else "not called yet"
+        return f"<ark_torch.resident of {getattr(self._step, '__qualname__', type(self._step).__name__)}, {how}>"
+
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def __call__(self, *state: Tensor, steps: int, inputs: Sequence[Tensor] = ()) -> Steps:

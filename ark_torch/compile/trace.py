@@ -1,7 +1,7 @@
 """ARK_TRACE: the timeline of what regions do, task by task, written by C++ (csrc/plan/trace.hpp).
 
 The variable is read when a region is compiled, and again with every later one. Where several ranks run, each writes a
-file of its own, with its rank before the suffix; `python -m ark_torch.tools.trace` puts them together.
+file of its own, with its rank before the suffix; `ark trace` puts them together.
 """
 
 from __future__ import annotations

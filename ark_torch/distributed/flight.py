@@ -1,7 +1,7 @@
 """The flight record of this process: its last operations, their states and times.
 
 A failed collective writes it by itself where ARK_FLIGHT_DUMP is set; these functions take it at any other time, for
-instance from a signal handler of a job that hangs. Read it with `python -m ark_torch.tools.flight`.
+instance from a signal handler of a job that hangs. Read it with `ark flight`.
 """
 
 from __future__ import annotations

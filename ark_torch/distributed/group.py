@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -46,7 +45,7 @@ def create(dist_backend_opts: Any, backend_options: Any) -> Any:
         torch.distributed.DistBackendError: the ranks could not be connected; names the rank.
     """
     settings = env.read()
-    _warn_of_unknown_variables()
+    env.warn_of_unknown()
     rank, size = dist_backend_opts.group_rank, dist_backend_opts.group_size
     timeout = dist_backend_opts.timeout
     if settings.disable:
@@ -164,13 +163,6 @@ def _stand_in(opts: Any, rank: int, size: int, timeout: datetime.timedelta) -> A
     if not cuda:
         return _make_gloo(opts.store, rank, size, timeout)
     return _make_nccl(opts.store, rank, size, timeout, name=opts.group_id, members=opts.global_ranks_in_group)
-
-
-@functools.cache
-def _warn_of_unknown_variables() -> None:
-    for name in env.unknown():
-        if not name.startswith("ARK_TEST_"):
-            log.warning("%s is set but is no variable of ark_torch; it knows %s", name, ", ".join(env.names()))
 
 
 def _shutdown_at_exit() -> None:

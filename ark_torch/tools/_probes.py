@@ -116,9 +116,8 @@ def environment() -> Iterator[Row]:
         yield Row("environment", OK, shown)
     except ValueError as error:
         yield Row("environment", FAIL, shown, str(error))
-    for name in env.unknown():
-        known = ", ".join(variable.name for variable in env.VARIABLES)
-        yield Row("environment", WARN, f"{name} is not a variable of ark_torch", f"known: {known}")
+    for name, meant in env.unknown().items():
+        yield Row("environment", WARN, f"{name} is not a variable of ark_torch", meant)
 
 
 def shared_memory() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""What `tools.tune --cuda` times: CUDA graphs of one operation, alone or beside products of matrices."""
+"""What `ark tune --cuda` times: CUDA graphs of one operation, alone or beside products of matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What works on this machine, what does not, and why: `python -m ark_torch.tools.doctor [--json]`.
+"""`ark doctor`: what works on this machine, what does not, and why.
 
 The first thing to run, and to send along, when something is wrong; so it must not itself fall over: it imports the
 standard library only, a probe that raises becomes a row, and what might take the process down (importing PyTorch, the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -53,7 +52,13 @@ def as_table(rows: list[Row]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.doctor", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="ark doctor",
+        description="Check PyTorch, the extension, shared memory, compilers and GPUs of this machine, and run a small\n"
+        "all_reduce of two processes. Each row says ok, info, warn or FAIL, and what to do about it.\n\n"
+        "exit code: 0 when collectives on CPU tensors work, 1 otherwise",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args(arguments)
     started = time.monotonic()
@@ -66,7 +71,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(as_table(rows))
         print("\nCollectives on CPU tensors " + ("work." if works else "do not work: see the rows that say FAIL."))
     return 0 if works else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,11 +1,4 @@
-"""What backend="ark" makes of a model: `python -m ark_torch.tools.explain MODULE:FUNCTION [--output FOLDER]`.
-
-FUNCTION takes nothing and returns (model, arguments) or (model, arguments, keywords); MODULE may be a file. Shown are
-the regions, what falls back and why, and each region's work by kind. --output writes every region's plan as JSON, its
-estimated schedule as a drawing, and the generated source. --target sm_90a plans every region for that GPU as well,
-which need not be here: what its loaders fetch ahead, in which order, what travels as packets. Exit code: 0, or 1 when
-something falls back, or 2 when the model cannot be had.
-"""
+"""`ark explain`: what backend="ark" makes of a model, as text, as an HTML page, and as files of each region."""
 
 from __future__ import annotations
 
@@ -14,12 +7,26 @@ import importlib
 import json
 import runpy
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ark_torch.compile.report import PieceReport, frame_text
+if TYPE_CHECKING:
+    from ark_torch.compile.report import PieceReport
+
+DESCRIPTION = """\
+Show what torch.compile(backend="ark") makes of a model: its regions, what falls back and why, and each region's work by
+kind. FUNCTION takes nothing and returns (model, arguments) or (model, arguments, keywords); MODULE is the name of a
+module, or a file. The model is called once, as for inference.
+
+exit code: 0, 1 when something falls back, 2 when the model cannot be had
+"""
+EXAMPLES = """\
+examples:
+  ark explain mymodel.py:example                         print the report
+  ark explain mymodel.py:example --html report.html      the same as a page, with schedules to zoom into
+  ark explain mymodel:example --target sm_90a            also plan it for a GPU that need not be here
+"""
 
 
 def subject(text: str) -> Callable[[], Any]:
@@ -37,17 +44,13 @@ def subject(text: str) -> Callable[[], Any]:
     return names[name]  # type: ignore[no-any-return]
 
 
-def work_by_kind(plan: dict[str, Any]) -> Iterator[str]:
+def work(plan: dict[str, Any]) -> Iterator[str]:
     """A table: stages, tasks, arithmetic, bytes and the estimated time of all workers together."""
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0, 0])
-    for stage in plan["stages"]:
-        row = kinds[stage["name"]]
-        for column, amount in enumerate((1, stage["tasks"], stage["flops"], stage["bytes"], stage["cost_us"])):
-            row[column] += amount
+    from ark_torch.compile.report_html import work_by_kind
+
     yield f"    {'kind':<24} {'stages':>7} {'tasks':>7} {'MFLOP':>9} {'MB':>9} {'est. us':>9}"
-    for name, (stages, tasks, flops, moved, cost) in sorted(kinds.items(), key=lambda item: -item[1][4]):
-        shown = f"{stages:>7.0f} {tasks:>7.0f} {flops / 1e6:>9.3f} {moved / 1e6:>9.3f} {cost:>9.1f}"
-        yield f"    {name:<24} {shown}"
+    for name, stages, tasks, mflop, megabytes, cost in work_by_kind(plan):
+        yield f"    {name:<24} {stages:>7} {tasks:>7} {mflop:>9.3f} {megabytes:>9.3f} {cost:>9.1f}"
     arena, eager = plan["arena_bytes"], plan["eager_peak_bytes"]
     yield f"    temporaries: {arena / 1024:.1f} KB, eager {eager / 1024:.1f} KB; {len(plan['events'])} events"
     target = plan["target"]
@@ -72,16 +75,24 @@ def write(piece: PieceReport, stem: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ark_torch.tools.explain", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="ark explain",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("subject", metavar="MODULE:FUNCTION", help="returns (model, arguments[, keywords])")
-    parser.add_argument("--output", type=Path, help="folder for plans, drawings and sources")
-    parser.add_argument("--target", default="", help="plan for it too, such as sm_90a")
+    add = parser.add_argument
+    add("subject", metavar="MODULE:FUNCTION", help="returns (model, arguments[, keywords])")
+    add("--html", type=Path, metavar="FILE", help="write the report as one self-contained page")
+    add("--output", type=Path, metavar="DIR", help="write each region's plan (JSON), schedule (SVG) and source")
+    add("--target", default="", metavar="NAME", help="also plan the regions for this target, such as sm_90a")
+    add("--training", action="store_true", help="explain a call with gradients (default: inference)")
     chosen = parser.parse_args(argv)
 
-    import torch
+    from ark_torch import _autoload
 
+    _autoload.ready()
     import ark_torch
+    from ark_torch.compile.report import frame_text
 
     try:
         model, arguments, *keywords = subject(chosen.subject)()
@@ -89,26 +100,24 @@ def main(argv: list[str] | None = None) -> int:
         print(f"explain: {error}", file=sys.stderr)
         return 2
     try:
-        with torch.no_grad():
-            report = ark_torch.explain(model, *arguments, target=chosen.target, **(keywords[0] if keywords else {}))
+        given = {"target": chosen.target, "training": chosen.training, **(keywords[0] if keywords else {})}
+        report = ark_torch.explain(model, *arguments, **given)
     except ValueError as error:
         if "target=" not in str(error):
             raise
         print(f"explain: {error}", file=sys.stderr)
         return 2
     print(report)
+    if chosen.html is not None:
+        report.save(chosen.html)
     for number, graph in enumerate(report.graphs):
         for piece in (piece for piece in graph.pieces if piece.region is not None):
             print(f"  graph {number}, {piece.name}:")
-            print("\n".join(work_by_kind(json.loads(piece.plan_json))))
+            print("\n".join(work(json.loads(piece.plan_json))))
             if piece.target_plan is not None:
                 print("  planned " + frame_text(piece.target_plan[0]) + ":")
-                print("\n".join(work_by_kind(json.loads(piece.target_plan[0]))))
+                print("\n".join(work(json.loads(piece.target_plan[0]))))
             if chosen.output is not None:
                 chosen.output.mkdir(parents=True, exist_ok=True)
                 write(piece, chosen.output / f"graph{number}-{piece.name.replace(' ', '')}")
     return 1 if report.fallbacks or any(graph.whole for graph in report.graphs) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

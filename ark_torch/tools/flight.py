@@ -1,9 +1,8 @@
-"""Look at flight records: `python -m ark_torch.tools.flight show FILE...` and `... convert FILE... --output DIR`.
+"""`ark flight show` and `ark flight convert`: look at flight records.
 
 A record is what a process wrote when a collective failed (ARK_FLIGHT_DUMP) or when asked
 (ark_torch.distributed.flight.dump). Give the files of all ranks, or the folder they lie in. `show` says which rank is
 behind and which operations do not match; `convert` writes what PyTorch's own analyser (torchfrtrace) reads.
-Exit code: 0, or 1 when something was found by `show`, or 2 when the files cannot be used.
 """
 
 from __future__ import annotations
@@ -17,6 +16,19 @@ from pathlib import Path
 from ark_torch.tools import flight_convert
 from ark_torch.tools.flight_analysis import Job, mismatches, stragglers, unpaired
 from ark_torch.tools.flight_dumps import Dump, DumpError, Operation, load
+
+DESCRIPTION = """\
+Read the flight records of all ranks of a job: what each rank's groups did last. A failed collective writes one where
+ARK_FLIGHT_DUMP names a path; ark_torch.distributed.flight.dump() does at any time.
+
+exit code: 0, 1 when `show` finds something wrong, 2 when the files cannot be used
+"""
+EXAMPLES = """\
+examples:
+  ARK_FLIGHT_DUMP=/tmp/job/ torchrun ...    write records on failure
+  ark flight show /tmp/job                  which rank is behind, and which operations do not match
+  ark flight convert /tmp/job -o out        then: torchfrtrace out --prefix ark_rank_
+"""
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
@@ -101,14 +113,21 @@ def show(dumps: dict[int, Dump], last: int) -> tuple[list[str], bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.flight", description="Reads flight records.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for command, what in (("show", "print a merged report"), ("convert", "write files for torchfrtrace")):
-        sub = commands.add_parser(command, help=what)
-        sub.add_argument("files", nargs="+", help="records of the ranks, or folders of them")
-    commands.choices["show"].add_argument("--last", type=int, default=8, help="operations shown a group (default 8)")
-    commands.choices["convert"].add_argument("--output", "-o", type=Path, required=True, help="folder to write to")
-    commands.choices["convert"].add_argument("--prefix", default="ark_rank_", help="of the files' names")
+    parser = argparse.ArgumentParser(
+        prog="ark flight",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="show|convert")
+    for command, what in (("show", "print a merged report of all ranks"), ("convert", "write files for torchfrtrace")):
+        sub = commands.add_parser(command, help=what, description=what[0].upper() + what[1:] + ".")
+        sub.add_argument("files", nargs="+", metavar="FILE", help="records of the ranks, or folders of them")
+    add = commands.choices["show"].add_argument
+    add("--last", type=int, default=8, metavar="N", help="operations shown for each group (default: %(default)s)")
+    add = commands.choices["convert"].add_argument
+    add("--output", "-o", type=Path, required=True, metavar="DIR", help="folder to write to")
+    add("--prefix", default="ark_rank_", metavar="TEXT", help="of the files' names (default: %(default)s)")
     options = parser.parse_args(arguments)
     try:
         dumps = load(options.files)
@@ -125,7 +144,3 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"note: {note}")
     print(f"wrote {len(written)} files; now run: torchfrtrace {options.output} --prefix {options.prefix}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

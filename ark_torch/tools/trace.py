@@ -1,10 +1,4 @@
-"""Timelines that ARK_TRACE made: `python -m ark_torch.tools.trace FILE...`.
-
-Tells for every region how long its steps took and what the workers did meanwhile. Files of several ranks are put on one
-clock; --output keeps them as one file for Perfetto (https://ui.perfetto.dev), --timeline one step of all ranks;
---picture draws that step. Files whose names end in .gz are packed. Exit code: 0, or 2 when a file is no timeline or
-holds no step.
-"""
+"""`ark trace`: what the timelines say that ARK_TRACE made, merged, cut and drawn."""
 
 from __future__ import annotations
 
@@ -17,6 +11,19 @@ from pathlib import Path
 
 from ark_torch.tools._trace_files import Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
+
+DESCRIPTION = """\
+Print, for every compiled region, how long its steps took and what its workers did meanwhile. --output and --timeline
+write files for Perfetto (https://ui.perfetto.dev), packed where the name ends in .gz.
+
+exit code: 0, or 2 when a file is no timeline or holds no step
+"""
+EXAMPLES = """\
+examples:
+  ARK_TRACE=trace.json python decode.py     write a timeline
+  ark trace trace.json                      summarise it
+  ark trace trace.rank*.json --output all.json --picture step.svg
+"""
 
 
 def summary(region: str, steps: Sequence[Step]) -> Iterator[str]:
@@ -77,14 +84,15 @@ def choose(steps: Sequence[Step], number: int | None) -> list[Step]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m ark_torch.tools.trace", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="ark trace", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help="what ARK_TRACE named, of every rank")
-    parser.add_argument("--output", type=Path, help="one file of all, on one clock")
-    parser.add_argument("--timeline", type=Path, help="one step alone, of all ranks, for Perfetto")
-    parser.add_argument("--picture", type=Path, help="a drawing (SVG) of one step")
-    parser.add_argument("--microseconds", type=float, default=float("inf"), help="how much of it, from its begin")
-    parser.add_argument("--step", type=int, help="which step that is, from 0 (default: a typical one)")
+    add = parser.add_argument
+    add("files", metavar="FILE", type=Path, nargs="+", help="timelines, one for each rank; .gz is unpacked")
+    add("--output", type=Path, metavar="FILE", help="write all ranks to one file, on one clock")
+    add("--timeline", type=Path, metavar="FILE", help="write one step of all ranks")
+    add("--picture", type=Path, metavar="FILE", help="draw that step (SVG)")
+    add("--step", type=int, metavar="N", help="which step, from 0 (default: a typical one)")
+    add("--microseconds", type=float, default=float("inf"), metavar="US", help="draw so much of it (default: all)")
     chosen = parser.parse_args(argv)
     try:
         merged = merge([read(path) for path in chosen.files])
@@ -104,7 +112,3 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.picture is not None:
         chosen.picture.write_text(draw(one, chosen.microseconds), encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,149 +1,54 @@
-"""Measures which algorithm and chunk suit this machine and writes a dispatch table: `python -m ark_torch.tools.tune`.
+"""`ark tune`: measures which algorithms suit this machine and writes them as a dispatch table.
 
-For all_reduce it finds the best chunk of one shot and of two shots and, size by size, which of the two is faster; for
-the other collectives the best chunk. Candidates are tried in turns within the same processes, several rounds, and
-compared by their medians, so that noise hits all alike. The table is used through ARK_DISPATCH=FILE; every rank of a
-group uses rank 0's. Run it on an otherwise idle machine, once with as many ranks as the jobs will have. With --cuda it
-finds the sizes from which each CUDA algorithm is taken (_tune_cuda.py) and adds them to the same file.
+The table is used through ARK_DISPATCH=FILE; every rank of a group uses rank 0's. _tune_cpu.py measures for CPU tensors,
+_tune_cuda.py for CUDA tensors; both keep what the other has written to the same file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import statistics
-import sys
 import tempfile
-import time
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-
-from ark_torch.tools._tune_cuda import FIELDS
-from ark_torch.tools._tune_cuda import tune as tune_cuda
-
-ANY_BYTES = 2**64 - 1
-ANY_RANKS = 2**32 - 1
-CHUNKS = [64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20]
-SIZES = [1 << power for power in range(10, 27, 2)]
-Key = TypeVar("Key", int, str)
-MOVING = ("all_gather", "broadcast", "reduce_scatter", "all_to_all", "gather", "scatter")
+DESCRIPTION = """\
+Measure which algorithm and chunk size are fastest on this machine, for every collective and size, and write a dispatch
+table. Run it on an idle machine, with as many ranks as the jobs will have, then set ARK_DISPATCH to the file.
+"""
+EXAMPLES = """\
+examples:
+  ark tune                                  collectives on CPU tensors, 2 ranks
+  ark tune --ranks 8 --output node.json     the same, 8 ranks
+  ark tune --cuda                           collectives on CUDA tensors, one rank for each GPU
+  ARK_DISPATCH=node.json torchrun ...       use the table
+"""
 
 
-def rule(collective: str, algorithm: str, when: str, max_bytes: int, chunk: int) -> dict[str, Any]:
-    """One rule of a table, for any number of ranks."""
-    return {
-        "collective": collective,
-        "algorithm": algorithm,
-        "when": when,
-        "max_ranks": ANY_RANKS,
-        "max_bytes": max_bytes,
-        "chunk_bytes": chunk,
-    }
-
-
-def _group(rules: list[dict[str, Any]]) -> Any:
-    from ark_torch import _C
-    from ark_torch.distributed.group import complete
-
-    options = complete(_C.Options())
-    options.dispatch = [tuple(entry.values()) for entry in rules]
-    return dist.new_group(backend="ark", pg_options=options)
-
-
-def _call(collective: str, group: Any, floats: int) -> Any:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    x = torch.rand(floats)
-    if collective == "all_reduce":
-        return lambda: dist.all_reduce(x, group=group)
-    if collective == "broadcast":
-        return lambda: dist.broadcast(x, 0, group=group)
-    if collective == "all_to_all":
-        y, z = torch.rand(floats * size), torch.empty(floats * size)
-        return lambda: dist.all_to_all_single(z, y, group=group)
-    wide = torch.rand(floats * size)
-    parts = list(wide.chunk(size))
-    if collective == "all_gather":
-        return lambda: dist.all_gather(parts, x, group=group)
-    if collective == "reduce_scatter":
-        return lambda: dist.reduce_scatter(x, parts, group=group)
-    if collective == "gather":
-        return lambda: dist.gather(x, parts if rank == 0 else None, 0, group=group)
-    return lambda: dist.scatter(x, parts if rank == 0 else None, 0, group=group)
-
-
-def _best(collective: str, groups: dict[Key, Any], floats: int, rounds: int) -> tuple[Key, float]:
-    """The key of the group whose median time is the lowest, the same on all ranks, and that time in microseconds."""
-    calls = {key: _call(collective, group, floats) for key, group in groups.items()}
-    times: dict[Key, list[float]] = {key: [] for key in groups}
-    repeats = max(3, min(200, (4 << 20) // (floats * 4)))
-    for _ in range(rounds):
-        for key, call in calls.items():
-            call()
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            times[key].append((time.perf_counter() - start) / repeats * 1e6)
-    medians = torch.tensor([statistics.median(times[key]) for key in groups], dtype=torch.float64)
-    dist.all_reduce(medians, dist.ReduceOp.MAX)
-    index = int(medians.argmin())
-    return list(groups)[index], float(medians[index])
-
-
-def _tune(rank: int, size: int, rendezvous: str, rounds: int, output: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("ark", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    when = "oversubscribed" if size > len(os.sched_getaffinity(0)) else "core_per_rank"
-    say = print if rank == 0 else lambda *_: None
-    rules: list[dict[str, Any]] = []
-
-    best: dict[str, Any] = {}
-    chunks: dict[str, int] = {}
-    for algorithm in ("one_shot", "two_shot"):
-        groups = {chunk: _group([rule("all_reduce", algorithm, when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
-        chunks[algorithm], _ = _best("all_reduce", groups, (16 << 20) // 4, rounds)
-        best[algorithm] = groups[chunks[algorithm]]
-        say(f"all_reduce, {algorithm}: chunks of {chunks[algorithm] >> 10} KiB")
-    winners: list[tuple[str, int]] = []  # algorithm, up to that size
-    for bytes_ in SIZES:
-        algorithm, microseconds = _best("all_reduce", best, bytes_ // 4, rounds)
-        say(f"  {bytes_:>8} bytes: {algorithm} ({microseconds:.1f} us)")
-        if winners and winners[-1][0] == algorithm:
-            winners.pop()
-        winners.append((algorithm, bytes_))
-    winners[-1] = (winners[-1][0], ANY_BYTES)
-    for collective in ("all_reduce", "reduce"):
-        rules += [rule(collective, algorithm, when, limit, chunks[algorithm]) for algorithm, limit in winners]
-
-    for collective in MOVING:
-        groups = {chunk: _group([rule(collective, "one_shot", when, ANY_BYTES, chunk)]) for chunk in CHUNKS}
-        chunk, microseconds = _best(collective, groups, (4 << 20) // 4, rounds)
-        say(f"{collective}: chunks of {chunk >> 10} KiB ({microseconds:.0f} us for 4 MiB a rank)")
-        rules.append(rule(collective, "one_shot", when, ANY_BYTES, chunk))
-    if rank == 0:
-        kept = {}
-        if os.path.exists(output):
-            with open(output, encoding="utf-8") as file:
-                kept = {name: value for name, value in json.load(file).items() if name in ("cuda", "fast")}
-        with open(output, "w", encoding="utf-8") as file:
-            json.dump({**kept, "ranks": size, "cores": len(os.sched_getaffinity(0)), "rules": rules}, file, indent=1)
-        say(f"wrote {output}: use it with ARK_DISPATCH={output}")
-    dist.destroy_process_group()
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ark tune", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--cuda", action="store_true", help="tune for CUDA tensors, one rank for each GPU (default: CPU tensors)")
+    add("--ranks", type=int, metavar="N", help="number of processes (default: 2; with --cuda: one for each GPU)")
+    add("--rounds", type=int, default=7, metavar="N", help="measurements of each candidate (default: %(default)s)")
+    add("--only", nargs="+", default=[], metavar="FIELD", help="with --cuda: measure these fields of the table only")
+    add("--output", default="ark-dispatch.json", metavar="FILE", help="file to write (default: %(default)s)")
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m ark_torch.tools.tune", description=__doc__.splitlines()[0])
-    parser.add_argument("--cuda", action="store_true", help="the algorithms for CUDA tensors, one rank a GPU")
-    parser.add_argument("--ranks", type=int, help="processes to measure with (default 2; --cuda: one for each GPU)")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each candidate (default 7)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="FIELD", help="--cuda: measure these numbers alone")
-    parser.add_argument("--output", default="ark-dispatch.json", help="file to write (default ark-dispatch.json)")
+    """Runs `ark tune`; returns the exit code."""
+    parser = make_parser()
     options = parser.parse_args(arguments)
+
+    from ark_torch import _autoload, _suggest
+
+    _autoload.ready()
+    import torch
+    import torch.multiprocessing as mp
+
+    from ark_torch.tools import _tune_cpu, _tune_cuda
+
     gpus = torch.cuda.device_count() if options.cuda else 0
     if options.ranks is None:
         options.ranks = min(8, gpus) if options.cuda else 2
@@ -151,17 +56,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--cuda needs a GPU for each of 2 ranks or more, and this machine has {gpus}")
     if options.ranks < 2 or options.rounds < 1:
         parser.error("--ranks must be 2 or more and --rounds 1 or more")
-    known = {field.name for field in FIELDS}
-    if options.only and not (options.cuda and set(options.only) <= known):
-        parser.error(f"--only goes with --cuda, and takes {', '.join(sorted(known))}")
-    measure = tune_cuda if options.cuda else _tune
+    known = sorted(field.name for field in _tune_cuda.FIELDS)
+    if options.only and not options.cuda:
+        parser.error("--only goes with --cuda")
+    for name in options.only:
+        if name not in known:
+            meant = _suggest.did_you_mean(name, known)
+            parser.error(f"--only: there is no field {name!r}{meant}; fields are {', '.join(known)}")
     with tempfile.TemporaryDirectory() as folder:
         spawned: tuple[Any, ...] = (options.ranks, f"{folder}/store", options.rounds, options.output)
         if options.cuda:
             spawned += (options.only,)
-        mp.spawn(measure, spawned, options.ranks)  # type: ignore[no-untyped-call]
+        mp.spawn(_tune_cuda.tune if options.cuda else _tune_cpu.tune, spawned, options.ranks)  # type: ignore[no-untyped-call]
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

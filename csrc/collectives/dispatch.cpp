@@ -1,5 +1,5 @@
 // The default table and the look-up. Sizes and chunks come from sweeps on a two-core machine that did nothing else, the
-// candidates taking turns in one pair of processes; tools.tune measures them for another machine.
+// candidates taking turns in one pair of processes; `ark tune` measures them for another machine.
 #include "collectives/dispatch.hpp"
 
 #include <limits>

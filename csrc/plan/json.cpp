@@ -94,8 +94,10 @@ void write_buffers(JsonWriter& json, const Plan& plan) {
 }
 
 void write_tasks(JsonWriter& json, const Plan& plan) {
+  const std::vector<double> starts = estimated_starts(plan);
   json.key("tasks").open('[');
-  for (const Task& task : plan.tasks) {
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Task& task = plan.tasks[index];
     json.open('{').field("stage", task.stage).field("begin", task.begin).field("end", task.end);
     json.field("worker", task.worker);
     if (task.replica) json.flag("replica", true);
@@ -103,7 +105,7 @@ void write_tasks(JsonWriter& json, const Plan& plan) {
     write_list(json, "waits", task.waits);
     if (!task.carried.empty()) write_list(json, "carried", task.carried);
     write_list(json, "signals", task.signals);
-    json.key("cost_us").real(task.cost_us).close('}');
+    json.key("begin_us").real(starts[index]).key("cost_us").real(task.cost_us).close('}');
   }
   // Whoever waits for an event waits for what this says.
   std::vector<const Stage*> signalling(plan.events.size(), nullptr);

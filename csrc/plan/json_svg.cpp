@@ -36,7 +36,9 @@ std::string formatted(const char* format, Values... values) {
   return text;
 }
 
-// When each task starts, if all takes what was estimated; a wait takes wait_us from the signal of another worker.
+}  // namespace
+
+// A wait takes wait_us from the signal of another worker.
 std::vector<double> estimated_starts(const Plan& plan) {
   std::vector<double> start(plan.tasks.size(), 0), free(plan.queues.size(), 0);
   std::vector<std::pair<double, int>> met(plan.events.size(), {0, -1});  // last signal, by which worker
@@ -53,8 +55,6 @@ std::vector<double> estimated_starts(const Plan& plan) {
   }
   return start;
 }
-
-}  // namespace
 
 std::string to_svg(const Plan& plan) {
   const char* colours[] = {"#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#edc948", "#9c755f"};

@@ -107,6 +107,8 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
 // stage once, a ring that does not hold a task's pages.
 void validate(const Plan& plan);
 
+// When each task starts, in microseconds, if all takes what was estimated.
+std::vector<double> estimated_starts(const Plan& plan);
 std::string to_json(const Plan& plan);
 // A drawing of the estimated schedule.
 std::string to_svg(const Plan& plan);

@@ -228,7 +228,7 @@ at::Tensor ProcessGroupArk::allocateTensor(long size, at::TensorOptions options)
     if (size < 0) refuse(here, ErrorKind::invalid_argument, "size is " + std::to_string(size), "Pass 0 or more.");
     if (!supportsTensorAlloc(device.index())) {
       refuse(here, ErrorKind::system, "no memory that ranks could share on " + device.str(),
-             "Use torch.empty, and see python -m ark_torch.tools.doctor.");
+             "Use torch.empty, and see `ark doctor`.");
     }
     if (!device.has_index()) device = getBoundDeviceId().value_or(cuda_guard().getDevice());
     return options_->allocate(size, c10::typeMetaToScalarType(options.dtype()), device);

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import re
 from typing import Any
 
 import models
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import ark_torch
+from ark_torch.compile import rest
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -24,14 +27,15 @@ def test_one_region(plan: str) -> None:
     assert region.nodes == report.graphs[0].nodes > 80 and not report.fallbacks
     assert json.loads(region.plan_json)
     text = str(report)
-    assert "graph 0: " in text and "4 inputs updated in place" in text and "ark, " in text, text
+    assert "operators in 1 piece, 4 inputs updated in place\n  piece 0 runs on ark: " in text, text
 
 
 def test_reasons_have_places(plan: str) -> None:
     report = ark_torch.explain(models.ResidualBlock().eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
     assert [f.operator for f in report.fallbacks] == ["aten.convolution.default"] * 2
     text = str(report)
-    assert "falls back, 2 times: aten.convolution.default: no lowering for this operator (L['self'].c1, " in text, text
+    assert "falls back, 2 times: aten.convolution.default: no lowering for this operator (c1, " in text, text
+    assert "piece 0 runs on Inductor: 1 operator (convolution 1); 1 that ark does not run\n" in text, text
     assert "models.py:" in text
 
 
@@ -41,18 +45,64 @@ def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) ->
         torch._dynamo.reset()
         with caplog.at_level("INFO", logger="ark_torch.compile"):
             torch.compile(lambda a: torch.tanh(a) * 1.25 - 0.375, backend="ark", options=ARK)(torch.ones(7))
-        said += [record.getMessage() for record in caplog.records if ": kernel " in record.getMessage()]
+        said += [record.getMessage() for record in caplog.records if "its kernel" in record.getMessage()]
         caplog.clear()
     assert [next(w for w in ("compiled", "taken from the cache") if w in line) for line in said] == [
         "compiled",
         "taken from the cache",
     ], said
-    assert all("test_explained" in line and line.endswith(" s with its plan") for line in said), said
+    assert all(line.startswith("test_explained.<lambda>[0/0], piece 0: planned, and its kernel ") for line in said), (
+        said
+    )
 
 
-def test_training_says_so() -> None:
+def test_log_says_who_was_chosen(
+    double: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rest, "compile_piece", lambda piece, static: (rest.interpreted(piece), "inductor"))
+    with caplog.at_level("INFO", logger="ark_torch.compile"):
+        torch.compile(models.Decoder().eval(), backend="ark")(torch.zeros(1, 4, dtype=torch.int64))
+    (line,) = [line for record in caplog.records if " runs on " in (line := record.getMessage())]
+    assert re.match(r"Decoder\.forward\[0/0\], piece 0 runs on (ark|Inductor): \d+ operators \(", line), line
+    assert "measured ark " in line and line.count("piece 0") == 1
+
+
+def test_names_are_those_of_the_user(caplog: pytest.LogCaptureFixture) -> None:
+    """Decorators of libraries stand between a model's call and its forward."""
+
+    def deprecated(function: Any) -> Any:
+        @functools.wraps(function)
+        def wrapped_func(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+        return wrapped_func
+
+    class Tower(torch.nn.Module):
+        @deprecated
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x) * 2 + 1
+
+    model = Tower()
+    reports = [ark_torch.explain(model, torch.ones(3), ark_options=ARK)]
+    reports.append(ark_torch.explain(lambda x: torch.fft.fft(model(x)).real, torch.ones(3), ark_options=ARK))
+    names = [region.region.name for report in reports for region in report.regions]
+    assert [re.sub(r"\d+/\d+", "#", name) for name in names] == [
+        "ark::Tower.forward[#] 0",
+        "ark::test_explained.<lambda>[#] 0",
+    ]
+    assert re.fullmatch(r"<ark region 'ark::Tower.forward\[.+\] 0': \d+ tasks for \d+ workers, estimated [\d.]+ us>",
+                        repr(reports[0].regions[0].region))  # fmt: skip
+
+
+def test_inference_is_explained_unless_training_is() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Dropout(0.5), torch.nn.Tanh())
     with torch.enable_grad():
-        report = ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), ark_options=ARK)
+        report = ark_torch.explain(model, torch.ones(3), ark_options=ARK)
+        assert len(report.regions) == 1 and not report.fallbacks and model.training
+        assert "note: the model is in training mode" in str(report)
+        report = ark_torch.explain(model.eval(), torch.ones(3), ark_options=ARK)
+        assert len(report.regions) == 1 and not report.notes
+    report = ark_torch.explain(model, torch.ones(3), ark_options=ARK, training=True)
     assert "the whole graph runs on Inductor: it was traced with gradients on" in str(report)
 
 
@@ -138,5 +188,7 @@ def test_frame_of_a_layer_on_a_gpu() -> None:
 
 
 def test_targets_that_are_not_known() -> None:
-    with pytest.raises(ValueError, match="target='sm_1' is not known; known are cpu, sm_90a"):
-        ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), target="sm_1")
+    with pytest.raises(ValueError, match="target='gpu' is not known; known are cpu, sm_90a"):
+        ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), target="gpu")
+    with pytest.raises(ValueError, match=r"'sm90' is not known \(did you mean 'sm_90a'\?\)"):
+        ark_torch.explain(torch.nn.Linear(3, 3), torch.ones(3), target="sm90")

@@ -132,7 +132,10 @@ def test_without_a_compiler(compiled: Any, monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.WARNING, "ark_torch.compile"):
         torch.testing.assert_close(call(torch.ones(3)), torch.full((3,), 3.0))
     said = [r.getMessage() for r in caplog.records if r.name == "ark_torch.compile"]
-    assert said == ["A region falls back to Inductor: CompileError: no C++ compiler is found: install g++ or set CXX"]
+    assert said == [
+        "test_fallback.<lambda>[0/0], piece 0 falls back to Inductor: "
+        "CompileError: no C++ compiler is found: install g++ or set CXX"
+    ]
     assert report.graphs[0].pieces[0].runs_on == "inductor"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +31,10 @@ def test_values_are_taken() -> None:
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"chose": "ark"}, ["'chose'", "choose, differentiate_twice, fallback, minimum, threads"]),
-        ({"choose": "best"}, ["'best'", "'ark', 'inductor', 'measure'"]),
+        ({"chose": "ark"}, ["'chose'", "(did you mean 'choose'?)", "choose, differentiate_twice, fallback, minimum"]),
+        ({"max_autotune": True}, ["'max_autotune'", 'not known to backend "ark"; it knows choose']),
+        ({"choose": "best"}, ["'best'; it takes 'ark', 'inductor', 'measure'"]),
+        ({"choose": "Inductor"}, ["'Inductor' (did you mean 'inductor'?)"]),
         ({"choose": ["ark"]}, ["'ark', 'inductor', 'measure'"]),
         ({"fallback": 1}, ["options['fallback'] is 1", "bool"]),
         ({"threads": 0}, ["options['threads'] is 0", "above 0"]),
@@ -47,6 +51,22 @@ def test_bad_options_name_what_is_known(given: dict[str, object], words: list[st
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(InvalidOption, match=r"max-autotune.*known modes are 'default'"):
         options.parse("max-autotune", None)
+
+
+def test_a_mode_that_is_nearly_one() -> None:
+    with pytest.raises(InvalidOption, match=r"known modes are 'default' \(did you mean 'default'\?\); everything else"):
+        options.parse("defualt", None)
+
+
+def test_the_package_is_not_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile(backend="ark_torch") finds an entry point whose loading says what the backend is called."""
+    entry = importlib.metadata.EntryPoint("ark_torch", "ark_torch.compile:ark_torch", "torch_dynamo_backends")
+    pyproject = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'{entry.name} = "{entry.value}"' in pyproject.partition("torch_dynamo_backends")[2]
+    torch._dynamo.list_backends()  # which finds the entry points
+    monkeypatch.setitem(torch._dynamo.backends.registry._BACKENDS, "ark_torch", entry)
+    with pytest.raises(InvalidOption, match=r'no backend "ark_torch"; did you mean "ark"\?'):
+        torch.compile(torch.nn.Linear(3, 3), backend="ark_torch")
 
 
 def test_through_torch_compile() -> None:

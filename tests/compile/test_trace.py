@@ -48,7 +48,7 @@ def run(compiled: Any, steps: int = 3) -> dict[str, Any]:
 def test_every_task_of_every_step(file: Path, compiled: Any) -> None:
     plan = run(compiled, steps=3)
     steps = steps_of(merge([read(file)]))
-    assert [step.region for step in steps] == ["ark::models.forward[0/0] 0"] * 3
+    assert [step.region for step in steps] == ["ark::Llama.forward[0/0] 0"] * 3
     kinds = [stage["kind"] for stage in plan["stages"]]
     for step in steps:
         tasks = {one.arguments["task"]: one for one in step.slices if one.kind != "wait"}
@@ -80,7 +80,7 @@ def test_regions_and_models_share_a_file(file: Path, compiled: Any) -> None:
     call(torch.randn(1, 8, 5, 5))
     _C.plan.flush_trace()
     regions = {step.region for step in steps_of(merge([read(file)]))}
-    assert len(regions) > 1 and all(region.startswith("ark::models.forward[") for region in regions), regions
+    assert len(regions) > 1 and all(".forward[" in region for region in regions), regions
 
 
 def test_bounded(file: Path, compiled: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_tool(file: Path, compiled: Any, tmp_path: Path, capsys: pytest.CaptureF
     assert tool.main([str(file), "--picture", str(picture), "--output", str(merged)]) == 0
     said = capsys.readouterr().out
     assert (
-        "ark::models.forward[0/0] 0: 5 steps on 1 rank(s), 2 workers" in said and "waiting" in said and "matmul" in said
+        "ark::Llama.forward[0/0] 0: 5 steps on 1 rank(s), 2 workers" in said and "waiting" in said and "matmul" in said
     )
     tree = xml.etree.ElementTree.parse(picture)
     whole = len(tree.findall("{http://www.w3.org/2000/svg}rect"))
@@ -238,11 +238,11 @@ def test_profiler_names_the_region(compiled: Any) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for position in range(3):
             call(torch.tensor([[1]]), torch.tensor([position % 32]))
-    (event,) = [event for event in profile.key_averages() if event.key == "ark::models.forward[0/0] 0"]
+    (event,) = [event for event in profile.key_averages() if event.key == "ark::Llama.forward[0/0] 0"]
     assert event.count == 3
 
 
 def test_explain_takes_the_same_name() -> None:
     model = models.Decoder().eval()
     report = ark_torch.explain(model, torch.zeros(1, 4, dtype=torch.int64), ark_options={"choose": "ark"})
-    assert report.regions[0].region.name.startswith("ark::models.forward[")
+    assert report.regions[0].region.name.startswith("ark::Decoder.forward[")

@@ -22,7 +22,7 @@ from ark_torch.distributed.group import complete, load_dispatch
 def test_the_tool_writes_a_table(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     table.write_text(json.dumps({"rules": [], "cuda": [{"max_ranks": 8, "one_shot_to": 7}]}))
-    command = [sys.executable, "-m", "ark_torch.tools.tune", "--cuda", "--ranks", "2", "--rounds", "2"]
+    command = [sys.executable, "-m", "ark_torch", "tune", "--cuda", "--ranks", "2", "--rounds", "2"]
     done = subprocess.run(
         [*command, "--output", str(table)], capture_output=True, text=True, timeout=200, env=dict(os.environ)
     )

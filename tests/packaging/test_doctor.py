@@ -18,7 +18,7 @@ from ark_torch.tools import _probe_cuda, _probes, doctor
 def report(*arguments: str, **environment: str) -> tuple[int, dict]:
     users = {name: text for name, text in os.environ.items() if name != "CXX" and not name.startswith("ARK_")}
     done = subprocess.run(
-        [sys.executable, "-m", "ark_torch.tools.doctor", "--json", *arguments],
+        [sys.executable, "-m", "ark_torch", "doctor", "--json", *arguments],
         env={**users, **environment},
         capture_output=True,
         text=True,
@@ -49,16 +49,18 @@ def test_broken_path_costs_the_compiler_row_only() -> None:
 
 
 def test_bad_environment_value_is_a_finding() -> None:
-    code, answer = report(ARK_SPIN_US="soon", ARK_TYPO="1")
+    code, answer = report(ARK_SPIN_US="soon", ARK_TIMNG="1")
     assert code == 1
     states = [row["state"] for row in rows_of(answer, "environment")]
     assert states == ["FAIL", "warn"]
+    assert rows_of(answer, "environment")[1]["found"] == "ARK_TIMNG is not a variable of ark_torch"
+    assert rows_of(answer, "environment")[1]["advice"] == "did you mean ARK_TIMING?"
     assert "ARK_SPIN_US='soon'" in rows_of(answer, "environment")[0]["advice"]
 
 
 def test_runs_where_pytorch_does_not_fit(python, copied_package) -> None:
     folder = copied_package(_build_info='TORCH_VERSION = "2.10.0"\n')
-    done = python(["-m", "ark_torch.tools.doctor", "--json"], path=folder)
+    done = python(["-m", "ark_torch", "doctor", "--json"], path=folder)
     answer = json.loads(done.stdout)
     assert done.returncode == 1 and not answer["cpu_works"]
     assert rows_of(answer, "extension")[0]["state"] == "FAIL"
@@ -142,7 +144,8 @@ def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
 @pytest.mark.quick
 def test_doctor_imports_the_standard_library_only() -> None:
     script = (
-        "import sys; sys.orig_argv = ['-m', 'ark_torch.tools.doctor']; import ark_torch.tools._probes; "
+        "import sys; sys.argv = ['-m', 'doctor']; sys.orig_argv = ['python', '-m', 'ark_torch', 'doctor']; "
+        "import ark_torch.tools.doctor; "
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

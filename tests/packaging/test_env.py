@@ -114,7 +114,12 @@ def test_every_variable_refuses_something() -> None:
 
 
 def test_misspelt_names_are_found() -> None:
-    assert env.unknown({"ARK_SPIN": "1", "ARK_SPIN_US": "1", "PATH": ""}) == ["ARK_SPIN"]
+    found = env.unknown({"ARK_SPIN": "1", "ARK_SPIN_US": "1", "ARK_TEST_RANKS": "2", "PATH": "", "ARKANSAS": "1"})
+    assert found == {"ARK_SPIN": "did you mean ARK_SPIN_US?"}
+    for name, meant in (("ARK_DISPACH", "ARK_DISPATCH"), ("ark_debug", "ARK_DEBUG"), ("ARKDEBUG", "ARK_DEBUG")):
+        assert env.unknown({name: "1"}) == {name: f"did you mean {meant}?"}
+    (told,) = env.unknown({"ARK_PIZZA": "1"}).values()
+    assert "did you mean" not in told and "ARK_DEBUG" in told and "ARK_AOT" in told
 
 
 def test_readme_holds_the_table_made_from_the_declarations() -> None:

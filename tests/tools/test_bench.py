@@ -18,9 +18,9 @@ from support.rank import Rank
 
 from ark_torch import env
 from ark_torch.tools.bench import cli, goals, launch, readme, report, table
-from ark_torch.tools.bench.config import Config, parse_size, show_size, sizes_between
+from ark_torch.tools.bench.config import OPERATION_NAMES, REDUCTIONS, Config, parse_size, show_size, sizes_between
 from ark_torch.tools.bench.measure import Timing
-from ark_torch.tools.bench.operations import OPERATIONS
+from ark_torch.tools.bench.operations import OPERATIONS, REDUCE_OPS
 
 TOP = start.TESTS.parent
 
@@ -28,13 +28,15 @@ TOP = start.TESTS.parent
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_operation_is_measured_and_right(ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
     options = ["--quick", "--no-mpi", "--rounds", "1", "--sizes", "4,10K,300K", "--ops", ",".join(OPERATIONS)]
-    command = [sys.executable, "-m", "ark_torch.tools.bench", "--backend", launcher.BACKEND, "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "ark_torch", "bench", "--backend", launcher.BACKEND, "--ranks", str(ranks)]
     done = subprocess.run(
         [*command, *options, "--output", str(tmp_path)],
         env=start.base_environment(), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : " in done.stdout and "goal" not in done.stdout
     data = json.loads((tmp_path / "collectives-quick.json").read_text())
+    assert data["command"].startswith("ark bench --backend ")
     sizes = {name: {row["bytes"] for row in data["rows"] if row["operation"] == name} for name in OPERATIONS}
     assert sizes.pop("barrier") == {0}
     for name, measured in sizes.items():
@@ -127,13 +129,19 @@ def test_verdicts_follow_the_goals() -> None:
     wrong = row(1, 100)
     wrong["timings"]["ark"]["wrong"] = 3
     assert table.verdict(wrong) == "WRONG"
-    assert "1 of 3 met" in table.summary([wrong, row(1, 10), row(1, 2)])
+    assert "1 of 3 met" in table.goals_met([wrong, row(1, 10), row(1, 2)])
+    assert "# Out of bounds values : 3 FAILED" in table.summary([wrong, row(1, 10)])
+    assert "# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 1 GB/s" in table.summary([row(1, 5, size=1000)])
     failed = row(1, 10)
     failed["timings"]["gloo"]["error"] = "out of order"
     assert table.ratio_to(failed, "gloo") is None and table.verdict(failed) == ""
     assert "gloo: out of order" in table.row_line(failed)
     columns = table.row_line(row(2.0, 30.0, size=4_000_000)).split()
-    assert columns[4:] == ["2.00", "5", "2000.00", "2000.00", "0", "30.00", "15.0", "met", ">=8"]
+    assert columns[4:] == ["2.00", "5", "2000.00", "2000.00", "0", "30.00", "15.0"], "goals are the developers'"
+    columns = table.row_line(row(2.0, 30.0, size=4_000_000), True).split()
+    assert columns[-2:] == ["met", ">=8"]
+    lines = [table.overhead_line({"ark": 9.0, "gloo": 90.0}, developer) for developer in (False, True)]
+    assert "goal" not in lines[0] and lines[1].endswith("goal MISSED <=8 us")
 
 
 @pytest.mark.quick
@@ -142,6 +150,7 @@ def test_sizes() -> None:
     assert sizes_between(4, 256 << 20, 4)[-2:] == (64 << 20, 256 << 20)
     assert sizes_between(4, 100, 4) == (4, 16, 64, 100)
     assert [show_size(size) for size in (4, 1 << 10, 1536, 256 << 20)] == ["4 B", "1 KB", "1536 B", "256 MB"]
+    assert tuple(OPERATIONS) == OPERATION_NAMES and tuple(REDUCE_OPS) == REDUCTIONS, "names that need no torch"
     config = Config(2, ("all_reduce",), (4, 8), ("ark", "gloo"), mpi=False)
     assert Config.from_json(config.to_json()) == config
 
@@ -152,12 +161,14 @@ def test_sizes() -> None:
     [
         (["--sizes", "4X"], "'4X' is not a size"),
         (["--sizes", "0"], "'0' is not a size"),
-        (["--ops", "all_reduce,all_deuce"], "'all_deuce' is no operation"),
+        (["--ops", "all_reduce,all_deuce"], "'all_deuce' is no operation (did you mean 'all_reduce'?)"),
         (["--ranks", "1"], "numbers of ranks from 2 to 16"),
         (["--backend", "fpga"], "backend 'fpga' is not known"),
+        (["--backend", "glo"], "(did you mean 'gloo'?)"),
         (["--rounds", "-1"], "'-1' is not a whole number"),
         (["--sizes", "1000G"], "need more memory than there is"),
-        (["--readme", "no-such-file.md"], "no-such-file.md"),
+        (["--readme"], "unrecognized arguments: --readme"),
+        (["--developer", "--readme", "no-such-file.md"], "no-such-file.md"),
     ],
 )
 def test_bad_arguments(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +187,8 @@ def test_a_rank_that_fails_ends_the_run(leaves_nothing: None) -> None:
 @pytest.mark.quick
 def test_readme_is_made_from_results_and_declarations(tmp_path: Path) -> None:
     text = (TOP / "README.md").read_text(encoding="utf-8")
-    assert env.table() in text, "run `python -m ark_torch.tools.bench --readme`"
-    about = report.surroundings("python -m ark_torch.tools.bench")
+    assert env.table() in text, "run `python -m ark_torch bench --developer --readme`"
+    about = report.surroundings("ark bench")
     assert readme.collectives(tmp_path) == readme.NOT_YET == readme.ddp(tmp_path)
     rows = [row(2.5, 50.0), row(1000.0, 9000.0, size=1 << 20)]
     report.write_json(tmp_path / "collectives.json", about, rows, overhead_us={"ark": 6.5, "gloo": 150.0})
@@ -185,7 +196,7 @@ def test_readme_is_made_from_results_and_declarations(tmp_path: Path) -> None:
     report.write_json(tmp_path / "ddp_step.json", about, [step | {"ark_ms": 4.0, "gloo_ms": 5.0, "local_ms": 3.5}])
     copy = tmp_path / "README.md"
     copy.write_text(text, encoding="utf-8")
-    assert cli.main(["--readme", str(copy), "--output", str(tmp_path)]) == 0
+    assert cli.main(["--developer", "--readme", str(copy), "--output", str(tmp_path)]) == 0
     renewed = copy.read_text(encoding="utf-8")
     assert "| all_reduce | 2.5 (20.0x) | 1,000 (9.0x) |" in renewed
     assert "ark 6.5 us, gloo 150.0 us" in renewed and "2 of the 2 goals" in renewed

@@ -16,6 +16,9 @@ from torch import nn
 def small():
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16)).requires_grad_(False), (torch.randn(3, 8),)
 
+def trained():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.1)), (torch.randn(3, 8),)
+
 def partly():
     return (lambda x: torch.fft.fft(torch.tanh(x) * 2 + 1).real + 1), (torch.randn(4, 4),)
 """
@@ -54,6 +57,20 @@ def test_what_falls_back_is_told(model: Path, capsys: pytest.CaptureFixture[str]
     assert explain.main([f"{model}:partly"]) == 1
     shown = capsys.readouterr().out
     assert "falls back" in shown and "fft" in shown
+
+
+def test_a_page(model: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    assert explain.main([f"{model}:partly", "--html", str(page)]) == 1
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>") and "fft" in text and 'class="timeline"' in text
+
+
+def test_training_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.main([f"{model}:trained"]) == 0
+    assert "note: the model is in training mode" in capsys.readouterr().out
+    assert explain.main([f"{model}:trained", "--training"]) == 1
+    assert "traced with gradients on" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["nothing", "no_such_module:f", "{model}:absent"])

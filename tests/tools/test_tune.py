@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from ark_torch.distributed.group import load_dispatch
 from ark_torch.tools import _probes, _tune_cuda, tune
@@ -26,7 +27,7 @@ dist.destroy_process_group()
 @pytest.mark.changed("ark_torch/tools/*tune*", "csrc/collectives/dispatch*")
 def test_the_table_covers_every_collective_and_is_used(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
-    command = [sys.executable, "-m", "ark_torch.tools.tune", "--rounds", "1", "--output", str(table)]
+    command = [sys.executable, "-m", "ark_torch", "tune", "--rounds", "1", "--output", str(table)]
     subprocess.run(command, check=True, timeout=240, capture_output=True)
     rules, cuda = load_dispatch(str(table))
     assert cuda == []
@@ -123,7 +124,16 @@ def test_what_fast_sums_would_gain_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.quick
 def test_without_gpus_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit) as stopped:
         tune.main(["--cuda"])
     assert stopped.value.code == 2 and "this machine has 0" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_fields_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--cuda", "--only", "one_shot"])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and "there is no field 'one_shot' (did you mean 'one_shot_to'?)" in told

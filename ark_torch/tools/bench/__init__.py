@@ -1,1 +1,1 @@
-"""Benchmark of the collectives: `python -m ark_torch.tools.bench --help`."""
+"""Benchmark of the collectives: `ark bench --help`."""

@@ -1,29 +1,35 @@
-"""Command line of the benchmark: the collectives of ark against Gloo and, where it is installed, Open MPI.
+"""`ark bench`: the collectives of ark beside Gloo and, where it is installed, Open MPI.
 
-    python -m ark_torch.tools.bench                     # everything: about ten minutes on two cores
-    python -m ark_torch.tools.bench --quick             # a glance: about a minute
-    python -m ark_torch.tools.bench --ops all_reduce --ranks 2 --sizes 4K,1M
-
-Figures taken on a busy machine are worth little: the load is noted beside them.
+Figures taken on a busy machine are worth little: the load is noted beside them. For work on ark_torch itself there is
+--developer: the project's goals beside the figures, and tables for its README.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from ark_torch import _suggest
 
-from . import launch, readme, report, table
-from .config import Config, parse_size, sizes_between
-from .operations import DTYPES, OPERATIONS, REDUCE_OPS
+from .config import DTYPES, OPERATION_NAMES, REDUCTIONS, Config, parse_size, sizes_between
 
 QUICK_OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 QUICK_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
+DESCRIPTION = """\
+Measure collectives on CPU tensors: each operation at each size, with the backend "ark", Gloo and (where mpi4py and Open
+MPI are installed) MPI taking turns in the same processes. The columns are those of nccl-tests; every result is checked.
+"""
+EXAMPLES = """\
+examples:
+  ark bench                                            every operation, 2 and 4 ranks: about ten minutes on two cores
+  ark bench --quick                                    five operations at five sizes: about a minute
+  ark bench --ops all_reduce --ranks 2 --sizes 4K,1M   these alone
+  ark bench --quick --output results                   a JSON file and a picture, too
+"""
 READ_ME = "measure nothing: renew the tables of README.md from the results in --output and from ark_torch.env"
 
 
@@ -32,7 +38,8 @@ def names(allowed: Any, what: str) -> Any:
         chosen = tuple(part.strip() for part in text.split(","))
         for name in chosen:
             if name not in allowed:
-                raise argparse.ArgumentTypeError(f"{name!r} is no {what}; there are: {', '.join(allowed)}")
+                meant = _suggest.did_you_mean(name, allowed)
+                raise argparse.ArgumentTypeError(f"{name!r} is no {what}{meant}; there are: {', '.join(allowed)}")
         return chosen
 
     return parse
@@ -61,24 +68,26 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(developer: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m ark_torch.tools.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="ark bench", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--ops", type=names(OPERATIONS, "operation"), help=f"of {','.join(OPERATIONS)}")
-    add("--ranks", type=rank_list, default=(2, 4), help="numbers of processes (default: 2,4)")
-    add("--sizes", type=size_list, help="default: 4 to 256M, factor 4")
-    add("--dtype", choices=DTYPES, default="float32")
-    add("--redop", choices=REDUCE_OPS, default="sum")
-    add("--backend", default="ark", help="the backend that is measured (default: ark)")
-    add("--rounds", type=positive, default=7, help="turns of each backend (default: 7)")
-    add("--no-mpi", action="store_true", help="leave Open MPI out even where it is installed")
-    add("--quick", action="store_true", help="few sizes, five operations, three rounds")
-    add("--output", type=Path, default=Path("benchmarks/results"), help="folder for the JSON and the picture")
-    add("--readme", nargs="?", type=Path, const=Path("README.md"), metavar="FILE", help=READ_ME)
+    what = parser.add_argument_group("what is measured").add_argument
+    what("--ops", type=names(OPERATION_NAMES, "operation"), metavar="OP,...", help=f"of {', '.join(OPERATION_NAMES)}")
+    what("--ranks", type=rank_list, default=(2, 4), metavar="N,...", help="numbers of processes (default: 2,4)")
+    what("--sizes", type=size_list, metavar="BYTES,...", help="such as 4,64K,1M (default: 4 to 256M, factor 4)")
+    what("--dtype", choices=DTYPES, default="float32", help="element type (default: %(default)s)")
+    what("--redop", choices=REDUCTIONS, default="sum", help="reduction (default: %(default)s)")
+    what("--backend", default="ark", metavar="NAME", help="backend that is measured (default: %(default)s)")
+    what("--no-mpi", action="store_true", help="leave Open MPI out even where it is installed")
+    how = parser.add_argument_group("how").add_argument
+    how("--quick", action="store_true", help="few sizes, five operations, three rounds")
+    how("--rounds", type=positive, default=7, metavar="N", help="turns of each backend (default: %(default)s)")
+    how("--output", type=Path, metavar="DIR", help="write a JSON file and a picture to this folder")
+    how("--developer", action="store_true", help="for work on ark_torch itself (ark bench --developer --help)")
+    if developer:
+        add = parser.add_argument_group("of developers (goals are shown, --output is benchmarks/results)").add_argument
+        add("--readme", nargs="?", type=Path, const=Path("README.md"), metavar="FILE", help=READ_ME)
     return parser
 
 
@@ -94,20 +103,35 @@ def configure(arguments: argparse.Namespace, mpi: bool, world: int) -> Config:
         rounds=arguments.rounds,
         batch_seconds=0.01 if arguments.quick else 0.03,
         overhead=world == 2,
+        goals=arguments.developer,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = make_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = make_parser("--developer" in argv)
     arguments = parser.parse_args(argv)
-    if arguments.readme is not None:
+    if arguments.developer and arguments.output is None:
+        arguments.output = Path("benchmarks/results")
+
+    from ark_torch import _autoload
+
+    _autoload.ready()
+    import torch
+    import torch.distributed as dist
+
+    from . import launch, readme, report, table
+
+    if arguments.developer and arguments.readme is not None:
         try:
             return readme.renew(arguments.readme, arguments.output)
         except (OSError, ValueError) as error:
             parser.error(str(error))
     if not dist.is_backend_available(arguments.backend):
-        parser.error(f"backend {arguments.backend!r} is not known to this PyTorch")
-    arguments.ops = arguments.ops or (QUICK_OPERATIONS if arguments.quick else tuple(OPERATIONS))
+        known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        meant = _suggest.did_you_mean(arguments.backend, known)
+        parser.error(f"backend {arguments.backend!r} is not known to this PyTorch{meant}")
+    arguments.ops = arguments.ops or (QUICK_OPERATIONS if arguments.quick else OPERATION_NAMES)
     arguments.sizes = arguments.sizes or (QUICK_SIZES if arguments.quick else sizes_between(4, 256 << 20, 4))
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, 3)
@@ -120,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     why_not = "left out (--no-mpi)" if arguments.no_mpi else launch.why_no_mpi()
     if not why_not and arguments.dtype in ("bfloat16",):
         why_not = f"MPI has no {arguments.dtype}"
-    about = report.surroundings(report.shown_command("-m ark_torch.tools.bench"), mpi=not why_not)
+    about = report.surroundings(shlex.join(["ark", "bench", *argv]), mpi=not why_not)
     machine = about["machine"]
     print(f"# {machine['cpu']}, {machine['cores']} cores, load {machine['load_before']}; PyTorch {torch.__version__}")
     print(f"# MPI: {why_not or about['versions']['mpi']}", flush=True)
@@ -141,8 +165,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table.summary(rows))
+    if arguments.developer:
+        print(table.goals_met(rows))
+    if arguments.output is not None:
+        keep(arguments, about, rows, overhead)
+    return 1 if any(timing["wrong"] for row in rows for timing in list(row["timings"].values())[:1]) else 0
+
+
+def keep(
+    arguments: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]], overhead: dict[str, float]
+) -> None:
+    from . import report
+
     name = "collectives-quick" if arguments.quick else "collectives"
     report.write_json(arguments.output / f"{name}.json", about, rows, overhead_us=overhead)
     why_no_picture = report.draw(arguments.output / f"{name}.png", about, rows)
     print(f"# written to {arguments.output}: {name}.json, {why_no_picture or f'{name}.png'}")
-    return 1 if any(timing["wrong"] for row in rows for timing in list(row["timings"].values())[:1]) else 0

@@ -8,6 +8,28 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+OPERATION_NAMES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send_recv",
+    "barrier",
+)
+REDUCTIONS = ("sum", "min", "max")
+# dtype by name: (largest whole number drawn, divisor). Sums of 16 ranks' numbers stay exact.
+DTYPES = {
+    "float32": (1 << 19, 1024),
+    "float64": (1 << 30, 1024),
+    "bfloat16": (8, 4),
+    "float16": (64, 16),
+    "int32": (1 << 26, 1),
+}
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "KB": 1 << 10, "M": 1 << 20, "MB": 1 << 20, "G": 1 << 30, "GB": 1 << 30}
 
 
@@ -24,6 +46,7 @@ class Config:
     batch_seconds: float = 0.03  # how long a backend is timed in one turn, at least one call
     timeout_seconds: float = 120.0
     overhead: bool = False  # time the empty backend as well
+    goals: bool = False  # say which of this project's own goals are met
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

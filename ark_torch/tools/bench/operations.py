@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .config import DTYPES
+
 ROOT = 0
 # Renamed in PyTorch 2.13, where the old names warn.
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,14 +26,6 @@ REDUCE_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
     "max": torch.maximum,
-}
-# dtype by name: (largest whole number drawn, divisor). Sums of 16 ranks' numbers stay exact.
-DTYPES = {
-    "float32": (1 << 19, 1024),
-    "float64": (1 << 30, 1024),
-    "bfloat16": (8, 4),
-    "float16": (64, 16),
-    "int32": (1 << 26, 1),
 }
 PATTERN = 65_537  # elements of the random block that larger inputs repeat: prime, so that no chunk looks like another
 

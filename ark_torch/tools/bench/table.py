@@ -21,7 +21,8 @@ def heading(operation: str, config: Config) -> str:
     columns += "".join(f" {rival + ' us':>10} {'ratio':>6}" for rival in rivals)
     if len(rivals) > 1:
         columns += f" {'best':>6}"
-    return f"\n# {operation}, {config.world} ranks (GB/s; ratio: how many times as fast as the rival)\n{columns}  goal"
+    columns += "  goal" if config.goals else ""
+    return f"\n# {operation}, {config.world} ranks (GB/s; ratio: how many times as fast as the rival)\n{columns}"
 
 
 def ratio_to(row: Row, rival: str) -> float | None:
@@ -56,7 +57,7 @@ def verdict(row: Row) -> str:
     return goals.verdict(row["operation"], row["ranks"], row["bytes"], ratio_to(row, "gloo"))
 
 
-def row_line(row: Row) -> str:
+def row_line(row: Row, with_goals: bool = False) -> str:
     ours = next(iter(row["timings"].values()))
     head = f"{row['bytes']:>11} {row['count']:>10} {row['dtype']:>9} {row['redop'] or 'none':>5}"
     if ours["error"]:
@@ -78,17 +79,34 @@ def row_line(row: Row) -> str:
             notes.append(f"{rival}: {theirs['wrong']} wrong")
     if len(rivals_of(row)) > 1:
         line += f" {show_ratio(best_ratio(row)):>6}"
-    return f"{line}  {verdict(row)}" + (f"  ({'; '.join(notes)})" if notes else "")
+    line += f"  {verdict(row)}" if with_goals else ""
+    return line + (f"  ({'; '.join(notes)})" if notes else "")
 
 
-def overhead_line(overhead: dict[str, float]) -> str:
+def overhead_line(overhead: dict[str, float], with_goals: bool = False) -> str:
     times = ", ".join(f"{backend} {time:.1f} us" for backend, time in overhead.items() if time > 0)
     line = f"\n# One all_reduce of 4 bytes: {times} (empty: a backend that does nothing)"
     ours = next(iter(overhead.values()))
+    if not with_goals:
+        return line
     return line + f"; goal {'met' if 0 < ours <= goals.OVERHEAD_US else 'MISSED'} <={goals.OVERHEAD_US:g} us"
 
 
 def summary(rows: list[Row]) -> str:
+    """The last lines of nccl-tests: wrong values of the measured backend, and its mean bus bandwidth."""
+    timings = [(row, next(iter(row["timings"].values()))) for row in rows]
+    wrong = sum(timing["wrong"] for _, timing in timings)
+    failed = sum(bool(timing["error"]) for _, timing in timings)
+    speeds = [
+        row["bytes"] / t["median"] / 1e3 * row["bus_factor"] for row, t in timings if t["median"] and row["bytes"]
+    ]
+    mean = sum(speeds) / len(speeds) if speeds else 0.0
+    state = "FAILED" if wrong or failed else "OK"
+    failures = f", {failed} cases failed" if failed else ""
+    return f"\n# Out of bounds values : {wrong} {state}{failures}\n# Avg bus bandwidth    : {mean:.4g} GB/s"
+
+
+def goals_met(rows: list[Row]) -> str:
     """How many goals were met."""
     verdicts = [text for row in rows if (text := verdict(row))]
     missed = [row for row in rows if verdict(row) and not verdict(row).startswith("met")]

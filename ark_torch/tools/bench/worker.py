@@ -60,7 +60,7 @@ def run_cases(bench: Bench, config: Config, rank: int, emit: Any) -> None:
                     "timings": {backend: asdict(timing) for backend, timing in timings.items()},
                 }
                 emit(row)
-                print(table.row_line(row), flush=True)
+                print(table.row_line(row, config.goals), flush=True)
 
 
 def run_overhead(bench: Bench, config: Config, rank: int, emit: Any) -> None:
@@ -78,7 +78,7 @@ def run_overhead(bench: Bench, config: Config, rank: int, emit: Any) -> None:
     if rank == 0:
         overhead = {backend: timing.median for backend, timing in timings.items()}
         emit({"overhead": overhead, "ranks": config.world})
-        print(table.overhead_line(overhead), flush=True)
+        print(table.overhead_line(overhead, config.goals), flush=True)
 
 
 def main() -> None:
