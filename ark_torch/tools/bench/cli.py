@@ -18,13 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import launch, readme, report, table
+from . import launch, report, table
 from .config import Config, parse_size, sizes_between
 from .operations import DTYPES, OPERATIONS, REDUCE_OPS
 
 QUICK_OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 QUICK_SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
-READ_ME = "measure nothing: renew the tables of README.md from the results in --output and from ark_torch.env"
 
 
 def names(allowed: Any, what: str) -> Any:
@@ -78,7 +77,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--no-mpi", action="store_true", help="leave Open MPI out even where it is installed")
     add("--quick", action="store_true", help="few sizes, five operations, three rounds")
     add("--output", type=Path, default=Path("benchmarks/results"), help="folder for the JSON and the picture")
-    add("--readme", nargs="?", type=Path, const=Path("README.md"), metavar="FILE", help=READ_ME)
     return parser
 
 
@@ -100,11 +98,6 @@ def configure(arguments: argparse.Namespace, mpi: bool, world: int) -> Config:
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.readme is not None:
-        try:
-            return readme.renew(arguments.readme, arguments.output)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
     if not dist.is_backend_available(arguments.backend):
         parser.error(f"backend {arguments.backend!r} is not known to this PyTorch")
     arguments.ops = arguments.ops or (QUICK_OPERATIONS if arguments.quick else tuple(OPERATIONS))
