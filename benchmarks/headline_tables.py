@@ -71,9 +71,10 @@ def inference(load: Load) -> str:
     head = ("one step", "on", "ark, ms", "best of Inductor, ms", "best of eager, ms", "times as fast")
     return (
         table(head, rows)
-        + "\nBatch of one; 512 of 1,024 positions (CPU: 256 of 512). Inductor: its best mode, max-autotune and "
-        f"CUDA graphs among them (BERT-Large: default mode in a graph); over NCCL or ark between processes. GPU: {versions(one)}, "
-        f"multicast off, {day(one)}; CPU: {cpu['machine']['cpu']}, PyTorch {cpu['versions']['torch']}, {day(cpu)}.\n"
+        + "\nBatch of one; 512 of 1,024 positions (CPU: 256 of 512). Inductor: its best mode, max-autotune "
+        "and CUDA graphs among them (BERT-Large: default mode in a graph); over NCCL or ark between processes. GPU: "
+        f"{versions(one)}, multicast off, {day(one)}; CPU: {cpu['machine']['cpu']}, "
+        f"PyTorch {cpu['versions']['torch']}, {day(cpu)}.\n"
     )
 
 
