@@ -17,22 +17,7 @@ from support import launcher, processes, start
 
 EXAMPLES = start.TESTS.parent / "examples"
 of_examples = pytest.mark.changed("examples/*")
-TINY = [
-    "--steps",
-    "12",
-    "--layers",
-    "2",
-    "--width",
-    "32",
-    "--context",
-    "32",
-    "--batch",
-    "4",
-    "--ranks",
-    "2",
-    "--tokens",
-    "60",
-]
+TINY = ["--steps=12", "--layers=2", "--width=32", "--context=32", "--batch=4", "--ranks=2", "--tokens=60"]
 
 
 def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.CompletedProcess[str]:
