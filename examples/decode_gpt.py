@@ -10,6 +10,7 @@ did in one compiled step. Exit code: 0, or 1 where resident mode and single laun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -48,7 +49,9 @@ def draw_schedule(arguments: argparse.Namespace) -> None:
     timeline = arguments.folder / "trace.json"
     command = [sys.executable, __file__, "--trace", "--folder", str(arguments.folder), "--threads"]
     subprocess.run([*command, str(arguments.threads)], env={**os.environ, "ARK_TRACE": str(timeline)}, check=True)
-    if trace.main([str(timeline), "--picture", str(arguments.folder / "schedule.svg")]) != 0:
+    with contextlib.redirect_stdout(None):  # its summary: `ark trace` prints it
+        code = trace.main([str(timeline), "--picture", str(arguments.folder / "schedule.svg")])
+    if code != 0:
         raise RuntimeError(f"{timeline} holds no step")
 
 

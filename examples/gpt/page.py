@@ -11,7 +11,7 @@ from typing import Any
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(30rem, 100%), 1fr)); gap: 1rem }
+.pictures { display: grid; gap: 1rem }
 figure { margin: 0 } figure img { width: 100%; background: white; border-radius: 4px }
 figcaption, .note { color: gray; font-size: 0.9rem }
 table { border-collapse: collapse; margin: 0.5rem 0 1.5rem } caption { text-align: left; font-weight: 600 }
@@ -83,7 +83,7 @@ def write(folder: Path) -> Path:
     out = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>ark_torch: the demo</title>'
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body>\n'
-        "<h1>A small GPT, trained on several ranks and written with</h1>\n"
+        "<h1>A small GPT, trained and decoded over ark</h1>\n"
         f'<p class="note">{report["ranks"]} ranks on {escape(report["device"])}, PyTorch {escape(versions["torch"])}, '
         f"Python {escape(versions['python'])}; {report['config']['steps']} steps. "
         "Figures of this run, on this machine.</p>\n",
