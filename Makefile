@@ -18,7 +18,7 @@ SOURCES := $(shell find csrc ark_torch/kernels -name '*.cpp' -o -name '*.hpp' -o
 BUILT := ark_torch/_build_info.py
 
 .PHONY: help setup build demo test test-quick test-nightly test-cpp test-cpp-plain test-cpp-thread test-cpp-address
-.PHONY: test-gpu bench bench-gpu lint format clean
+.PHONY: test-gpu docs bench bench-gpu lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -132,10 +132,14 @@ cmake --build build/cpp-$(1) >build/cpp-$(1).log 2>&1 || { cat build/cpp-$(1).lo
 ctest --test-dir build/cpp-$(1) --output-on-failure -j $$(($(JOBS) + 1)) $(CTEST_FLAGS)
 endef
 
+docs: setup ## the documentation as web pages, in build/site
+	@$(PIP) -r requirements/docs.txt
+	$(PY) -m mkdocs build --strict
+
 bench: setup ## the collectives against Gloo (and MPI where mpi4py is installed)
 	$(PY) benchmarks/collectives.py
 	$(PY) benchmarks/ddp_step.py
-	$(PY) -m ark_torch bench --developer --readme
+	$(PY) tools/renew_docs.py
 
 GPUS ?= 2
 bench-gpu: setup ## the benchmarks on GPUs; GPUS="2 4": on how many (half an hour and renewed tables)
@@ -143,7 +147,7 @@ bench-gpu: setup ## the benchmarks on GPUs; GPUS="2 4": on how many (half an hou
 	$(PY) benchmarks/interference.py --ranks $(GPUS) --seconds 300
 	$(PY) benchmarks/training.py --ranks $(GPUS) --models bert-large gpt2-xl --modes graph ddp fsdp2 --seconds 1200
 	$(PY) benchmarks/dma.py
-	for name in cuda_collectives interference training dma; do $(PY) benchmarks/$$name.py --readme || exit 1; done
+	$(PY) tools/renew_docs.py
 
 CXX_FILES = $(shell git ls-files 'csrc/*.cpp' 'csrc/*.hpp' 'ark_torch/kernels/*.hpp' 'ark_torch/kernels/*.cuh' 'tests/*.cpp' 'tests/*.hpp' 'examples/*.cpp' 'benchmarks/*.cpp' 'benchmarks/*.cuh')
 

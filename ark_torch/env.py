@@ -1,8 +1,8 @@
 """Every environment variable of ark_torch, declared once: name, type, default, allowed values, meaning.
 
 Programs read them through `read()`, which checks all of them at once, so that a misspelt value is told before any byte
-moves; C++ never reads the environment. The table in README.md is made from here (`python -m ark_torch.env`). Standard
-library only.
+moves; C++ never reads the environment. The table in docs/environment.md is made from here (tools/renew_docs.py).
+Standard library only.
 """
 
 from __future__ import annotations
@@ -305,13 +305,9 @@ def names() -> list[str]:
 
 
 def table() -> str:
-    """The variables as the Markdown table that stands in README.md."""
+    """The variables as the Markdown table that stands in docs/environment.md."""
     lines = ["| variable | allowed | default | meaning |", "| --- | --- | --- | --- |"]
     for variable in VARIABLES:
         doc = variable.doc.replace("|", "\\|")
         lines.append(f"| `{variable.name}` | {variable.allowed()} | {variable.shown_default()} | {doc} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

@@ -1,7 +1,6 @@
 """What torch.compile(backend="ark") makes of whole models on CPU: errors, regions, fallbacks, compile times.
 
     python benchmarks/compile_models.py [--models llama bert ...] [--ranks 1 2 4] [--output FOLDER]
-    python benchmarks/compile_models.py --readme    measures nothing: renews the README's table from the JSON
     python benchmarks/compile_models.py --device cuda [--only bert-large ...] [--ways ...]    real sizes on one GPU
                                                     (gpu_models.py): a table and compile_models_h200.json
 
@@ -24,12 +23,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import cpu_tables
 import torch
 import torch.distributed as dist
 
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
-from ark_torch.tools.bench import readme
 from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
@@ -144,11 +143,9 @@ HEAD = """\
 """
 
 
-def renew_readme(results: Path) -> None:
-    about = json.loads((results / "compile_models.json").read_text(encoding="utf-8"))
-    table = f"{readme.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"])
-    path = FOLDER.parent / "README.md"
-    path.write_text(readme.replace(path.read_text(encoding="utf-8"), "models", table), encoding="utf-8")
+def cpu_table(about: dict[str, Any]) -> str:
+    """docs/performance.md's."""
+    return f"{cpu_tables.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"])
 
 
 ON_A_GPU = [
@@ -166,7 +163,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(ONE), choices=ONE)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: the README's table from the JSON")
     parser.add_argument("--row", type=Path, default=None, help=argparse.SUPPRESS)
     gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
@@ -176,9 +172,6 @@ def main() -> int:
         one = row(arguments.models[0])
         if os.environ.get("RANK", "0") == "0":
             arguments.row.write_text(json.dumps(one), encoding="utf-8")
-        return 0
-    if arguments.readme:
-        renew_readme(arguments.output)
         return 0
     about = bench.surroundings(bench.shown_command("benchmarks/compile_models.py"))
     print(HEAD, end="", flush=True)

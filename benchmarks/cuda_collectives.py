@@ -137,7 +137,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The README's table of a report."""
+    """docs/performance.md's table of a report."""
     lines = [
         f"{report['machine'].split(',')[0]}, PyTorch {report['versions']['torch']}, NCCL {report['versions']['nccl']},",
         f"NVLink multicast off; bfloat16, microseconds a call, the slowest rank; {report['date'][:10]}.",
@@ -164,23 +164,13 @@ def table(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_readme(report: dict[str, Any]) -> None:
-    readme = Path(__file__).resolve().parents[1] / "README.md"
-    begin, end = "<!-- cuda: begin -->\n", "<!-- cuda: end -->"
-    head, _, rest = readme.read_text().partition(begin)
-    readme.write_text(head + begin + table(report) + "\n" + end + rest.partition(end)[2])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--output", default="benchmarks/results/cuda_collectives.json")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: bring the README's table up to date")
     arguments = parser.parse_args()
-    if arguments.readme:
-        return write_readme(json.loads(Path(arguments.output).read_text()))
     rows = []
     for ranks in arguments.ranks:
         if ranks > torch.cuda.device_count():

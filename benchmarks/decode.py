@@ -1,7 +1,7 @@
 """Decoding with torch.compile(backend="ark") on CPU: a step of a small Llama, against Inductor and eager.
 
     python benchmarks/decode.py [--ranks 1 2] [--dtype float32] [--positions 32 256 500] [--quick] [--output FOLDER]
-    python benchmarks/decode.py --readme    measures nothing: renews the README's table and the picture from the JSON
+    python benchmarks/decode.py --plot      measures nothing: the picture from the JSON
     python benchmarks/decode.py --device cuda [--ways ...]    a Llama of 1.2 thousand million weights on one GPU
                                                               (gpu_models.py): its table and decode_h200.json
     python benchmarks/decode.py --device cuda --ranks 2       the same tensor parallel (decode_ranks.py)
@@ -177,7 +177,7 @@ def main() -> int:
     parser.add_argument("--positions", type=int, nargs="+", default=[32, 256, 500])
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and Inductor in its default mode only")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: table and picture from the JSON")
+    parser.add_argument("--plot", action="store_true", help="measure nothing: draw the picture from the JSON")
     parser.add_argument("--rows", type=Path, default=None, help=argparse.SUPPRESS)
     gpu_models.add_arguments(parser)
     arguments = parser.parse_args()
@@ -190,8 +190,9 @@ def main() -> int:
     if arguments.rows is not None:
         run_rank(arguments, arguments.rows)
         return 0
-    if arguments.readme:
-        renew_readme(arguments.output)
+    if arguments.plot:
+        about = json.loads((arguments.output / "decode.json").read_text(encoding="utf-8"))
+        print(decode_report.draw(about, arguments.output / "decode.png"), end="")
         return 0
     about = report.surroundings(report.shown_command("benchmarks/decode.py"))
     with tempfile.TemporaryDirectory(prefix="ark-bench-") as folder:
@@ -210,17 +211,6 @@ def main() -> int:
     if not arguments.quick:
         print(decode_report.draw({**about, "rows": measured}, arguments.output / "decode.png"), end="")
     return 0
-
-
-def renew_readme(folder: Path) -> None:
-    about = json.loads((folder / "decode.json").read_text(encoding="utf-8"))
-    readme, begin, end = FOLDER.parent / "README.md", "<!-- decode: begin -->\n", "<!-- decode: end -->"
-    head, found, rest = readme.read_text(encoding="utf-8").partition(begin)
-    if not found:
-        raise SystemExit(f"{readme} has no line {begin!r}")
-    table = decode_report.table(about)
-    readme.write_text(head + begin + table + "\n" + end + rest.partition(end)[2], encoding="utf-8")
-    print(decode_report.draw(about, folder / "decode.png"), end="")
 
 
 if __name__ == "__main__":

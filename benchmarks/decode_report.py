@@ -1,4 +1,4 @@
-"""How benchmarks/decode.py shows what it measured: the README's table and the picture, made from the JSON alone."""
+"""How benchmarks/decode.py shows what it measured: a table and a picture, made from the JSON alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def table(about: dict[str, Any]) -> str:
-    """The README's: the best of Inductor's modes over each carrier beside ark."""
+    """The best of Inductor's modes over each carrier beside ark."""
     machine, versions = about["machine"], about["versions"]
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, PyTorch {versions['torch']}; {about['date']}.",

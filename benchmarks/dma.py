@@ -127,7 +127,7 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 
 def table(about: dict[str, Any]) -> str:
-    """The README's."""
+    """docs/performance.md's."""
     lines = [on_gpus.origin(about)]
     for what, unit in (("latency", "one way, us"), ("throughput", "GB/s")):
         figures = of(about["rows"], what)
@@ -171,16 +171,12 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=FOLDER / "results" / "dma.json")
     parser.add_argument("--build", type=Path, metavar="FOLDER", help="only compile the program, into this folder")
     parser.add_argument("--program", type=Path, help="the compiled program (default: compile it now)")
-    parser.add_argument("--readme", action="store_true", help="measure nothing: renew the README's table from --output")
     arguments = parser.parse_args()
     for size in arguments.sizes:
         if size % 16 or not 16 <= size <= 64 * MB or size & (size - 1):
             parser.error(f"--sizes {size}: it takes powers of two from 16 to {64 * MB}")
     if not 1 <= arguments.blocks <= 16:
         parser.error(f"--blocks {arguments.blocks}: it takes 1 to 16")
-    if arguments.readme:
-        on_gpus.renew_readme("dma", arguments.output, table)
-        return 0
     if arguments.build:
         arguments.build.mkdir(parents=True, exist_ok=True)
         print(dma_program.build(arguments.build))

@@ -265,9 +265,6 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", help="these alone")
     parser.add_argument("--training", action="store_true", help="steps with the backward pass, too")
     arguments = parser.parse_args()
-    if arguments.readme:
-        on_gpus.renew_readme("fused", arguments.output, table)
-        return 0
     about, rows, problem = on_gpus.measure(measure, arguments)
     print(table({**about, "rows": rows}))
     return 1 if problem or any(any(row["wrong"].values()) for row in rows) else 0

@@ -265,7 +265,7 @@ def main(name: str, chosen: list[tuple[str, torch.dtype | None]], arguments: arg
     return 0
 
 
-# The README's table.
+# The table of docs/performance.md.
 
 
 def table(about: dict[str, Any]) -> str:

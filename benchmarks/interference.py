@@ -138,7 +138,7 @@ def line(row: Row) -> str:
 
 
 def table(about: dict[str, Any]) -> str:
-    """The README's."""
+    """docs/performance.md's."""
     lines = [
         on_gpus.origin(about),
         "",
@@ -163,9 +163,6 @@ def main() -> int:
     parser.add_argument("--window-ms", type=float, default=15.0, help="how long one run is (default: 15)")
     parser.add_argument("--product", type=int, default=4096, help="rows and columns of the matrices (default: 4096)")
     arguments = parser.parse_args()
-    if arguments.readme:
-        on_gpus.renew_readme("interference", arguments.output, table)
-        return 0
     _, rows, problem = on_gpus.measure(measure, arguments)
     wrong = sorted({row["contender"] for row in rows if row["wrong"]})
     if wrong:

@@ -1,4 +1,4 @@
-"""What the benchmarks on GPUs share: ranks that end in time, a command line, a report, the README's tables.
+"""What the benchmarks on GPUs share: ranks that end in time, a command line, a report.
 
 A benchmark may run where time is short, so it is bounded: ranks ask `Rank.time_for()` before each measurement, the
 process that started them ends those that are late, and what was measured until then is written all the same. One
@@ -44,7 +44,6 @@ def parser(doc: str | None, output: str, seconds: float) -> argparse.ArgumentPar
     made.add_argument("--seconds", type=float, default=seconds, help="limit of it all (default: %(default)g)")
     made.add_argument("--output", type=Path, default=FOLDER / "results" / output, help="JSON (default: %(default)s)")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that the script works")
-    made.add_argument("--readme", action="store_true", help="measure nothing: renew the README's table from --output")
     made.add_argument(
         "--ark", type=variant, action="append", default=[], metavar="NAME:VARIABLE=VALUE[,...]",
         help="one more ark group, made with these environment variables, or (in lower case) with this rule of a CUDA "
@@ -161,7 +160,7 @@ def surroundings(device: str) -> dict[str, Any]:
     return about
 
 
-# --- the README --------------------------------------------------------------------------------------------------
+# --- tables for the documents -------------------------------------------------------------------------------------
 
 
 def origin(about: dict[str, Any]) -> str:
@@ -170,14 +169,3 @@ def origin(about: dict[str, Any]) -> str:
         f"{about.get('gpus', about['machine']['cpu'])}, PyTorch {versions['torch']}, NCCL {versions.get('nccl', '-')}, "
         f"NVLink multicast off; {about['date']}."
     )
-
-
-def renew_readme(name: str, output: Path, table: Callable[[dict[str, Any]], str]) -> None:
-    """Puts the table between <!-- NAME: begin --> and <!-- NAME: end -->."""
-    readme = FOLDER.parent / "README.md"
-    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
-    head, found, rest = readme.read_text(encoding="utf-8").partition(begin)
-    if not found or end not in rest:
-        sys.exit(f"README.md has no part {begin.strip()} ... {end}")
-    about = json.loads(output.read_text(encoding="utf-8"))
-    readme.write_text(head + begin + table(about) + "\n" + end + rest.partition(end)[2], encoding="utf-8")

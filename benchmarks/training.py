@@ -30,7 +30,7 @@ import on_gpus
 from gpu_ranks import Rank
 from training_buckets import run_bucketed
 from training_models import IMPLEMENTATIONS, SHAPES
-from training_report import HEADING, draw, table, tell
+from training_report import HEADING, draw, tell
 from training_subject import FREE, Subject, make_groups
 from training_wrapped import fake_group, run_wrapped
 
@@ -75,9 +75,7 @@ def main() -> int:
     parser.add_argument("--plot", action="store_true", help="measure nothing: draw the pictures of --output")
     arguments = parser.parse_args()
     picture = arguments.output.with_suffix(".png")
-    if arguments.readme or arguments.plot:
-        if arguments.readme:
-            on_gpus.renew_readme("training", arguments.output, table)
+    if arguments.plot:
         why = draw(json.loads(arguments.output.read_text(encoding="utf-8")), picture)
         return why_not(why)
     about, rows, problem = on_gpus.measure(measure, arguments)

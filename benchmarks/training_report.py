@@ -1,4 +1,4 @@
-"""How benchmarks/training.py shows what it measured: a line a contender, the README's table, the paper's two pictures.
+"""How benchmarks/training.py shows what it measured: a line a contender, a table, the paper's two pictures.
 
 Everything here is made from rows alone, those of the JSON, so that tables and pictures can be drawn again anywhere.
 """
@@ -42,7 +42,7 @@ def tell(rank: Rank, rows: list[Row], about: Row, began: float) -> None:
 
 
 def table(about: dict[str, Any]) -> str:
-    """The README's."""
+    """docs/performance.md's."""
     lines = [
         on_gpus.origin(about),
         "",

@@ -3,16 +3,19 @@
     python examples/train_gpt.py                                # starts its own two ranks
     torchrun --nproc-per-node 2 examples/train_gpt.py           # the same under torchrun
 
-The training runs three times: over ark, over Gloo (the backend that PyTorch brings) and over ark again. Afterwards
-the program shows the loss curve, whether the weights agree (bit for bit between the runs over ark, within rounding
-with Gloo), what communication cost, and text that the model writes; its exit code is 1 if they do not agree.
-All that ark asks for is one word, in gpt/training.py: dist.init_process_group("ark").
+The training runs three times: over ark, over Gloo (the backend that PyTorch brings) and over ark again. Then
+decode_gpt.py lets the model write, compiled by ark and in three other ways. The program shows the loss curve, whether
+the weights agree (bit for bit between the runs over ark, within rounding with Gloo), what communication cost, and how
+fast text was written; its exit code is 1 if something does not agree. All is in index.html of the output folder.
+What ark asks for is one word in gpt/training.py, dist.init_process_group("ark"), and one in gpt/decoding.py,
+torch.compile(step, backend="ark").
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +26,7 @@ from torch.distributed.run import main as torchrun
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 try:
-    from gpt import report
+    from gpt import page, report
     from gpt.bars import Bars
     from rich.console import Console
 except ImportError as error:
@@ -63,6 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--width", type=positive, default=128)
     add("--heads", type=positive, default=4)
     add("--seed", type=int, default=1234)
+    add("--tokens", type=positive, default=400, help="bytes that the trained model writes (default: 400)")
     add("--text", type=Path, help="folder of *.py files to train on instead of the standard library")
     add("--output", type=Path, default=Path("demo-output"), help="folder for pictures and figures")
     arguments = parser.parse_args()
@@ -132,14 +136,27 @@ def run_rank(arguments: argparse.Namespace) -> bool:
     if rank != 0:
         return True
     folder = arguments.output
-    prompt = b'def main(argv):\n    """'
-    text = models[0].generate(prompt, 400, 0.7, torch.Generator().manual_seed(arguments.seed))
-    sample = text.decode(errors="replace")
-    (folder / "sample.txt").write_text(sample)
     torch.save(models[0].state_dict(), folder / "model.pt")
     report.draw(results, times, folder / "loss.png")
     report.write_report(results, times, config, place, folder / "report.json")
-    return report.show(console, results, times, sample, folder)
+    agrees = report.show(console, results, times)
+    wrote = write_text(arguments, folder, world)
+    page.write(folder)
+    if wrote:
+        report.show_writing(console, folder)
+    return agrees and wrote
+
+
+def write_text(arguments: argparse.Namespace, folder: Path, world: int) -> bool:
+    """In a process of its own, which has the threads that all ranks had; False where it fails, and it says why."""
+    for name in ("decode.json", "sample.txt", "schedule.svg", "trace.json"):  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
+    launched = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_")
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    command = [sys.executable, str(Path(__file__).with_name("decode_gpt.py")), "--folder", str(folder)]
+    for name, value in (("tokens", arguments.tokens), ("threads", arguments.threads * world), ("seed", arguments.seed)):
+        command += [f"--{name}", str(value)]
+    return subprocess.run(command, env=alone).returncode == 0
 
 
 def main() -> None:

@@ -122,11 +122,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 
 def table() -> str:
-    """The options as a Markdown table, for the README."""
+    """The options as the Markdown table that stands in docs/compile.md."""
     lines = ["| option | allowed | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [f"| `{o.name}` | {o.shown()} | {o.default!r} | {o.doc} |" for o in OPTIONS]
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(table(), end="")

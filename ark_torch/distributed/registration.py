@@ -20,7 +20,7 @@ def register(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> bo
 
     Every rank passes a contiguous CUDA tensor of the same number of bytes, allocated from `ark_torch.memory.pool()`.
     From then on any tensor in that memory, slices included, is used in place; results have the same bits either way.
-    Large collectives (all_reduce from 24 MB on, all_gather from 8 MB a rank on two GPUs) go by copy engines, and for
+    Large collectives (all_reduce from 24 MB on, all_gather from 12 MB a rank on two GPUs) go by copy engines, and for
     those all ranks must pass the same place of memory that was registered together: where they do not, the group fails
     and names a rank. Like a collective, the call must not run beside other collectives of the group on other threads.
 

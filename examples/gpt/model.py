@@ -24,6 +24,13 @@ class ModelConfig:
     context: int = 128
 
 
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the positions 0 to length - 1, [length, head size / 2] each."""
+    half = config.width // config.heads // 2
+    angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotary position embedding: turns pairs of channels by an angle that grows with the position."""
     first, second = x.chunk(2, dim=-1)
@@ -65,10 +72,9 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(VOCABULARY, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
-        half = config.width // config.heads // 2
-        angles = torch.outer(torch.arange(config.context), 10000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cosine", angles.cos(), persistent=False)
-        self.register_buffer("sine", angles.sin(), persistent=False)
+        cosine, sine = rotary_tables(config, config.context)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 # Layers that add into the residual stream start small, so that depth does not blow it up.
@@ -82,17 +88,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, cosine, sine)
         return F.linear(self.norm(x), self.embedding.weight)
-
-    @torch.no_grad()
-    def generate(self, prompt: bytes, count: int, temperature: float, generator: torch.Generator) -> bytes:
-        """Continues the prompt by `count` bytes, each drawn from the softened distribution of the next byte."""
-        device = self.embedding.weight.device
-        tokens = torch.tensor([list(prompt)], dtype=torch.long)
-        for _ in range(count):
-            window = tokens[:, -self.config.context :].to(device)
-            probabilities = torch.softmax(self(window)[0, -1].float() / temperature, dim=-1).cpu()
-            tokens = torch.cat((tokens, torch.multinomial(probabilities, 1, generator=generator)[None]), dim=1)
-        return bytes(tokens[0].tolist())
 
 
 def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the demo shows when its runs are over: curves, a comparison of the runs, a sample of text.
+"""What the demo shows when its runs are over: curves, a comparison of the runs, how fast the model writes.
 
 The comparison judges as well: `compare` says which promises hold, and the demo's exit code follows it.
 """
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from . import page
 from .timing import CommunicationTimes
 from .training import Place, RunResult, TrainingConfig
 
@@ -139,8 +140,8 @@ def write_report(
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def show(console: Console, results: list[RunResult], times: CommunicationTimes, sample: str, folder: Path) -> bool:
-    """Prints everything; returns whether all verdicts hold."""
+def show(console: Console, results: list[RunResult], times: CommunicationTimes) -> bool:
+    """Prints what the training has shown; returns whether all verdicts hold."""
     console.print()
     console.print(
         terminal_curve(results[0], min(console.width - 24, 80)), markup=False, highlight=False, soft_wrap=True
@@ -152,7 +153,25 @@ def show(console: Console, results: list[RunResult], times: CommunicationTimes, 
     for verdict in verdicts:
         mark = "[green]holds[/]" if verdict.holds else "[red]FAILS[/]"
         console.print(f"{mark}  {verdict.text}", highlight=False, soft_wrap=True)
-    console.print("\nA sample from the trained model:\n", style="bold")
-    console.print(sample, markup=False, highlight=False)
-    console.print(f"\nWritten to {folder}: loss.png, report.json, sample.txt, model.pt")
+    console.print("\nThe trained model writes, compiled by Inductor and by ark.")
     return all(verdict.holds for verdict in verdicts)
+
+
+def show_writing(console: Console, folder: Path) -> None:
+    """The sample, how fast each way has written, and the summary of all, from the files in the folder."""
+    decoded = json.loads((folder / "decode.json").read_text(encoding="utf-8"))
+    console.print("\nA sample from the trained model:\n", style="bold")
+    console.print((folder / "sample.txt").read_text(encoding="utf-8"), markup=False, highlight=False)
+    console.print()
+    report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    for caption, head, rows in (page.decoding(decoded), page.summary(report, decoded)):
+        table = Table(title=caption, title_justify="left")
+        for number, cell in enumerate(head):
+            table.add_column(cell, justify="left" if number == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    mark = "[green]holds[/]" if decoded["resident_as_single_launches"] else "[red]FAILS[/]"
+    console.print(f"{mark}  resident mode writes the text of single launches", highlight=False)
+    files = ", ".join(sorted(path.name for path in folder.iterdir() if path.name != "index.html"))
+    console.print(f"\nOpen {folder / 'index.html'}. Beside it: {files}", soft_wrap=True)

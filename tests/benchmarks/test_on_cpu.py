@@ -219,16 +219,3 @@ def test_variants_of_ark() -> None:
     for text in ("", ":A=1", "few:A", "few:=1"):
         with pytest.raises(on_gpus.argparse.ArgumentTypeError):
             on_gpus.variant(text)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["interference", "training", "dma"])
-def test_readme_has_a_part_for_each(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "README.md").write_text((FOLDER.parent / "README.md").read_text())
-    (tmp_path / "x.json").write_text('{"rows": []}')
-    monkeypatch.setattr(on_gpus, "FOLDER", tmp_path / "benchmarks")
-    on_gpus.renew_readme(name, tmp_path / "x.json", lambda about: f"as of now: {about['rows']}")
-    text = (tmp_path / "README.md").read_text()
-    assert f"<!-- {name}: begin -->\nas of now: []\n<!-- {name}: end -->" in text
-    with pytest.raises(SystemExit, match=r"README.md has no part <!-- other: begin -->"):
-        on_gpus.renew_readme("other", tmp_path / "x.json", str)

@@ -122,13 +122,6 @@ def test_misspelt_names_are_found() -> None:
     assert "did you mean" not in told and "ARK_DEBUG" in told and "ARK_AOT" in told
 
 
-def test_readme_holds_the_table_made_from_the_declarations() -> None:
-    readme = (REPO / "README.md").read_text()
-    found = re.search(r"<!-- environment: begin -->\n(.*?)<!-- environment: end -->", readme, re.S)
-    assert found, "README.md has no table between <!-- environment: begin --> and <!-- environment: end -->"
-    assert found.group(1).strip() == env.table().strip(), "put the output of `python -m ark_torch.env` into README.md"
-
-
 def test_no_other_file_reads_our_variables() -> None:
     """Declared once: a second reader would have a second idea of what is allowed."""
     pattern = re.compile(r"""(?:environ(?:\.get)?|getenv)\s*[\[(]\s*["']ARK_""")

@@ -16,8 +16,7 @@ import pytest
 from support import launcher, start
 from support.rank import Rank
 
-from ark_torch import env
-from ark_torch.tools.bench import cli, goals, launch, readme, report, table
+from ark_torch.tools.bench import cli, goals, launch, report, table
 from ark_torch.tools.bench.config import OPERATION_NAMES, REDUCTIONS, Config, parse_size, show_size, sizes_between
 from ark_torch.tools.bench.measure import Timing
 from ark_torch.tools.bench.operations import OPERATIONS, REDUCE_OPS
@@ -168,7 +167,6 @@ def test_sizes() -> None:
         (["--rounds", "-1"], "'-1' is not a whole number"),
         (["--sizes", "1000G"], "need more memory than there is"),
         (["--readme"], "unrecognized arguments: --readme"),
-        (["--developer", "--readme", "no-such-file.md"], "no-such-file.md"),
     ],
 )
 def test_bad_arguments(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,22 +183,14 @@ def test_a_rank_that_fails_ends_the_run(leaves_nothing: None) -> None:
 
 
 @pytest.mark.quick
-def test_readme_is_made_from_results_and_declarations(tmp_path: Path) -> None:
-    text = (TOP / "README.md").read_text(encoding="utf-8")
-    assert env.table() in text, "run `python -m ark_torch bench --developer --readme`"
-    about = report.surroundings("ark bench")
-    assert readme.collectives(tmp_path) == readme.NOT_YET == readme.ddp(tmp_path)
+def test_tables_show_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOP / "benchmarks"))
+    import cpu_tables
+
+    about = report.surroundings("ark bench") | {"date": "2026-01-01"}
     rows = [row(2.5, 50.0), row(1000.0, 9000.0, size=1 << 20)]
-    report.write_json(tmp_path / "collectives.json", about, rows, overhead_us={"ark": 6.5, "gloo": 150.0})
+    shown = cpu_tables.collectives(about | {"rows": rows, "overhead_us": {"ark": 6.5, "gloo": 150.0}})
+    assert "| all_reduce | 2.5 (20.0x) | 1,000 (9.0x) |" in shown and "ark 6.5 us, gloo 150.0 us" in shown
     step = {"model": "tiny", "gradient_bytes": 3_300_000, "ranks": 2, "batch": 16, "ratio": 1.25}
-    report.write_json(tmp_path / "ddp_step.json", about, [step | {"ark_ms": 4.0, "gloo_ms": 5.0, "local_ms": 3.5}])
-    copy = tmp_path / "README.md"
-    copy.write_text(text, encoding="utf-8")
-    assert cli.main(["--developer", "--readme", str(copy), "--output", str(tmp_path)]) == 0
-    renewed = copy.read_text(encoding="utf-8")
-    assert "| all_reduce | 2.5 (20.0x) | 1,000 (9.0x) |" in renewed
-    assert "ark 6.5 us, gloo 150.0 us" in renewed and "2 of the 2 goals" in renewed
-    assert "| tiny | 3.3 MB | 2 | 16 | 4.00 | 5.00 | 1.25 | 3.50 |" in renewed
-    assert renewed.partition("## When not")[2] == text.partition("## When not")[2]
-    with pytest.raises(ValueError, match="exactly once"):
-        readme.replace("no markers here", "ddp", "")
+    shown = cpu_tables.ddp(about | {"rows": [step | {"ark_ms": 4.0, "gloo_ms": 5.0, "local_ms": 3.5}]})
+    assert "| tiny | 3.3 MB | 2 | 16 | 4.00 | 5.00 | 1.25 | 3.50 |" in shown

@@ -30,7 +30,6 @@ examples:
   ark bench --ops all_reduce --ranks 2 --sizes 4K,1M   these alone
   ark bench --quick --output results                   a JSON file and a picture, too
 """
-READ_ME = "measure nothing: renew the tables of README.md from the results in --output and from ark_torch.env"
 
 
 def names(allowed: Any, what: str) -> Any:
@@ -84,10 +83,7 @@ def make_parser(developer: bool = False) -> argparse.ArgumentParser:
     how("--quick", action="store_true", help="few sizes, five operations, three rounds")
     how("--rounds", type=positive, default=7, metavar="N", help="turns of each backend (default: %(default)s)")
     how("--output", type=Path, metavar="DIR", help="write a JSON file and a picture to this folder")
-    how("--developer", action="store_true", help="for work on ark_torch itself (ark bench --developer --help)")
-    if developer:
-        add = parser.add_argument_group("of developers (goals are shown, --output is benchmarks/results)").add_argument
-        add("--readme", nargs="?", type=Path, const=Path("README.md"), metavar="FILE", help=READ_ME)
+    how("--developer", action="store_true", help="show the project's goals, too; --output is benchmarks/results")
     return parser
 
 
@@ -120,13 +116,8 @@ def main(argv: list[str] | None = None) -> int:
     import torch
     import torch.distributed as dist
 
-    from . import launch, readme, report, table
+    from . import launch, report, table
 
-    if arguments.developer and arguments.readme is not None:
-        try:
-            return readme.renew(arguments.readme, arguments.output)
-        except (OSError, ValueError) as error:
-            parser.error(str(error))
     if not dist.is_backend_available(arguments.backend):
         known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
         meant = _suggest.did_you_mean(arguments.backend, known)

@@ -10,16 +10,9 @@
 namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // H200, 2 and 4 ranks (relay_from is a guess: two flights over the link against one longer stay on it). Alone, rings
-  // take 209 us for 64 MB and 3.2 ms for 1 GB, copy engines 256 us and 3.0 ms (NCCL 250 us and 3.3 ms); but large
-  // buckets are summed beside computation, which rings slow down (a step of GPT-2 XL: 77 ms, NCCL 71, copy engines 67).
-  // On four, 64 MB: 454 us (rings 400, NCCL 325); beside products these lose 7% and both end 0.88 times as soon as with
-  // NCCL, by rings they take eight times as long and both end at 0.29. all_gather into registered memory beside
-  // products: 64 MB ends 1.22 times sooner than NCCL's, 25 MB 1.32 to 1.43 times, while 16 MB take 62 us alone in a
-  // graph (rings 40); into plain memory rings are sooner up to 64 MB, but at 256 MB they slow products down threefold.
-  // Landings gain 2 to 5% (64 MB 202 us instead of 209) and lose below 16 MB, where lines are there sooner than an
-  // announcement. In line a step of DDP took 110 and 183 ms on two hosts (not: 127 and 204; NCCL 125 and 215), on a
-  // third 107 (107; NCCL 98); on four it is not measured, nor are rings in bulk.
+  // Measured on H200 (docs/measurements.md has the figures); what is not: relay_from, more than four ranks, rings in
+  // bulk. Large sums are taken beside computation, which rings slow down more than copy engines do, though rings alone
+  // are quicker from 16 to 64 MB.
   const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
   return {.one_shot_to = one_shot_to,
           .chunks_from = 8 << 20,

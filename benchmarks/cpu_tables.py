@@ -1,24 +1,17 @@
-"""Renews the parts of README.md that are made from something else: benchmark tables and environment variables.
+"""Tables of what was measured on CPU tensors: collectives and DistributedDataParallel against Gloo and MPI.
 
-A part stands between <!-- NAME: begin --> and <!-- NAME: end -->. Figures come from the JSON files of the benchmarks
-alone; where a file is missing, the part says so and no figure is shown.
+Made from the JSON files of the benchmarks alone; doc_tables.py puts them into the documents.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
 from typing import Any
 
-from ark_torch import env
-
-from . import goals, table
-from .config import parse_size, show_size
+from ark_torch.tools.bench import table
+from ark_torch.tools.bench.config import parse_size, show_size
 
 SHOWN_SIZES = tuple(parse_size(text) for text in ("4", "1K", "64K", "1M", "16M", "64M", "256M"))
 SHOWN_OPERATIONS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
-NOT_YET = "No figures yet: `make bench` takes them.\n"
 
 
 def origin(about: dict[str, Any]) -> str:
@@ -43,11 +36,7 @@ def cell(row: dict[str, Any]) -> str:
     return f"{microseconds(ours['median'])} ({', '.join('-' if r is None else f'{r:.1f}x' for _, r in ratios)})"
 
 
-def collectives(results: Path) -> str:
-    path = results / "collectives.json"
-    if not path.is_file():
-        return NOT_YET
-    data = json.loads(path.read_text(encoding="utf-8"))
+def collectives(data: dict[str, Any]) -> str:
     rows = data["rows"]
     text = f"{origin(data)}.\n"
     for world in sorted({row["ranks"] for row in rows}):
@@ -65,18 +54,13 @@ def collectives(results: Path) -> str:
     overhead = data.get("overhead_us") or {}
     if overhead:
         times = ", ".join(f"{name} {time:.1f} us" for name, time in overhead.items() if time > 0)
-        text += f"\nOne `all_reduce` of 4 bytes, two ranks, from Python: {times} (empty: a backend that does nothing; "
-        text += f"goal: {goals.OVERHEAD_US:g} us).\n"
-    verdicts = [verdict for row in rows if (verdict := table.verdict(row))]
-    met = sum(verdict.startswith("met") for verdict in verdicts)
-    return text + f"\n{met} of the {len(verdicts)} goals set against Gloo are met.\n"
+        text += (
+            f"\nOne `all_reduce` of 4 bytes, two ranks, from Python: {times} (empty: a backend that does nothing).\n"
+        )
+    return text
 
 
-def ddp(results: Path) -> str:
-    path = results / "ddp_step.json"
-    if not path.is_file():
-        return NOT_YET
-    data = json.loads(path.read_text(encoding="utf-8"))
+def ddp(data: dict[str, Any]) -> str:
     text = f"{origin(data)}; milliseconds of forward and backward.\n\n"
     columns = ("model", "gradients", "ranks", "windows a rank", "ark", "gloo", "gloo by ark", "no communication")
     text += f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
@@ -86,22 +70,3 @@ def ddp(results: Path) -> str:
             f"| {row['ark_ms']:.2f} | {row['gloo_ms']:.2f} | {row['ratio']:.2f} | {row['local_ms']:.2f} |\n"
         )
     return text
-
-
-def replace(text: str, name: str, content: str) -> str:
-    """The text with what stands between the markers of `name` exchanged; ValueError where they are missing."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    pattern = re.compile(re.escape(begin) + r".*?" + re.escape(end), re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise ValueError(f"the file does not hold {begin} and {end} exactly once")
-    return pattern.sub(lambda _: f"{begin}\n{content}{end}", text)
-
-
-def renew(path: Path, results: Path) -> int:
-    text = path.read_text(encoding="utf-8")
-    parts = {"collectives": collectives(results), "ddp": ddp(results), "environment": env.table()}
-    for name, content in parts.items():
-        text = replace(text, name, content)
-    path.write_text(text, encoding="utf-8")
-    print(f"renewed in {path}: {', '.join(parts)}")
-    return 0

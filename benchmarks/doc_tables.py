@@ -1,0 +1,220 @@
+"""What tools/renew_docs.py may put between the markers of README.md and docs/*.md: a name, and how its text is made.
+
+Tables come from benchmarks/results/*.json and from the declarations of variables and options. FIGURES are single
+numbers for sentences. A name whose file is missing is an error: a document shows no figure that is not in a file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import cpu_tables
+import headline_tables
+from headline_tables import KB, MB, Load, best, medians, of_ranks, only
+
+from ark_torch import env
+from ark_torch.compile import options
+
+
+def _scripts(name: str) -> Any:
+    """A benchmark's module, imported when its table is made: some set variables that others do without."""
+    return __import__(name)
+
+
+def loop_account(load: Load, name: str) -> str:
+    data = load(name)
+    account = str(_scripts("loop_account").table(data["step"], data["rows"]))
+    return f"{data['gpus']}, PyTorch {data['versions']['torch']}; {data['date']}. {account}"
+
+
+def real_sizes(load: Load, name: str) -> str:
+    """Without what the program beside has printed, which is long."""
+    return str(_scripts("gpu_models").table({**load(name), "beside": {}}))
+
+
+def overhead(load: Load) -> str:
+    data = load("compile_overhead")
+    lines = [
+        f"{cpu_tables.origin(data)}.",
+        "",
+        "| threads | what had the caches before | a call, us | torch._dynamo's own share on the host | ark's share |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rest = []
+    for row in data["rows"]:
+        if "microseconds" in row:
+            times = row["microseconds"]
+            before = "the same step" if row["after"] == "ark" else f"a step of {row['after']}"
+            lines.append(
+                f"| {row['threads']} | {before} | {times['ark']:.0f} | {times['nothing, host']:.0f} "
+                f"| {row['above_dynamo_host_us']:.1f} |"
+            )
+        else:
+            rest.append(
+                f"{row['what'].capitalize()}: the first call takes {row['first_call_s']:.1f} s, {row['ark_s']:.2f} s "
+                "of them in ark."
+            )
+    return "\n".join([*lines, "", *rest])
+
+
+def accuracy(load: Load) -> str:
+    """Of each type: cases, how many have a smaller error than Inductor's, and what comes nearest to the limit."""
+    data = load("compile_accuracy")
+    lines = [
+        f"{cpu_tables.origin(data)}.",
+        "",
+        "| type | cases | operators | ark's error not larger in | ark's by Inductor's, median | nearest to the limit |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for dtype in dict.fromkeys(row["type"] for row in data["rows"]):
+        rows = [row for row in data["rows"] if row["type"] == dtype]
+        pairs = [
+            (row["ark"][kind], row["inductor"][kind])
+            for row in rows
+            if (kind := next((kind for kind in ("element", "scale") if kind in row["ark"]), None))  # else: no digits
+        ]
+        ratios = [ark / other for ark, other in pairs if other > 0]
+        worst = max(rows, key=lambda row: row["nearness"])
+        smaller = sum(ark <= other for ark, other in pairs)
+        lines.append(
+            f"| {dtype} | {len(rows)} | {len({row['operator'] for row in rows})} | {smaller / len(pairs):.0%} "
+            f"| {statistics.median(ratios):.2f} | `{worst['operator']}`, {worst['nearness']:.0%} of it |"
+        )
+    return "\n".join(lines)
+
+
+def resident(load: Load) -> str:
+    data = load("decode")
+    lines = [
+        "| ranks x threads | position | launches of one step, ms a token | one launch, ms a token |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in data["rows"]:
+        times = row["loop_microseconds"]
+        lines.append(
+            f"| {row['ranks']} x {row['threads']} | {row['position']} | {times['launches'] / 1e3:.2f} "
+            f"| {times['resident'] / 1e3:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def skeleton(load: Load) -> str:
+    """What a bare loop over the same bytes took on the machine of decode_h200.json."""
+    line = next(line for line in load("decode_h200")["beside"]["lines"] if "2 run-ahead, 1 step" in line)
+    return f"{float(line.partition('launch: ')[2].partition(' us')[0]) / 1e3:.3f}"
+
+
+TABLES: dict[str, Callable[[Load], str]] = {
+    "environment": lambda load: env.table(),
+    "options": lambda load: options.table(),
+    "headline-inference": headline_tables.inference,
+    "headline-collectives": headline_tables.collectives,
+    "headline-training": headline_tables.training,
+    "collectives": lambda load: cpu_tables.collectives(load("collectives")),
+    "ddp": lambda load: cpu_tables.ddp(load("ddp_step")),
+    "cuda": lambda load: _scripts("cuda_collectives").table(load("cuda_collectives")),
+    "interference": lambda load: _scripts("interference").table(load("interference")),
+    "interference-bulk": lambda load: _scripts("interference").table(load("interference_bulk")),
+    "training": lambda load: _scripts("training_report").table(load("training")),
+    "training-in-line": lambda load: _scripts("training_report").table(load("training_in_line")),
+    "dma": lambda load: _scripts("dma").table(load("dma")),
+    "fused": lambda load: _scripts("fused").table(load("fused")),
+    "decode": lambda load: _scripts("decode_report").table(load("decode")),
+    "resident": resident,
+    "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
+    "decode-h200": lambda load: real_sizes(load, "decode_h200"),
+    "decode-compile-times-h200": lambda load: real_sizes(load, "decode_compile_times_h200"),
+    "decode-ranks-h200": lambda load: _scripts("decode_ranks").table(load("decode_ranks_h200")),
+    "decode-ranks-h100": lambda load: _scripts("decode_ranks").table(load("decode_ranks_autotune_h100")),
+    "models-h200": lambda load: real_sizes(load, "compile_models_h200"),
+    "loop-account-h200": lambda load: loop_account(load, "loop_account_h200"),
+    "loop-account-2-h100": lambda load: loop_account(load, "loop_account_2_ranks_h100"),
+    "overhead": overhead,
+    "accuracy": accuracy,
+}
+
+
+def _dma(load: Load, what: str, engine: str, size: int) -> float:
+    key = "us" if what == "latency" else "gbps"
+    return float(only(load("dma"), what=what, engine=engine, bytes=size)[key])
+
+
+def _during(load: Load, who: str, ranks: int = 2) -> float:
+    row = only(load("training"), model="gpt2-xl", mode="graph", ranks=ranks, contender=who)
+    return float(row["during_gbps"])
+
+
+def _slowdown(load: Load, who: str, size: int) -> float:
+    row = only(load("interference"), operation="all_reduce", ranks=2, bytes=size, contender=who)
+    return float(row["product_slowdown"]) - 1
+
+
+def _fused(load: Load) -> list[float]:
+    return [1 - 1 / row["faster_than_rival"] for row in load("fused")["rows"]]
+
+
+def _decoding(load: Load, who: str) -> float:
+    return best(medians(only(load("decode_h200"), model="llama-1b")), who)
+
+
+def _pair(load: Load, who: str) -> float:
+    return best(of_ranks(load("decode_ranks_autotune_h100"), 2), who)
+
+
+FIGURES: dict[str, Callable[[Load], str]] = {
+    "fig.latency-8kb": lambda load: f"{_dma(load, 'latency', 'packet', 8 * KB):.2f} us",
+    "fig.latency-times-cpu": lambda load: (
+        f"{_dma(load, 'latency', 'cpu', 8 * KB) / _dma(load, 'latency', 'packet', 8 * KB):.1f} times"
+    ),
+    "fig.bulk-8kb": lambda load: f"{_dma(load, 'throughput', 'bulk', 8 * KB):.0f} GB/s",
+    "fig.copy-engine-64mb": lambda load: f"{_dma(load, 'throughput', 'copy_engine', 64 * MB):.0f} GB/s",
+    "fig.bulk-share": lambda load: (
+        f"{_dma(load, 'throughput', 'bulk', 8 * KB) / _dma(load, 'throughput', 'copy_engine', 64 * MB):.0%}"
+    ),
+    "fig.all-reduce-during": lambda load: f"{_during(load, 'ark'):.0f} against {_during(load, 'nccl'):.0f} GB/s",
+    "fig.all-reduce-during-4": lambda load: (
+        f"{_during(load, 'ark', 4):.0f} against {_during(load, 'nccl', 4):.0f} GB/s"
+    ),
+    "fig.slowdown-ark": lambda load: f"{_slowdown(load, 'ark', 64 * MB):.0%}",
+    "fig.slowdown-nccl": lambda load: f"{_slowdown(load, 'nccl', 64 * MB):.0%}",
+    "fig.fused-less": lambda load: f"{min(_fused(load)):.0%} to {max(_fused(load)):.0%}",
+    "fig.fused-of-own": lambda load: f"{1 - statistics.mean(row['of_pool_ark'] for row in load('fused')['rows']):.0%}",
+    "fig.decode-ark": lambda load: f"{_decoding(load, 'ark'):.3f} ms",
+    "fig.decode-inductor": lambda load: f"{_decoding(load, 'inductor'):.3f} ms",
+    "fig.decode-times": lambda load: f"{_decoding(load, 'inductor') / _decoding(load, 'ark'):.2f}",
+    "fig.decode-skeleton": lambda load: f"{skeleton(load)} ms",
+    "fig.pair-ark": lambda load: f"{_pair(load, 'ark'):.3f} ms",
+    "fig.pair-inductor": lambda load: f"{_pair(load, 'inductor'):.3f} ms",
+    "fig.pair-times": lambda load: f"{_pair(load, 'inductor') / _pair(load, 'ark'):.2f}",
+}
+
+
+class Parts(Mapping[str, str]):
+    """Name -> text, made when it is asked for."""
+
+    def __init__(self, results: Path) -> None:
+        self._makers = TABLES | FIGURES
+        self._results = results
+        self._made: dict[str, str] = {}
+
+    def _load(self, name: str) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads((self._results / f"{name}.json").read_text(encoding="utf-8"))
+        return data
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._made:
+            self._made[name] = self._makers[name](self._load)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
