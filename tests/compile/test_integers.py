@@ -32,10 +32,11 @@ def wrapping(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
+def check_wrapping(dtype: torch.dtype, compiled: Any, device: str) -> None:
     least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-    ends = torch.tensor([least, least + 1, greatest // 2 + 1, -1, 0, 1, greatest - 1, greatest], dtype=dtype)
+    ends = torch.tensor(
+        [least, least + 1, greatest // 2 + 1, -1, 0, 1, greatest - 1, greatest], dtype=dtype, device=device
+    )
     x, y = (part.flatten() for part in torch.meshgrid(ends, ends, indexing="ij"))
     call, report = compiled(wrapping)
     for position, (got, right) in enumerate(zip(call(x, y), wrapping(x, y), strict=True)):
@@ -43,13 +44,12 @@ def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
     assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark"], report
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
-def test_shifts_by_any_count(dtype: torch.dtype) -> None:
+def check_shifts(dtype: torch.dtype, device: str) -> None:
     """Constant counts, and those of a tensor, which the type holds."""
     info = torch.iinfo(dtype)
-    x = torch.tensor([info.min, info.min + 1, info.max // 2, 3, 1, info.max], dtype=dtype)
+    x = torch.tensor([info.min, info.min + 1, info.max // 2, 3, 1, info.max], dtype=dtype, device=device)
     held = [c for c in COUNTS if info.min <= c <= info.max]
-    counts = torch.tensor(held, dtype=dtype)
+    counts = torch.tensor(held, dtype=dtype, device=device)
 
     def shifts(x: Tensor, counts: Tensor) -> list[Tensor]:
         whole = [one for c in held for one in (x >> c, x << c)]
@@ -58,3 +58,13 @@ def test_shifts_by_any_count(dtype: torch.dtype) -> None:
     call = torch.compile(shifts, backend="ark", options={"choose": "ark"})
     for i, (got, want) in enumerate(zip(call(x, counts), shifts(x, counts), strict=True)):
         assert torch.equal(got, want), f"result {i}"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
+    check_wrapping(dtype, compiled, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
+def test_shifts_by_any_count(dtype: torch.dtype) -> None:
+    check_shifts(dtype, "cpu")

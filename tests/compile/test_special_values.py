@@ -151,6 +151,8 @@ def divides(name: str) -> bool:
 
 
 def check(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], compiled: Any) -> None:
+    """On the device of the inputs, whose eager PyTorch is the measure."""
+
     def takes(call: Callable[..., Tensor]) -> bool:
         try:
             call(*inputs)
@@ -164,7 +166,7 @@ def check(calls: dict[str, Callable[..., Tensor]], inputs: tuple[Tensor, ...], c
     call, report = compiled(lambda *x: [one(*x) for one in chosen.values()])
     wrong: list[str] = []
     for (name, one), got in zip(chosen.items(), call(*inputs), strict=True):
-        wrong += differences(name, got, one(*inputs), *inputs)
+        wrong += differences(name, got.cpu(), one(*inputs).cpu(), *(x.cpu() for x in inputs))
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:400])
     assert report.regions
 

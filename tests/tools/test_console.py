@@ -52,10 +52,6 @@ def test_help_of_a_command(name: str) -> None:
         assert theirs not in done.stdout, "what concerns this project's own work is for its developers"
 
 
-def test_developers_have_more() -> None:
-    assert "--readme" in ark("bench", "--developer", "--help").stdout
-
-
 def test_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ark_torch", "trace", "no-such-file"],

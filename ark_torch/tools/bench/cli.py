@@ -67,7 +67,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def make_parser(developer: bool = False) -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ark bench", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,7 +83,7 @@ def make_parser(developer: bool = False) -> argparse.ArgumentParser:
     how("--quick", action="store_true", help="few sizes, five operations, three rounds")
     how("--rounds", type=positive, default=7, metavar="N", help="turns of each backend (default: %(default)s)")
     how("--output", type=Path, metavar="DIR", help="write a JSON file and a picture to this folder")
-    how("--developer", action="store_true", help="show the project's goals, too; --output is benchmarks/results")
+    how("--developer", action="store_true", help="for work on ark_torch itself: verdicts; writes to benchmarks/results")
     return parser
 
 
@@ -105,7 +105,7 @@ def configure(arguments: argparse.Namespace, mpi: bool, world: int) -> Config:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = make_parser("--developer" in argv)
+    parser = make_parser()
     arguments = parser.parse_args(argv)
     if arguments.developer and arguments.output is None:
         arguments.output = Path("benchmarks/results")
