@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ark_torch.compile import aliasing, analysis, costs, decompositions, in_place, regions, rest, straight
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
+from ark_torch.compile.eager_values import RunsEagerly
 from ark_torch.compile.lowering import CPU, reason_against
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log, title_of
@@ -36,10 +37,6 @@ AHEAD = (
     "ark cannot save compiled regions to a file yet, as compiling ahead of time (aot_compile) needs: pass "
     'options={"choose": "inductor"} to torch.compile(backend="ark"), which hands the graph to Inductor whole.'
 )
-
-
-class _Eager(Exception):
-    """The graph runs as it came, operator by operator; the text says why."""
 
 
 # Nothing guards that they lie that way the next time, in Inductor's graphs as little as here.
@@ -66,7 +63,7 @@ def compile_graph(
         report.graphs.append(graph_report)
     try:
         if any(isinstance(x, torch.Tensor) and (x.is_neg() or x.is_conj()) for x in example_inputs):
-            raise _Eager(LAZY)
+            raise RunsEagerly(LAZY)
         if options.choose == "inductor":
             raise _WholeGraph('options={"choose": "inductor"}')
         if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
@@ -78,7 +75,7 @@ def compile_graph(
         if _ahead_of_time():
             raise UnsupportedGraph(AHEAD)
         return _capture(graph_module, example_inputs, options, graph_report, launcher)
-    except _Eager as reason:
+    except RunsEagerly as reason:
         graph_report.whole, graph_report.whole_on = str(reason), "eager PyTorch"
         if launcher is not None:
             raise NotOneRegion(graph_report.whole) from None
@@ -132,10 +129,10 @@ def _capture(
 
     def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if len(inputs) < len(example_inputs):
-            raise _Eager(MERGED)
+            raise RunsEagerly(MERGED)
         try:
             call = compile_inference(graph, options, report, launcher)
-        except (_WholeGraph, _Eager, UnsupportedGraph, NotOneRegion):
+        except (_WholeGraph, RunsEagerly, UnsupportedGraph, NotOneRegion):
             raise
         except Exception as error:  # a mistake of ours, or what the compiler said with fallback=False
             if not options.fallback:
@@ -158,7 +155,7 @@ def _capture(
         )(graph_module, example_inputs)
     except (
         _WholeGraph,
-        _Eager,
+        RunsEagerly,
         UnsupportedGraph,
         NotOneRegion,
         RestartAnalysis,

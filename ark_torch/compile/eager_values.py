@@ -6,6 +6,7 @@ Inductor's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -26,15 +27,31 @@ _SHIFTS = (
     aten.bitwise_right_shift.Tensor_Scalar,
     aten.bitwise_right_shift.Scalar_Tensor,
 )
-# True while _shift makes the shift whose count it has bounded, which is not to be taken apart again.
-_within_width = ContextVar("_within_width", default=False)
+# True while a decomposition makes the same operator with arguments that need none.
+_settled = ContextVar("_settled", default=False)
+
+
+class RunsEagerly(Exception):
+    """The graph runs as it came, operator by operator; the text says why."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
     return {
         **{operator: _shift(operator) for operator in _SHIFTS},
         aten.threshold.default: _threshold,
+        aten.clamp.default: _clamp,
+        aten.frac.default: lambda x: aten.sub.Tensor(x, aten.trunc.default(x)),
+        aten.lgamma.default: _lgamma,
+        aten.pow.Tensor_Scalar: _pow,
     }
+
+
+def _settle(operator: Any, *arguments: Any) -> Any:
+    token = _settled.set(True)
+    try:
+        return operator(*arguments)
+    finally:
+        _settled.reset(token)
 
 
 def _shift(operator: Any) -> Callable[..., Any]:
@@ -48,7 +65,7 @@ def _shift(operator: Any) -> Callable[..., Any]:
     inner = aten.bitwise_left_shift.Tensor if left else aten.bitwise_right_shift.Tensor
 
     def shift(value: Any, count: Any) -> Any:
-        if _within_width.get():
+        if _settled.get():
             return NotImplemented
         dtype = torch.result_type(value, count)
         if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
@@ -65,11 +82,7 @@ def _shift(operator: Any) -> Callable[..., Any]:
         value, wide = value.to(dtype), count.to(dtype).to(torch.int64)
         outside = aten.logical_or.default(aten.lt.Scalar(wide, 0), aten.ge.Scalar(wide, width))
         bounded = aten.clamp.default(wide, 0, width - 1).to(dtype)
-        token = _within_width.set(True)
-        try:
-            shifted = inner(value, bounded)
-        finally:
-            _within_width.reset(token)
+        shifted = _settle(inner, value, bounded)
         if left or not dtype.is_signed:
             rest = aten.scalar_tensor.default(0, dtype=dtype, device=value.device)
         else:
@@ -85,3 +98,37 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Any:
         threshold, value = int(threshold), int(value)
     other = aten.scalar_tensor.default(value, dtype=x.dtype, device=x.device)
     return aten.where.self(aten.le.Scalar(x, threshold), other, x)
+
+
+def _clamp(x: Any, least: Any = None, most: Any = None) -> Any:
+    """On a GPU a number that is NaN is no bound; on the CPU it makes all NaN."""
+
+    def is_nan(bound: Any) -> bool:
+        return isinstance(bound, float) and math.isnan(bound)
+
+    if x.device.type != "cuda" or not (is_nan(least) or is_nan(most)):
+        return NotImplemented
+    dtype = torch.result_type(x, math.nan)
+    least, most = (None if is_nan(bound) else bound for bound in (least, most))
+    if least is None and most is None:
+        return x.clone() if x.dtype == dtype else x.to(dtype)
+    return _settle(aten.clamp.default, x.to(dtype), least, most)
+
+
+def _lgamma(x: Any) -> Any:
+    """Inductor's function on GPUs takes denormals for zeros. So near zero lgamma(x) is -log|x|, of a multiple here."""
+    if _settled.get() or x.device.type != "cuda" or x.dtype not in (torch.float32, torch.bfloat16):
+        return NotImplemented
+    wide = x.to(torch.float32)
+    size = aten.abs.default(wide)
+    near = aten.rsub.Scalar(aten.log.default(aten.mul.Scalar(size, 2.0**64)), 64 * math.log(2))
+    far = _settle(aten.lgamma.default, wide)
+    return aten.where.self(aten.lt.Scalar(size, 2.0**-64), near, far).to(x.dtype)
+
+
+def _pow(x: Any, exponent: Any) -> Any:
+    """Eager PyTorch's error where whole numbers have a negative whole exponent; generated code computes something."""
+    whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
+    if whole and isinstance(exponent, int) and not isinstance(exponent, bool) and exponent < 0:
+        raise RunsEagerly(f"a tensor of {x.dtype} to the power {exponent}, which eager PyTorch refuses")
+    return NotImplemented

@@ -68,3 +68,16 @@ def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
 def test_shifts_by_any_count(dtype: torch.dtype) -> None:
     check_shifts(dtype, "cpu")
+
+
+def check_negative_powers(dtype: torch.dtype, device: str) -> None:
+    x = torch.tensor([-2, -1, 1, 2, 7], dtype=dtype, device=device)
+    call = torch.compile(lambda x: (x + 0) ** -1, backend="ark", options={"choose": "ark"})
+    with pytest.raises(RuntimeError, match="negative integer powers"):
+        call(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_negative_powers_are_refused(dtype: torch.dtype) -> None:
+    """As by eager PyTorch."""
+    check_negative_powers(dtype, "cpu")

@@ -54,6 +54,9 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(-1, 1)": lambda x: x.clamp(-1, 1),
     "clamp(min=-0.0)": lambda x: x.clamp(min=-0.0),
     "clamp(max=0.0)": lambda x: x.clamp(max=0.0),
+    "clamp(min=0.0)": lambda x: x.clamp(min=0.0),
+    "clamp(max=-0.0)": lambda x: x.clamp(max=-0.0),
+    "clamp(nan, 1)": lambda x: x.clamp(NAN, 1),
     "clamp(max=nan)": lambda x: x.clamp(max=NAN),
     "clamp(min=nan)": lambda x: x.clamp(min=NAN),
     "clamp(inf, -inf)": lambda x: x.clamp(INF, -INF),
@@ -81,7 +84,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 } | {
     "where": lambda x, y: torch.where(x > y, x, y),
     "lerp": lambda x, y: torch.lerp(x, y, 0.25),
-    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5 if x.dtype.is_floating_point else 2),
     "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
     "clamp(min=y)": lambda x, y: x.clamp(min=y),
     "clamp(max=y)": lambda x, y: x.clamp(max=y),

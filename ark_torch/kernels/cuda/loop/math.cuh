@@ -136,7 +136,7 @@ ARK_LOOP Floats sine_or_cosine(Floats x, int quarter) {
   return (turns & 2) != 0 ? -y : y;
 }
 ARK_LOOP Floats sin(Floats x) {
-  return sine_or_cosine(x, 0);
+  return x == 0.0f ? x : sine_or_cosine(x, 0);
 }
 ARK_LOOP Floats cos(Floats x) {
   return sine_or_cosine(x, 1);

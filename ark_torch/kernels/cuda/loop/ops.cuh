@@ -81,14 +81,15 @@ ARK_LOOP Floats square(Floats x) {
 ARK_LOOP Floats cube(Floats x) {
   return x * x * x;
 }
+// Of two zeros the greater is the positive one, the less the negative one.
 ARK_LOOP Floats maximum(Floats x, Floats y) {
-  return x > y ? x : x != x ? x : y;
+  return x != x || y != y ? x + y : ::fmaxf(x, y);
 }
 ARK_LOOP Floats minimum(Floats x, Floats y) {
-  return x < y ? x : x != x ? x : y;
+  return x != x || y != y ? x + y : ::fminf(x, y);
 }
 ARK_LOOP Floats relu(Floats x) {
-  return x < 0.0f ? 0.0f : x;
+  return x <= 0.0f ? 0.0f : x;
 }
 ARK_LOOP Floats silu(Floats x) {
   return x / (1.0f + exp(-x));
