@@ -29,13 +29,10 @@ _ADDING = frozenset({aten.index_add.default, aten.index_add_.default})
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    from torch._inductor.decomposition import select_decomp_table
-
-    made = dict(select_decomp_table())
+    made = eager_values.table()
     for operator in _KEPT:
         if (decomposition := made.get(operator)) is not None:
             made[operator] = _unless_simple(decomposition)
-    made.update(eager_values.table())
     for operator in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if (decomposition := made.get(operator)) is not None:
             made[operator] = _fill_by_index(decomposition)

@@ -36,13 +36,19 @@ class RunsEagerly(Exception):
 
 
 def table() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, with these in front of them."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    inductors = select_decomp_table()
     return {
+        **inductors,
         **{operator: _shift(operator) for operator in _SHIFTS},
         aten.threshold.default: _threshold,
-        aten.clamp.default: _clamp,
+        aten.clamp.default: _clamp(inductors[aten.clamp.default]),
         aten.frac.default: lambda x: aten.sub.Tensor(x, aten.trunc.default(x)),
         aten.lgamma.default: _lgamma,
         aten.pow.Tensor_Scalar: _pow,
+        aten._to_copy.default: _to_copy(inductors[aten._to_copy.default]),
     }
 
 
@@ -100,19 +106,31 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Any:
     return aten.where.self(aten.le.Scalar(x, threshold), other, x)
 
 
-def _clamp(x: Any, least: Any = None, most: Any = None) -> Any:
-    """On a GPU a number that is NaN is no bound; on the CPU it makes all NaN."""
+def _clamp(inductors: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU a number that is NaN is no bound, if it is the only one; elsewhere it makes all NaN."""
 
-    def is_nan(bound: Any) -> bool:
-        return isinstance(bound, float) and math.isnan(bound)
+    def clamp(x: Any, min: Any = None, max: Any = None) -> Any:
+        (bound,) = given if len(given := [b for b in (min, max) if b is not None]) == 1 else (None,)
+        if x.device.type == "cuda" and isinstance(bound, float) and math.isnan(bound):
+            return aten.mul.Scalar(x, 1.0)  # of the result's type; NaN stays
+        return inductors(x, min, max)
 
-    if x.device.type != "cuda" or not (is_nan(least) or is_nan(most)):
-        return NotImplemented
-    dtype = torch.result_type(x, math.nan)
-    least, most = (None if is_nan(bound) else bound for bound in (least, most))
-    if least is None and most is None:
-        return x.clone() if x.dtype == dtype else x.to(dtype)
-    return _settle(aten.clamp.default, x.to(dtype), least, most)
+    return clamp
+
+
+def _to_copy(inductors: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU floating point becomes int8 and int16 by way of int32, uint8 by way of int64.
+
+    So nvcc compiles eager PyTorch's casts, and numbers beyond the type's range wrap around. Triton's saturate.
+    """
+    wider = {torch.int8: torch.int32, torch.int16: torch.int32, torch.uint8: torch.int64}
+
+    def to_copy(x: Any, *, dtype: Any = None, **rest: Any) -> Any:
+        if x.device.type == "cuda" and x.dtype.is_floating_point and dtype in wider:
+            x = torch.ops.prims.convert_element_type.default(x, wider[dtype])
+        return inductors(x, dtype=dtype, **rest)
+
+    return to_copy
 
 
 def _lgamma(x: Any) -> Any:
