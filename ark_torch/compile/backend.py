@@ -21,6 +21,7 @@ from ark_torch.compile import aliasing, analysis, costs, decompositions, in_plac
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.eager_values import RunsEagerly
 from ark_torch.compile.lowering import CPU, reason_against
+from ark_torch.compile.operators.contractions import skips_positions
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, Report, fallback_of, log, title_of
 from ark_torch.errors import CompileError, UnsupportedGraph
@@ -43,6 +44,9 @@ AHEAD = (
 MERGED = "arguments overlap, and one of them is written"  # AOTAutograd has made one of several
 # Generated code reads memory as it is, Inductor's too.
 LAZY = "an argument is negated or conjugated lazily, as a view: resolve_neg() and resolve_conj() make it a plain tensor"
+
+
+SKIPS = 'options={"nan": "exact"}, and ark\'s attention passes over what its mask leaves out'
 
 
 class _WholeGraph(Exception):
@@ -221,6 +225,8 @@ def compile_inference(
     device = device_of(needed)
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
+        if options.nan == "exact":
+            reasons.update((node, SKIPS) for node in needed if skips_positions(node))
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]

@@ -58,6 +58,14 @@ OPTIONS = (
         "Worker threads of the kernel, up to four a core. None: torch.get_num_threads() when it is compiled.",
     ),
     Option(
+        "nan",
+        "skip",
+        ("skip", "exact"),
+        "skip: attention passes over blocks of positions that its mask (or is_causal) leaves out, so NaN or infinity "
+        "there may not reach the result, where eager PyTorch has 0 times NaN; at positions in use they always do. exact: "
+        "such attention is left to PyTorch's own kernels. Attention written as products and a softmax is always exact.",
+    ),
+    Option(
         "differentiate_twice",
         False,
         bool,
@@ -85,6 +93,7 @@ class Options:
     fallback: bool = True
     threads: int | None = None
     minimum: int = 2
+    nan: str = "skip"
     differentiate_twice: bool = False
 
 

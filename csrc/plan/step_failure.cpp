@@ -52,6 +52,12 @@ void raise_step_failure(const Plan& plan, const StepFailure& failure) {
         const Node& node = plan.graph.nodes().at(static_cast<size_t>(stage.node));
         throw Error(ErrorKind::invalid_argument, node.text("message") + " (" + stage.origin + ")", context);
       }
+      if (failure.dimension < 0)
+        throw Error(ErrorKind::out_of_range,
+                    "offsets hold " + std::to_string(failure.value) + " where at most " +
+                        std::to_string(failure.limit - 1) + " may stand in " + stage.name + " (" + stage.origin +
+                        "): they begin at 0, do not fall, and end within the indices",
+                    context);
       throw Error(ErrorKind::out_of_range,
                   "index " + std::to_string(failure.value) + " is out of bounds for dimension " +
                       std::to_string(failure.dimension) + " with size " + std::to_string(failure.limit) + " in " +

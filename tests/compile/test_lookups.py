@@ -80,3 +80,16 @@ def test_handlers_of_either_class_catch_an_index_out_of_range(compiled: Any) -> 
         with pytest.raises(expected, match="out of bounds"):
             call(table, index)
     assert len(report.regions) == 1
+
+
+@pytest.mark.parametrize("offsets", [[0, 3, 2, 4], [1, 2, 3, 4], [0, 2, 9, 9], [0, -1, 2, 3]], ids=str)
+def test_offsets_that_no_bags_have(offsets: list[int], compiled: Any) -> None:
+    """Told as what they are, not as an index of the table."""
+    call, report = compiled(lambda w, i, o: torch.nn.functional.embedding_bag(i, w, o, mode="sum") * 2)
+    table, index = numbers(10, 4), torch.arange(6)
+    call(table, index, torch.tensor([0, 2, 2, 6]))
+    with pytest.raises(
+        IndexOutOfRange, match=r"offsets hold -?\d .*begin at 0, do not fall, and end within the indices"
+    ):
+        call(table, index, torch.tensor(offsets))
+    assert len(report.regions) == 1

@@ -64,20 +64,32 @@ def matrix_vector(low: Lowering, node: Node) -> Operand:
     return out
 
 
-@lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
+_ON_CPU = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
+_ON_GPU = (  # what PyTorch chooses among there
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def skips_positions(node: Node) -> bool:
+    """Whether this is attention that passes over what its mask leaves out, were it NaN."""
+    if node.target not in (*_ON_CPU, *_ON_GPU):
+        return False
+    mask = keyword(node, "attn_mask", keyword(node, "attn_bias", None))
+    return mask is not None or bool(keyword(node, "is_causal", False))
+
+
+@lowers(*_ON_CPU)
 def flash_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
     if float(keyword(node, "dropout_p", 0.0)) != 0:
         raise Unsupported("attention with dropout")
     return _attention(low, node, low.result(node, 0)), None  # the logarithms of sums, which inference does not use
 
 
-@lowers(
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-)
+@lowers(*_ON_GPU)
 def gpu_attention(low: Lowering, node: Node) -> tuple[Operand | None, ...]:
-    """What PyTorch chooses among on a GPU. All but the first result are for backward passes."""
+    """All results but the first are for backward passes."""
     if float(keyword(node, "dropout_p", 0.0)) != 0:
         raise Unsupported("attention with dropout")
     if keyword(node, "return_debug_mask", False):

@@ -67,17 +67,22 @@ ARK_INLINE void pool_columns(const Bags& s, const T* table, const I* index, int6
   }
 }
 
+// Offsets are reported as of no dimension (step_failure.cpp names them).
+ARK_INLINE bool offset_fits(const Context& context, int64_t offset, int64_t most) {
+  return index_fits(context, offset, most + 1, offset, -1);
+}
+
 // Bags [b0, b1) and columns [c0, c1).
 template <Pooling kMode, class T, class I, class O, class W, class Out>
 inline void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
                  const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
-  if (!index_fits(context, load_one(offsets), 1)) return;  // the first bag begins at the first index
+  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag begins at the first index
   for (int64_t b = b0; b < b1; ++b) {
     const int64_t from = load_one(offsets + b * s.offset);
     const bool ends = b + 1 == s.bags && !s.last_offset;
     const int64_t to = ends ? s.indices : load_one(offsets + (b + 1) * s.offset);
-    if (!index_fits(context, from, s.indices + 1) || !index_fits(context, to, s.indices + 1)) return;
-    if (!index_fits(context, from, to + 1)) return;
+    if (!offset_fits(context, from, s.indices) || !offset_fits(context, to, s.indices)) return;
+    if (!offset_fits(context, from, to)) return;
     int64_t count = 0;
     for (int64_t i = from; i < to; ++i) {
       const int64_t row = load_one(index + i * s.index);

@@ -54,11 +54,16 @@ ARK_LOOP float pool_column(const Context& context, const Bags& s, const T* table
   return kMode == Pooling::mean && count > 0 ? total / static_cast<float>(count) : total;
 }
 
+// Offsets are reported as of no dimension (step_failure.cpp names them).
+ARK_LOOP bool offset_fits(const Context& context, int64_t offset, int64_t most) {
+  return index_fits(context, offset, most + 1, offset, -1);
+}
+
 // Bags [b0, b1) and columns [c0, c1).
 template <Pooling kMode, class T, class I, class O, class W, class Out>
 ARK_LOOP void pool(const Context& context, const Bags& s, const T* table, const I* index, const O* offsets,
                    const W* weights, Out* out, int64_t b0, int64_t b1, int64_t c0, int64_t c1) {
-  if (!index_fits(context, load_one(offsets), 1)) return;  // the first bag begins at the first index
+  if (!offset_fits(context, load_one(offsets), 0)) return;  // the first bag begins at the first index
   const uint32 columns = static_cast<uint32>(c1 - c0);
   for_elements((b1 - b0) * columns, [&](int64_t i) {
     const uint32 element = static_cast<uint32>(i), bag = element / columns;
@@ -66,8 +71,8 @@ ARK_LOOP void pool(const Context& context, const Bags& s, const T* table, const 
     const int64_t from = load_one(offsets + b * s.offset);
     const bool ends = b + 1 == s.bags && !s.last_offset;
     const int64_t to = ends ? s.indices : load_one(offsets + (b + 1) * s.offset);
-    if (!index_fits(context, from, s.indices + 1) || !index_fits(context, to, s.indices + 1)) return;
-    if (!index_fits(context, from, to + 1)) return;
+    if (!offset_fits(context, from, s.indices) || !offset_fits(context, to, s.indices)) return;
+    if (!offset_fits(context, from, to)) return;
     store_one(out + b * s.out_row + c * s.out_column,
               pool_column<kMode>(context, s, table, index, weights, from, to, c));
   });
