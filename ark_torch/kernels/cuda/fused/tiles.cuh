@@ -26,6 +26,8 @@
 
 namespace ark::device {
 
+inline constexpr uint32 kMostFlags = 16384;  // of one launch, from one rank to another
+
 // Of one rank, in memory that all ranks of the node have mapped. Zero at first.
 struct alignas(128) TileControl {
   struct alignas(32) Announcement {
@@ -36,6 +38,8 @@ struct alignas(128) TileControl {
   alignas(128) uint64 done[kMaxRanks];  // the last epoch whose tiles for this rank each peer has stored
   alignas(128) uint64 epoch;            // launches of this rank; the rest is its own, too
   uint64 arrived, arrived_before;       // blocks that have stored their tiles: ever, and before this launch
+  // The last epoch in which each peer has stored a group of tiles for this rank; which group, kernel and shape say.
+  alignas(128) uint64 flags[kMaxRanks][kMostFlags];
 };
 
 // What the host reads when a launch has failed. The first to claim it writes it alone.
@@ -121,8 +125,27 @@ class TileExchange {
     }
   }
 
-  // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there.
-  __device__ __forceinline__ void finish() {
+  // What this thread has stored for `peer`, and what it has seen others store, is the group of tiles `flag`.
+  __device__ __forceinline__ void raise(int peer, uint32 flag) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->flags[links_.rank][flag]),
+                 "l"(epoch_)
+                 : "memory");
+  }
+
+  // Waits for a group of tiles of `peer`; false: time to leave.
+  __device__ __forceinline__ bool await(int peer, uint32 flag) {
+    const uint64* const from = &links_.control[links_.rank]->flags[peer][flag];
+    for (;;) {
+      uint64 seen;
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+      if (seen >= epoch_) return true;
+      if (patience_.over_here(peer, epoch_)) return false;
+    }
+  }
+
+  // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there; unless
+  // `waits`, because the kernel has awaited every peer's by their flags.
+  __device__ __forceinline__ void finish(bool waits = true) {
     if (is_local()) return;
     if (other_ >= 0) disagree(links_.report, links_.status, other_, epoch_);
     __shared__ uint32 is_last;
@@ -136,7 +159,7 @@ class TileExchange {
     }
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
-    if (is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
+    if (!waits || is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->done[links_.rank]), "l"(epoch_)
                  : "memory");
     uint64 seen = 0;
