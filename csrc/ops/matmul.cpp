@@ -143,19 +143,21 @@ uint64_t fingerprint(const MatmulCall& call) {
   return hash | 1;
 }
 
-MatmulResult matmul(const MatmulCall& given) {
+MatmulResult matmul(const MatmulCall& call) {
   return with_torch_errors([&]() -> MatmulResult {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const char* const name = name_of(given.kind);
-    ProcessGroupArk& group = backend_of(given.group, name);
-    const bool fused = agree(given, group, {group.getRank(), name});
-    MatmulCall call = given;
-    call.form = fused ? "fused" : "unfused";
+    const char* const name = name_of(call.kind);
+    ProcessGroupArk& group = backend_of(call.group, name);
+    const bool fused = agree(call, group, {group.getRank(), name});
     if (group.getSize() == 1) {  // nothing to send
       if (call.a.is_cuda()) group.check_region(name, call.a.device());
       return {at::mm(call.a, call.b), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
     }
-    return call.a.is_cuda() ? matmul_cuda(call, group) : matmul_cpu(call, group);
+    if (!call.a.is_cuda()) return matmul_cpu(call, group);
+    if (fused) {
+      if (auto result = matmul_fused(call, group)) return *std::move(result);
+    }
+    return matmul_cuda(call, group);
   });
 }
 

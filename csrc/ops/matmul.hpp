@@ -17,6 +17,7 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -47,6 +48,10 @@ MatmulResult matmul(const MatmulCall& call);
 // The checked call by each form.
 MatmulResult matmul_cpu(const MatmulCall& call, ProcessGroupArk& group);
 MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group);
+
+// In one kernel, and in one shape of all that agree; none, alike on all ranks: something else than ark carries the
+// group's CUDA tensors, or a device has no room.
+std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk& group);
 
 // Why one kernel cannot take the call, from what all ranks share and from the device; empty: it can.
 std::string why_not_fused(const MatmulCall& call, int ranks);

@@ -27,7 +27,10 @@
 
 #include "cuda/bulk_copy.cuh"
 #include "cuda/fused/tiles.cuh"
+#if defined(__CUDACC__)
+#include "cuda/loop/group.cuh"
 #include "cuda/loop/ptx_group.cuh"
+#endif
 
 namespace ark::device {
 
@@ -298,25 +301,27 @@ struct Matmul {
 
   // Adds the peers' shares, in rank order.
   __device__ __forceinline__ void add_peers(float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) const {
-    ARK_UNROLL for (int q = 0; q < kOver / 4; q += 2) {
-      float total[4][8];
+    constexpr int kLines = kOver == 32 ? 2 : 4;  // under way together; more do not fit beside the sums
+    ARK_UNROLL for (int l = 0; l < kOver / 2; l += kLines) {
+      float total[kLines][8];
       ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
-        Line16 lines[4];
+        Line16 lines[kLines];
         if (r == p.links.rank) {
-          ARK_UNROLL for (int i = 0; i < 4; ++i) lines[i] = line_of(sums, q + i / 2, i % 2);
+          ARK_UNROLL for (int i = 0; i < kLines; ++i) lines[i] = line_of(sums, (l + i) / 2, (l + i) % 2);
         } else {
           const char* const from = slot(p.links.rank, r, tile, warp);
-          ARK_UNROLL for (int i = 0; i < 4; ++i) lines[i] = load_line(from + (2 * q + i) * 512);
+          ARK_UNROLL for (int i = 0; i < kLines; ++i) lines[i] = load_line(from + (l + i) * 512);
         }
-        ARK_UNROLL for (int i = 0; i < 4; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w) {
+        ARK_UNROLL for (int i = 0; i < kLines; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w) {
           float pair[2];
           Format::decode(lines[i].words[w], pair);
           ARK_UNROLL for (int e = 0; e < 2; ++e) total[i][2 * w + e] =
               r == 0 ? pair[e] : add(total[i][2 * w + e], pair[e]);
         }
       }
-      ARK_UNROLL for (int i = 0; i < 4; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w) ARK_UNROLL for (int e = 0; e < 2; ++e)
-          sums[4 * (q + i / 2) + w][2 * (i % 2) + e] = total[i][2 * w + e];
+      ARK_UNROLL for (int i = 0; i < kLines; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w)
+          ARK_UNROLL for (int e = 0; e < 2; ++e)
+              sums[4 * ((l + i) / 2) + w][2 * ((l + i) % 2) + e] = total[i][2 * w + e];
     }
   }
 
@@ -423,7 +428,7 @@ template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
 __device__ __forceinline__ void matmul(const MatmulParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = Matmul<Format, kRows, kColumns, kAcross, kMode>;
-  constexpr bool kMoves = kRows == 128 && kColumns == 256;  // registers, from the first group to the others
+  constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
   begin_kernel();
@@ -439,7 +444,7 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
   Kernel kernel{p, exchange, shared, (shared_address(memory) + 1023) / 1024 * 1024};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (group == 0) {
-    if constexpr (kMoves) give_registers<56>();
+    if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
     else if constexpr (Kernel::kSums) {
@@ -448,7 +453,7 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
       kernel.push();
     }
   } else {
-    if constexpr (kMoves) take_registers<224>();
+    if constexpr (kMoves) take_registers<216>();
     kernel.multiply(group - 1);
   }
   exchange.finish(kMode == MatmulMode::all_reduce);
