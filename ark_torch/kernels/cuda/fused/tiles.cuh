@@ -10,8 +10,11 @@
 // Reuse. A peer stores into this rank's result only between two moments of this rank's stream: the announcement, which
 // comes behind everything that used the memory before, and the end of the kernel, which comes behind every peer's word.
 // So the result may be used, freed and given to the next launch in the order of the stream, as any tensor. An
-// announcement of epoch e + 1 overwrites the one of epoch e only when every peer has read that: its word for epoch e
-// came behind its last store.
+// announcement of epoch e + 1 overwrites the one of epoch e only when every peer that stores here has read that: its
+// word for epoch e came behind its last store.
+//
+// Flags. A kernel whose blocks need a peer's tiles while they run has a word for each group of tiles, which holds the
+// epoch in which it was stored last. A kernel that has awaited every flag of its peers needs no words at its end.
 //
 // Memory order. A block's stores come before its barrier; behind it one thread adds to `arrived` (acquire and release
 // at system scope), so the last block's thread has seen all of them, and releases the epoch to the peers at system
@@ -108,7 +111,8 @@ class TileExchange {
     store_packet(&place->layout, links.layout, epoch_);
   }
 
-  // Where `peer` wants its tiles; null: time to leave. Threads that ask together pass the same peer.
+  // Where `peer` wants its tiles; null: time to leave. A peer that has gone on to a later launch has all tiles that it
+  // is to get: who asks stores nothing there any more.
   __device__ __forceinline__ char* place_of(int peer) {
     if (peer == links_.rank || is_local()) return reinterpret_cast<char*>(links_.place[links_.rank]);
     const TileControl::Announcement* const announced = &links_.control[links_.rank]->announced[peer];
@@ -116,8 +120,8 @@ class TileExchange {
       uint64 address = 0, epoch = 0, layout = 0, layout_epoch = 0;
       load_packet(&announced->address, address, epoch);
       load_packet(&announced->layout, layout, layout_epoch);
-      if (epoch == epoch_ && layout_epoch == epoch_) {
-        if (layout == links_.layout) return reinterpret_cast<char*>(address);
+      if (epoch >= epoch_ && layout_epoch >= epoch_) {
+        if (layout == links_.layout || layout_epoch != epoch_) return reinterpret_cast<char*>(address);
         other_ = peer;
         return nullptr;
       }
