@@ -102,7 +102,8 @@ class Product:
 
         name = self.groups["rival"].group_name
         if self.kind == "all_gather":
-            return torch.ops.symm_mem.fused_all_gather_matmul(self.a[i], [self.weights[i].t()], 0, name)[1][0]
+            weights = [self.weights[i].t()]
+            return torch.ops.symm_mem.fused_all_gather_matmul(self.a[i], weights, 0, name, return_A=False)[1][0]
         if self.kind == "reduce_scatter":
             return torch.ops.symm_mem.fused_matmul_reduce_scatter(self.a[i], self.weights[i].t(), "sum", 0, name)
         while len(self.symmetric) < CALLS:

@@ -21,13 +21,14 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The sum of all ranks' products `a @ b`: of a linear layer that is split along its inputs.
 
-    The bits of `torch.mm(a, b)` followed by the group's `all_reduce`: products rounded to the dtype, added in float32 in
-    rank order, rounded once. Collective: all ranks call it, in the same order.
+    The bits of `torch.mm(a, b)` followed by the group's `all_reduce`: products rounded to the dtype, added in float32
+    in rank order, rounded once. Collective: all ranks call it, in the same order.
 
     Args:
-        a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may be another on
-            each rank.
-        b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as `weight.t()`.
+        a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may be another
+            on each rank.
+        b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
+            `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
         form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
             finished (float16 and bfloat16 on Hopper). "auto": what was measured to be faster.
@@ -39,8 +40,8 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
 
     Raises:
         ValueError, TypeError: an argument will not do, or the group is not ark's.
-        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in m, n, dtype or form; or
-            what ended the group. On CUDA devices ranks compare before the first call of a shape.
+        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in m, n, dtype or form;
+            or what ended the group. On CUDA devices ranks compare before the first call of a shape.
 
     Example:
         >>> out = ark_torch.ops.matmul_all_reduce(hidden, down.weight.t(), group)
@@ -77,8 +78,8 @@ def matmul_reduce_scatter(
 def all_gather_matmul(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The product of all ranks' rows with this rank's `b`.
 
-    The bits of `all_gather_into_tensor` followed by `torch.mm`. The one kernel begins with the rank's own rows, and goes
-    on as others arrive.
+    The bits of `all_gather_into_tensor` followed by `torch.mm`. The one kernel begins with the rank's own rows, and
+    goes on as others arrive.
 
     Args:
         a: `[m, k]`, the same shape on all ranks.
@@ -109,7 +110,7 @@ def _trained(a: Tensor, b: Tensor) -> int:
     return int(a.requires_grad) + 2 * int(b.requires_grad)
 
 
-def _gathered(a: Tensor, group_name: str) -> Tensor:
+def _gathered(a: Tensor, group_name: Any) -> Tensor:
     """The rows of all ranks."""
     world = dist.distributed_c10d._get_group_size_by_name(group_name)
     made = torch.ops._c10d_functional_autograd.all_gather_into_tensor(a.contiguous(), world, group_name)
@@ -117,17 +118,17 @@ def _gathered(a: Tensor, group_name: str) -> Tensor:
     return gathered
 
 
-def _fake_all_reduce(a: Tensor, b: Tensor, group_name: str, form: str, trained: int) -> Tensor:
+def _fake_all_reduce(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
 
 
-def _fake_reduce_scatter(a: Tensor, b: Tensor, group_name: str, form: str, trained: int) -> Tensor:
+def _fake_reduce_scatter(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int) -> Tensor:
     world = dist.distributed_c10d._get_group_size_by_name(group_name)
     return a.new_empty((a.shape[0] // world, b.shape[1]))
 
 
 def _fake_all_gather(
-    a: Tensor, b: Tensor, group_name: str, form: str, trained: int, return_gathered: bool
+    a: Tensor, b: Tensor, group_name: Any, form: str, trained: int, return_gathered: bool
 ) -> tuple[Tensor, Tensor]:
     world = dist.distributed_c10d._get_group_size_by_name(group_name)
     gathered = (world * a.shape[0], a.shape[1]) if return_gathered else (0,)
@@ -168,9 +169,7 @@ def _backward_all_gather(ctx: Any, gradient: Tensor, of_gathered: Any) -> tuple[
     a, b = ctx.saved_tensors
     of_a = of_b = None
     if ctx.needs_input_grad[0]:
-        of_a = torch.ops.ark.matmul_reduce_scatter(
-            gradient, b.t(), ctx.group_name, ctx.form, _trained(gradient, b)
-        )
+        of_a = torch.ops.ark.matmul_reduce_scatter(gradient, b.t(), ctx.group_name, ctx.form, _trained(gradient, b))
     if ctx.needs_input_grad[1]:
         of_b = torch.mm(_gathered(a, ctx.group_name).t(), gradient)
     return of_a, of_b, None, None, None, None

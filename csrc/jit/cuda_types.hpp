@@ -271,8 +271,8 @@ struct CUlaunchAttribute {
   CUlaunchAttributeValue value;
 };
 
-// A matrix as the bulk copy engine is told of it.
-struct alignas(64) CUtensorMap {
+// A matrix as the bulk copy engine is told of it. (Aligned to 64 before CUDA 13, which takes this as well.)
+struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };
 enum CUtensorMapDataType : int { CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1 };

@@ -1,7 +1,7 @@
 // On CUDA tensors: one kernel pools bags and stores them on the rank of the sample (cuda/fused/embedding_bag.cuh).
 //
-// Where the result lies: tile_result.hpp. Where ark does not carry the group's CUDA tensors, or a device has no room, the same kernel pools on this GPU, and
-// the group's all_to_all brings the bags.
+// Where the result lies: tile_result.hpp. Where ark does not carry the group's CUDA tensors, or a device has no room,
+// the same kernel pools on this GPU, and the group's all_to_all brings the bags.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -204,8 +204,7 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
     std::string why;
     TileMemory* const tiles = tiles_of(communicator, layout, capture.id != 0, why);
     if (tiles == nullptr) return;
-    const TileResult result =
-        place_result(allocated, sizes, layout.dtype, device, communicator, *tiles, capture);
+    const TileResult result = place_result(allocated, sizes, layout.dtype, device, communicator, *tiles, capture);
     pool_tables(bags, layout, device.index(), size, layout.batch, layout.all(), layout.first(rank),
                 most_of(layout.tables), communicator.most_blocks(), stream, [&] {
                   device::TileLinks links = tiles->links(result.place);

@@ -63,7 +63,9 @@ std::vector<Field> fields_of(const MatmulCall& call) {
           {gathers ? "number of columns of a" : "number of columns of b", gathers ? call.depth() : call.columns()},
           {"dtype", static_cast<int64_t>(call.a.scalar_type())},
           {"kind of device", static_cast<int64_t>(call.a.device().type())},
-          {"form", call.form == "auto" ? 0 : call.form == "fused" ? 1 : 2},
+          {"form", call.form == "auto"    ? 0
+                   : call.form == "fused" ? 1
+                                          : 2},
           {"answer to which of a and b take gradients", trained}};
 }
 
@@ -115,8 +117,8 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     for (size_t f = 0; f < fields.size(); ++f) {
       if (told[r][f] == told[0][f]) continue;
       throw Error(ErrorKind::mismatch,
-                  "rank " + to_string(r) + " has another " + fields[f].what + " than rank 0 (" +
-                      to_string(told[r][f]) + ", " + to_string(told[0][f]) + ")",
+                  "rank " + to_string(r) + " has another " + fields[f].what + " than rank 0 (" + to_string(told[r][f]) +
+                      ", " + to_string(told[0][f]) + ")",
                   ErrorContext{site.rank, r, site.operation, 0, "Pass the same on every rank."});
     }
   }

@@ -1,5 +1,5 @@
-// Products with a collective over a group's ranks: matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul. Registered
-// with PyTorch as ark::* (registration.cpp); what users call is ark_torch.ops.
+// Products with a collective over a group's ranks: matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul.
+// Registered with PyTorch as ark::* (registration.cpp); what users call is ark_torch.ops.
 //
 // The bits are those of torch.mm followed or preceded by the group's collective: a rank's product is rounded to the
 // dtype, products are added in float32 in rank order and rounded once. Two forms give them:

@@ -1,5 +1,5 @@
-// Products and collectives in one kernel (cuda/fused/matmul.cuh): when it can take a call, tiles of which shape, and the
-// launch.
+// Products and collectives in one kernel (cuda/fused/matmul.cuh): when it can take a call, tiles of which shape, and
+// the launch.
 //
 // Matrices that the copy engine cannot read (rows that do not begin at multiples of 16 bytes, a by columns) are copied
 // once. Scratch memory is the group's staging place: all_reduce has its result there, too, where nothing better is
@@ -59,8 +59,8 @@ Cut cut_of(const MatmulCall& call, int64_t ranks) {
   for (const MatmulShape& shape : kMatmulShapes) {
     const Cut cut = cut_by(shape, call, ranks);
     const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
-    const double cycles = std::max(multiplies, shape.stage_bytes() / 45.0) *
-                          static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
+    const double cycles =
+        std::max(multiplies, shape.stage_bytes() / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
     if (best && cycles >= least) continue;
     best = cut, least = cycles;
   }
@@ -101,11 +101,11 @@ device::TensorMap map_of(const void* data, int64_t length, int64_t lines, int64_
   const uint64_t sizes[] = {static_cast<uint64_t>(length), static_cast<uint64_t>(lines)};
   const uint64_t strides[] = {static_cast<uint64_t>(stride) * 2};
   const uint32_t box[] = {MatmulShape::kDepth, static_cast<uint32_t>(box_lines)}, steps[] = {1, 1};
-  ark::check(driver().tensor_map_encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(data), sizes,
-                                              strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                              CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
-             "cuTensorMapEncodeTiled");
+  ark::check(
+      driver().tensor_map_encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(data), sizes, strides,
+                                       box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      "cuTensorMapEncodeTiled");
   static_assert(sizeof(map) == sizeof(made));
   std::copy_n(map.opaque, 16, made.words);
   return made;
@@ -124,13 +124,12 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   const bool gathers = call.kind == MatmulKind::all_gather;
   const int64_t shared = gathers ? call.depth() : call.columns();
   if (call.rows() == 0 || shared == 0) return "there is nothing to send";
-  if (shared % 8 != 0)
-    return std::string(gathers ? "the columns of a" : "the columns of b") + " are no multiple of 8";
+  if (shared % 8 != 0) return std::string(gathers ? "the columns of a" : "the columns of b") + " are no multiple of 8";
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  if (call.rows() * ranks > kMost || call.depth() > kMost || call.columns() > kMost - 256) return "a matrix is too large";
+  if (call.rows() * ranks > kMost || call.depth() > kMost || call.columns() > kMost - 256)
+    return "a matrix is too large";
   const Cut cut = cut_of(call, ranks);
-  const int64_t flags =
-      gathers ? in_wholes(cut.part_rows, device::kPushRows) : cut.part_tiles * cut.shape.warps();
+  const int64_t flags = gathers ? in_wholes(cut.part_rows, device::kPushRows) : cut.part_tiles * cut.shape.warps();
   if (flags > device::kMostFlags || cut.tiles > kMost) return "the matrices are too large";
   return {};
 }
@@ -161,8 +160,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   at::Tensor gathered = at::empty({0}, call.a.options());
   if (call.gathered) gathered = at::empty({size * call.rows(), depth}, call.a.options());
 
-  const uint64_t result_bytes =
-      reduces ? in_wholes(sizes[0] * wide * 2, kSlotsAlign) * kSlotsAlign : 0;
+  const uint64_t result_bytes = reduces ? in_wholes(sizes[0] * wide * 2, kSlotsAlign) * kSlotsAlign : 0;
   const uint64_t scratch_bytes = gathers ? static_cast<uint64_t>(size * call.rows() * depth * 2)
                                          : static_cast<uint64_t>(size * cut.part_tiles) * cut.shape.tile_bytes();
   device::MatmulParams params{};
@@ -197,17 +195,15 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
     params.links = tiles->links(result.place);
     params.links.layout = fingerprint(call);
     params.links.limit_ns = nanoseconds_of(operation.context);
-    if (gathers)
-      params.gathered = map_of(params.scratch[rank], depth, size * call.rows(), depth, cut.shape.rows);
+    if (gathers) params.gathered = map_of(params.scratch[rank], depth, size * call.rows(), depth, cut.shape.rows);
     const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
                                     .get(matmul_stub(dtype_of(dtype), cut.shape, across, mode_of(call.kind)), "matmul");
     const unsigned threads = static_cast<unsigned>(cut.shape.threads());
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
     // Rows are sent by three warps of a block, some rows at a time each.
-    const int64_t wanted =
-        gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 3)) : cut.tiles;
-    const int64_t blocks =
-        std::min<int64_t>({wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
+    const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 3)) : cut.tiles;
+    const int64_t blocks = std::min<int64_t>(
+        {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
     jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,
                 jit::LaunchMode::cooperative);
     copy_result(result, stream);

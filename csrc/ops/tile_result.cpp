@@ -39,10 +39,9 @@ TileResult place_result(const at::Tensor& out, at::IntArrayRef sizes, at::Scalar
 
 void copy_result(const TileResult& result, CUstream stream) {
   if (!result.copies) return;
-  ark::check(
-      driver().memcpy_async(reinterpret_cast<CUdeviceptr>(result.out.data_ptr()),
-                            reinterpret_cast<CUdeviceptr>(result.place.data), result.out.nbytes(), stream),
-      "cuMemcpyAsync");
+  ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(result.out.data_ptr()),
+                                   reinterpret_cast<CUdeviceptr>(result.place.data), result.out.nbytes(), stream),
+             "cuMemcpyAsync");
 }
 
 uint64_t nanoseconds_of(const OperationContext& context) {
@@ -64,12 +63,13 @@ void raise_report(const device::TileReport& report, int rank, const char* operat
                       " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
                   ErrorContext{rank, -1, operation, 0, "Pass where each bag begins."});
     default:
-      throw Error(ErrorKind::mismatch,
-                  "rank " + std::to_string(report.peer) +
-                      " called another fused operator than this rank, or has other tables, another batch or dtype than " +
-                      "this rank takes it to have, in an earlier call",
-                  ErrorContext{rank, report.peer, operation, 0,
-                               "Make the same calls on every rank, with what tables_per_rank says where it is given."});
+      throw Error(
+          ErrorKind::mismatch,
+          "rank " + std::to_string(report.peer) +
+              " called another fused operator than this rank, or has other tables, another batch or dtype than " +
+              "this rank takes it to have, in an earlier call",
+          ErrorContext{rank, report.peer, operation, 0,
+                       "Make the same calls on every rank, with what tables_per_rank says where it is given."});
   }
 }
 

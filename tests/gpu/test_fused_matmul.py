@@ -1,4 +1,4 @@
-"""matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul on GPUs, both forms: values, graphs, groups, bad input."""
+"""matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul on GPUs in both forms: values, graphs, bad input."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def test_the_form_that_is_chosen() -> None:
 def kernel_cases(world: int) -> list[Case]:
     """Tiles of every shape, whole and at edges; depths of less than a stage; matrices as they come."""
     bf16, f16 = HALVES
-    cases = []
+    cases: list[Case] = []
     for name in OPERATORS:
-        gathers = name == "all_gather_matmul"
 
-        def case(m: int, k: int, n: int, name: str = name, gathers: bool = gathers, **more: Any) -> Case:
+        def case(m: int, k: int, n: int, dtype: torch.dtype, *, name: str = name, **layouts: str) -> Case:
+            gathers = name == "all_gather_matmul"
             rows = m * world if name == "matmul_reduce_scatter" else m
             k_of = [k] * world if gathers else [k + 8 * r for r in range(world)]
             n_of = [n + 8 * r for r in range(world)] if gathers else [n] * world
-            return Case(name, rows, k_of, n_of, seed=len(cases), **more)
+            return Case(name, rows, k_of, n_of, dtype, seed=m + k + n, **layouts)  # type: ignore[arg-type]
 
         cases += [
             case(1, 64, 64, dtype=bf16),

@@ -1,4 +1,4 @@
-"""matmul_all_reduce, matmul_reduce_scatter and all_gather_matmul on CPU ranks: bits, gradients, bad input, compilers."""
+"""matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul on CPU ranks: bits, gradients, bad input, compilers."""
 
 from __future__ import annotations
 
@@ -270,7 +270,8 @@ def _disagree(rank: Rank) -> None:
         texts = {
             "number of rows of a": (ones(8 if odd else 4, 3), ones(3, 5)),
             f"number of columns of {'a' if gathers else 'b'}": (
-                (ones(4, 6 if odd else 3), ones(6 if odd else 3, 5)) if gathers else (ones(4, 3), ones(3, 6 if odd else 5))
+                ones(4, 6 if odd and gathers else 3),
+                ones(6 if odd and gathers else 3, 6 if odd else 5),
             ),
             "dtype": tuple(one.to(torch.float16 if odd else torch.float32) for one in (ones(4, 3), ones(3, 5))),
         }

@@ -83,8 +83,8 @@ std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, dev
   return "#include \"cuda/fused/matmul.cuh\"\n" +
          fused_entry("matmul", "MatmulParams",
                      std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
-                         std::to_string(shape.columns) + ", " + boolean(across) + ", ark::device::MatmulMode::" +
-                         name_of_mode(mode),
+                         std::to_string(shape.columns) + ", " + boolean(across) +
+                         ", ark::device::MatmulMode::" + name_of_mode(mode),
                      shape.threads());
 }
 

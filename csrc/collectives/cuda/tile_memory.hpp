@@ -32,7 +32,7 @@ class TileMemory {
     std::array<char*, device::kMaxRanks> seen{};  // by each rank
     // Every rank's place of this number, as mapped here. Of the staging place alone: what others take, only they know.
     std::array<char*, device::kMaxRanks> peers{};
-    std::shared_ptr<void> keep;                   // memory, and the place in it, are the holder's as long as this lives
+    std::shared_ptr<void> keep;  // memory, and the place in it, are the holder's as long as this lives
   };
 
   // Collective, where `bytes` (alike on all ranks) are more than ever before; else does nothing. False, and `why`,

@@ -47,7 +47,7 @@ SAME_TYPE(CUmemLocationType);
 SAME_TYPE(CUmemAccess_flags);
 SAME_TYPE(CUmemAllocationGranularity_flags);
 SAME_TYPE(CUlaunchAttributeID);
-SAME_TYPE(CUtensorMap);
+static_assert(sizeof(ark::CUtensorMap) == sizeof(::CUtensorMap) && alignof(ark::CUtensorMap) >= alignof(::CUtensorMap));
 SAME_TYPE(CUtensorMapDataType);
 SAME_TYPE(CUtensorMapInterleave);
 SAME_TYPE(CUtensorMapSwizzle);

@@ -60,7 +60,7 @@ struct MatmulParams {
 struct MatmulShape {
   int rows, columns;  // of a tile
 
-  static constexpr int kDepth = 64;       // of a stage: lines of 128 bytes
+  static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
   static constexpr int kRing = 192 << 10;  // bytes
   ARK_HOST_DEVICE constexpr int groups() const { return rows / 64; }
   ARK_HOST_DEVICE constexpr int warps() const { return groups() * 4; }  // that multiply
@@ -184,9 +184,7 @@ struct Matmul {
 
   static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
   __device__ __forceinline__ MatmulTile tile_at(uint32 v) const { return matmul_tile<kRows, kColumns, kMode>(p, v); }
-  __device__ __forceinline__ uint32 steps() const {
-    return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth;
-  }
+  __device__ __forceinline__ uint32 steps() const { return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth; }
 
   // Until each peer has announced itself: from then on this rank may store there. Lane r has the place of rank r.
   __device__ __forceinline__ bool meet(char*& place) {
@@ -264,12 +262,12 @@ struct Matmul {
         const uint64 to = (uint64{static_cast<uint32>(p.links.rank)} * p.part_rows + row) * p.depth * 2;
         ARK_ROLLED for (uint32 line = lane(); line < lines; line += 32 * kAhead) {
           Line16 ahead[kAhead];
-          ARK_UNROLL for (int i = 0; i < kAhead; ++i)
-              if (line + i * 32 < lines) ahead[i] = load_line(from + (line + i * 32) * 16);
+          ARK_UNROLL for (int i = 0; i < kAhead; ++i) if (line + i * 32 < lines) ahead[i] =
+              load_line(from + (line + i * 32) * 16);
           ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
             if (r == p.links.rank) continue;
-            ARK_UNROLL for (int i = 0; i < kAhead; ++i)
-                if (line + i * 32 < lines) store_line(p.scratch[r] + to + (line + i * 32) * 16, ahead[i]);
+            ARK_UNROLL for (int i = 0; i < kAhead; ++i) if (line + i * 32 < lines)
+                store_line(p.scratch[r] + to + (line + i * 32) * 16, ahead[i]);
           }
         }
       }
@@ -295,8 +293,8 @@ struct Matmul {
   // To the owner. What fails is not told.
   __device__ __forceinline__ void send(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) const {
     char* const to = slot(tile.part, p.links.rank, tile, warp);
-    ARK_UNROLL for (int q = 0; q < kOver / 4; ++q)
-        ARK_UNROLL for (int h = 0; h < 2; ++h) store_line(to + (2 * q + h) * 512, line_of(sums, q, h));
+    ARK_UNROLL for (int q = 0; q < kOver / 4; ++q) ARK_UNROLL for (int h = 0; h < 2; ++h)
+        store_line(to + (2 * q + h) * 512, line_of(sums, q, h));
   }
 
   // Adds the peers' shares, in rank order.
@@ -320,8 +318,8 @@ struct Matmul {
         }
       }
       ARK_UNROLL for (int i = 0; i < kLines; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w)
-          ARK_UNROLL for (int e = 0; e < 2; ++e)
-              sums[4 * ((l + i) / 2) + w][2 * ((l + i) % 2) + e] = total[i][2 * w + e];
+          ARK_UNROLL for (int e = 0; e < 2; ++e) sums[4 * ((l + i) / 2) + w][2 * ((l + i) % 2) + e] =
+              total[i][2 * w + e];
     }
   }
 
@@ -351,8 +349,7 @@ struct Matmul {
         const uint64 to = uint64{first + row + i * 4} * p.out_bytes + column * 2;
         if constexpr (kMode == MatmulMode::all_reduce) {
           ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
-            char* const theirs =
-                reinterpret_cast<char*>(__shfl_sync(kAll, reinterpret_cast<uint64>(place), r));
+            char* const theirs = reinterpret_cast<char*>(__shfl_sync(kAll, reinterpret_cast<uint64>(place), r));
             if (wanted) store_line(theirs + to, chunk);
           }
         } else if (wanted) {
@@ -379,10 +376,9 @@ struct Matmul {
         while (!barrier_passed(&shared.full[stage], parity)) {
         }
         begin_group_multiply();
-        ARK_UNROLL for (int k = 0; k < 4; ++k)
-            group_multiply_add<Element, false, kAcross>(sums, moved_matrix(rows, stage * kShape.stage_bytes() + k * 32),
-                                                        moved_matrix(columns, stage * kShape.stage_bytes() +
-                                                                                  k * (kAcross ? 2048 : 32)));
+        ARK_UNROLL for (int k = 0; k < 4; ++k) group_multiply_add<Element, false, kAcross>(
+            sums, moved_matrix(rows, stage * kShape.stage_bytes() + k * 32),
+            moved_matrix(columns, stage * kShape.stage_bytes() + k * (kAcross ? 2048 : 32)));
         end_group_multiply();
         wait_group_multiply<1>();
         if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
@@ -402,8 +398,8 @@ struct Matmul {
         }
         const int peer = static_cast<int>(lane());
         if (well) {
-          const bool awaited = peer >= p.links.ranks || peer == p.links.rank ||
-                               exchange.await(peer, tile.number * kWarps + warp);
+          const bool awaited =
+              peer >= p.links.ranks || peer == p.links.rank || exchange.await(peer, tile.number * kWarps + warp);
           well = __all_sync(kAll, awaited) != 0;
         }
         if (!well) continue;

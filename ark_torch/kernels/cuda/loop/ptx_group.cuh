@@ -97,7 +97,11 @@ ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 co
         "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "
         "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "
         "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
-        "%128, %129, 1, 1, 1, %130, %131", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5), ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13), ARK_SUMS(14), ARK_SUMS(15), ARK_SUMS(16), ARK_SUMS(17), ARK_SUMS(18), ARK_SUMS(19), ARK_SUMS(20), ARK_SUMS(21), ARK_SUMS(22), ARK_SUMS(23), ARK_SUMS(24), ARK_SUMS(25), ARK_SUMS(26), ARK_SUMS(27), ARK_SUMS(28), ARK_SUMS(29), ARK_SUMS(30), ARK_SUMS(31));
+        "%128, %129, 1, 1, 1, %130, %131", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
+        ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
+        ARK_SUMS(14), ARK_SUMS(15), ARK_SUMS(16), ARK_SUMS(17), ARK_SUMS(18), ARK_SUMS(19), ARK_SUMS(20), ARK_SUMS(21),
+        ARK_SUMS(22), ARK_SUMS(23), ARK_SUMS(24), ARK_SUMS(25), ARK_SUMS(26), ARK_SUMS(27), ARK_SUMS(28), ARK_SUMS(29),
+        ARK_SUMS(30), ARK_SUMS(31));
 }
 
 // The same where each warp has its 16 rows of a in registers, as multiply_add wants them.
