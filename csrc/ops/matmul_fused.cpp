@@ -144,6 +144,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   const int size = group.getSize(), rank = group.getRank();
   if (const auto report = group.tile_failure()) raise_report(*report, rank, name);
   const c10::OptionalDeviceGuard guard(device);
+  const CurrentContext context(device.index());  // autograd's threads have none
   const bool gathers = call.kind == MatmulKind::all_gather, reduces = call.kind == MatmulKind::all_reduce;
   const int64_t depth = call.depth(), columns = call.columns();
   const Cut cut = cut_of(call, size);
@@ -179,7 +180,6 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
     communicator.check(operation.context);
-    const CurrentContext context(device.index());  // autograd's threads have none
     const auto stream = static_cast<CUstream>(operation.stream);
     const Capture capture = capture_of(stream);
     std::string why;
