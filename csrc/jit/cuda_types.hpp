@@ -271,6 +271,16 @@ struct CUlaunchAttribute {
   CUlaunchAttributeValue value;
 };
 
+// A matrix as the bulk copy engine is told of it. (Aligned to 64 before CUDA 13, which takes this as well.)
+struct alignas(128) CUtensorMap {
+  uint64_t opaque[16];
+};
+enum CUtensorMapDataType : int { CU_TENSOR_MAP_DATA_TYPE_UINT16 = 1 };
+enum CUtensorMapInterleave : int { CU_TENSOR_MAP_INTERLEAVE_NONE = 0 };
+enum CUtensorMapSwizzle : int { CU_TENSOR_MAP_SWIZZLE_128B = 3 };
+enum CUtensorMapL2promotion : int { CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3 };
+enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
+
 struct CUlaunchConfig {
   unsigned int gridDimX, gridDimY, gridDimZ;
   unsigned int blockDimX, blockDimY, blockDimZ;

@@ -78,6 +78,10 @@
   X(mem_host_register, cuMemHostRegister_v2, (void* pointer, size_t bytes, unsigned flags))                            \
   X(mem_host_unregister, cuMemHostUnregister, (void* pointer))                                                         \
   X(pointer_get_attribute, cuPointerGetAttribute, (void* value, CUpointer_attribute attribute, CUdeviceptr pointer))   \
+  X(tensor_map_encode_tiled, cuTensorMapEncodeTiled,                                                                   \
+    (CUtensorMap* map, CUtensorMapDataType type, uint32_t rank, void* address, const uint64_t* sizes,                  \
+     const uint64_t* strides, const uint32_t* box, const uint32_t* element_strides, CUtensorMapInterleave interleave,  \
+     CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill))                      \
   /* streams and events */                                                                                             \
   X(stream_create_with_priority, cuStreamCreateWithPriority, (CUstream* stream, unsigned flags, int priority))         \
   X(stream_destroy, cuStreamDestroy_v2, (CUstream stream))                                                             \

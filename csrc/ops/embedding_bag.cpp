@@ -2,7 +2,6 @@
 #include "ops/embedding_bag.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
 #include <numeric>
@@ -15,7 +14,6 @@ namespace {
 
 using std::to_string;
 
-constexpr int kCard = 12;
 struct Card {
   int64_t refused = 0, tables = 0, batch = -1, dim = -1, dtype = -1, device = -1, trained = 0, mean = 0;
 };
@@ -194,19 +192,6 @@ uint64_t Layout::fingerprint() const {
   return hash | 1;
 }
 
-ProcessGroupArk& backend_of(const std::string& group, const char* operation) {
-  const auto made = c10d::resolve_process_group(group);
-  for (const auto type : {c10::kCPU, c10::kCUDA}) {
-    try {
-      if (auto* const ark = dynamic_cast<ProcessGroupArk*>(made->getBackend(type).get())) return *ark;
-    } catch (const c10::Error&) {  // no backend for this device
-    }
-  }
-  throw Error(
-      ErrorKind::invalid_argument, "the group's backend is not 'ark'",
-      ErrorContext{made->getRank(), -1, operation, 0, "Make it with init_process_group(\"ark\") or new_group."});
-}
-
 c10::Device device_of(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group) {
   if (!bags.tables.empty()) return bags.tables[0].device();
   if (layout.device == c10::kCPU) return c10::kCPU;
@@ -218,7 +203,6 @@ c10::Device device_of(const BagArguments& bags, const Layout& layout, ProcessGro
 Layout meet(const BagArguments& bags, ProcessGroupArk& group, const char* operation, bool trained) {
   const CallSite site{group.getRank(), operation};
   const int size = group.getSize();
-  at::Tensor mine = at::zeros({kCard}, at::kLong), all = at::empty({size * kCard}, at::kLong);
   std::optional<Error> refused;
   Card card;
   try {
@@ -228,14 +212,11 @@ Layout meet(const BagArguments& bags, ProcessGroupArk& group, const char* operat
     refused = error;
     card.refused = 1;
   }
-  std::copy_n(&card.refused, sizeof(Card) / sizeof(int64_t), mine.mutable_data_ptr<int64_t>());
-  c10d::AllgatherOptions options;
-  options.asyncOp = false;
-  group._allgather_base(all, mine, options)->wait();
+  const auto* const words = &card.refused;
+  const auto told = tell_all(group, std::vector<int64_t>(words, words + sizeof(Card) / sizeof(int64_t)));
   if (refused) throw *refused;
   std::vector<Card> cards(static_cast<size_t>(size));
-  for (int r = 0; r < size; ++r)
-    std::copy_n(all.const_data_ptr<int64_t>() + r * kCard, sizeof(Card) / sizeof(int64_t), &cards[r].refused);
+  for (int r = 0; r < size; ++r) std::copy(told[r].begin(), told[r].end(), &cards[r].refused);
   Layout layout;
   int known = -1;  // a rank that has tables
   for (int r = 0; r < size; ++r) {

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "process_group/process_group_ark.hpp"
+#include "ops/meeting.hpp"
 
 namespace ark::ops {
 
@@ -41,8 +41,6 @@ struct Layout {
   uint64_t fingerprint() const;
 };
 
-// The group's backend, and with what name an error calls the operator.
-ProcessGroupArk& backend_of(const std::string& group, const char* operation);
 c10::Device device_of(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group);
 
 // Collective. Checks the arguments first, and tells the others when they will not do.

@@ -1,9 +1,7 @@
 // On CUDA tensors: one kernel pools bags and stores them on the rank of the sample (cuda/fused/embedding_bag.cuh).
 //
-// Where the result lies: under capture in a place of the graph's own; in registered memory, where the group has
-// registered ark_torch.memory.pool(); else it is copied once from the staging place. Ranks decide each for itself.
-// Where ark does not carry the group's CUDA tensors, or a device has no room, the same kernel pools on this GPU, and
-// the group's all_to_all brings the bags.
+// Where the result lies: tile_result.hpp. Where ark does not carry the group's CUDA tensors, or a device has no room,
+// the same kernel pools on this GPU, and the group's all_to_all brings the bags.
 #include <ATen/EmptyTensor.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -13,12 +11,10 @@
 #include <mutex>
 
 #include "collectives/cuda/fused_stubs.hpp"
-#include "collectives/cuda/tile_memory.hpp"
-#include "collectives/cuda/windows.hpp"
 #include "cuda/fused/embedding_gradient.cuh"
 #include "jit/kernel.hpp"
-#include "memory/graph_owned.hpp"
 #include "ops/embedding_bag.hpp"
+#include "ops/tile_result.hpp"
 #include "process_group/cuda_group.hpp"
 #include "protocol/atomics.hpp"
 
@@ -28,11 +24,6 @@ namespace {
 
 constexpr const char* kName = "embedding_bag_all_to_all";
 constexpr const char* kBackward = "embedding_bag_all_to_all_backward";
-
-uint64_t nanoseconds_of(const OperationContext& context) {
-  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
-  return static_cast<uint64_t>(std::max<int64_t>(context.timeout.count(), 1)) * 1'000'000;
-}
 
 // What launches on this device without peers report. Of the process, as the context that such a report ends.
 device::TileReport& local_report(int device, bool on_device) {
@@ -44,33 +35,11 @@ device::TileReport& local_report(int device, bool on_device) {
   return *static_cast<device::TileReport*>(on_device ? report->device() : report->host());
 }
 
-void raise_report(const device::TileReport& report, int rank) {
-  const std::string table = std::to_string(report.item);
-  switch (report.failure) {
-    case device::TileReport::index:
-      throw Error(ErrorKind::out_of_range,
-                  "index " + std::to_string(report.value) + " is out of bounds for dimension 0 with size " +
-                      std::to_string(report.limit) + " of tables[" + table + "], in an earlier call",
-                  ErrorContext{rank, -1, kName, 0, "Pass indices from 0 to below the number of rows."});
-    case device::TileReport::offset:
-      throw Error(ErrorKind::invalid_argument,
-                  "offsets[" + table + "] holds " + std::to_string(report.value) +
-                      " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
-                  ErrorContext{rank, -1, kName, 0, "Pass where each bag begins."});
-    default:
-      throw Error(
-          ErrorKind::mismatch,
-          "rank " + std::to_string(report.peer) + " has other tables, another batch or dtype than this rank " +
-              "takes it to have, in an earlier call",
-          ErrorContext{rank, report.peer, kName, 0, "Pass on every rank what tables_per_rank says, or leave it out."});
-  }
-}
-
 // Before the driver is asked for anything: a failed assertion has left it with one answer for all.
 void raise_earlier(ProcessGroupArk& group, c10::Device device) {
-  if (const auto report = group.tile_failure()) raise_report(*report, group.getRank());
+  if (const auto report = group.tile_failure()) raise_report(*report, group.getRank(), kName);
   const device::TileReport& local = local_report(device.index(), false);
-  if (protocol::load_acquire(local.failure) != device::TileReport::none) raise_report(local, group.getRank());
+  if (protocol::load_acquire(local.failure) != device::TileReport::none) raise_report(local, group.getRank(), kName);
 }
 
 uint32_t grid_of(const jit::Kernel& kernel, uint64_t groups, int lanes, uint32_t most) {
@@ -220,14 +189,12 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
   const c10::OptionalDeviceGuard guard(device);
   const int size = group.getSize(), rank = group.getRank();
   const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
-  const auto options = at::TensorOptions(layout.dtype).device(device);
   if (size == 1) {
     group.check_region(kName, device);  // makes the group's side on the device, and with it the compiler's settings
     return pool_here(bags, layout, device);
   }
-  const bool capturing = is_capturing(device);
-  at::Tensor out = capturing ? at::Tensor() : group.allocate_registered(sizes, layout.dtype, device);
-  if (!out.defined() && !capturing) out = at::empty(sizes, options);
+  const at::Tensor allocated = allocate_result(group, sizes, layout.dtype, device);
+  at::Tensor out;
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
     communicator.check(operation.context);
@@ -237,34 +204,16 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
     std::string why;
     TileMemory* const tiles = tiles_of(communicator, layout, capture.id != 0, why);
     if (tiles == nullptr) return;
-    TileMemory::Place place = tiles->staging();
-    bool copies = true;
-    if (capture.id != 0) {
-      if (auto own = tiles->take()) {
-        place = std::move(*own), copies = false;
-        out = at::from_blob(
-            place.data, sizes, [keep = place.keep](void*) {}, options, device);
-      } else {
-        out = at::empty(sizes, options);
-      }
-      keep_with_graph(capture, place.keep);
-    } else if (const auto window = communicator.windows().find(out.data_ptr(), out.nbytes())) {
-      copies = false;
-      place.data = static_cast<char*>(out.data_ptr());
-      for (int r = 0; r < size; ++r) place.seen[r] = window->seen[r] + window->offset;
-    }
+    const TileResult result = place_result(allocated, sizes, layout.dtype, device, communicator, *tiles, capture);
     pool_tables(bags, layout, device.index(), size, layout.batch, layout.all(), layout.first(rank),
                 most_of(layout.tables), communicator.most_blocks(), stream, [&] {
-                  device::TileLinks links = tiles->links(place);
+                  device::TileLinks links = tiles->links(result.place);
                   links.layout = layout.fingerprint();
                   links.limit_ns = nanoseconds_of(operation.context);
                   return links;
                 });
-    if (copies) {
-      ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(out.data_ptr()),
-                                       reinterpret_cast<CUdeviceptr>(place.data), out.nbytes(), stream),
-                 "cuMemcpyAsync");
-    }
+    copy_result(result, stream);
+    out = result.out;
     launched = true;
   };
   if (group.launch_region(kName, device, launch) && launched) return out;

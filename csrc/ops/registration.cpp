@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "ops/embedding_bag.hpp"
+#include "ops/matmul.hpp"
 
 namespace {
 
@@ -57,6 +58,26 @@ std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList 
   });
 }
 
+ark::ops::MatmulResult product(ark::ops::MatmulKind kind, const at::Tensor& a, const at::Tensor& b,
+                               c10::string_view group, c10::string_view form, int64_t trained, bool gathered = false) {
+  return ark::ops::matmul({kind, a, b, std::string(group), std::string(form), trained, gathered});
+}
+
+at::Tensor matmul_all_reduce(const at::Tensor& a, const at::Tensor& b, c10::string_view group, c10::string_view form,
+                             int64_t trained) {
+  return product(ark::ops::MatmulKind::all_reduce, a, b, group, form, trained).first;
+}
+
+at::Tensor matmul_reduce_scatter(const at::Tensor& a, const at::Tensor& b, c10::string_view group,
+                                 c10::string_view form, int64_t trained) {
+  return product(ark::ops::MatmulKind::reduce_scatter, a, b, group, form, trained).first;
+}
+
+std::tuple<at::Tensor, at::Tensor> all_gather_matmul(const at::Tensor& a, const at::Tensor& b, c10::string_view group,
+                                                     c10::string_view form, int64_t trained, bool return_gathered) {
+  return product(ark::ops::MatmulKind::all_gather, a, b, group, form, trained, return_gathered);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(ark, library) {
@@ -72,10 +93,18 @@ TORCH_LIBRARY(ark, library) {
       "embedding_bag_all_to_all_backward(Tensor gradient, Tensor[] tables, Tensor[] indices, Tensor[] offsets, "
       "Tensor[] per_sample_weights, Tensor? like, str group_name, str mode, bool include_last_offset, "
       "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, bool of_weights) -> (Tensor[], Tensor[])");
+  library.def("matmul_all_reduce(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
+  library.def("matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
+  library.def(
+      "all_gather_matmul(Tensor a, Tensor b, str group_name, str form, int trained, bool return_gathered) -> "
+      "(Tensor product, Tensor gathered)");
 }
 
 TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("embedding_bag_layout", &embedding_bag_layout);
   library.impl("embedding_bag_all_to_all", &embedding_bag_all_to_all);
   library.impl("embedding_bag_all_to_all_backward", &embedding_bag_all_to_all_backward);
+  library.impl("matmul_all_reduce", &matmul_all_reduce);
+  library.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
+  library.impl("all_gather_matmul", &all_gather_matmul);
 }

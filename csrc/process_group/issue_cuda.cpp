@@ -86,6 +86,19 @@ void ProcessGroupArk::check_region(const char* name, c10::Device device) {
   }
 }
 
+std::optional<bool> ProcessGroupArk::agreed(const std::vector<int64_t>& key) const {
+  const std::lock_guard lock(agreeing_);
+  const auto found = agreed_.find(key);
+  return found == agreed_.end() ? std::nullopt : std::optional(found->second);
+}
+
+void ProcessGroupArk::agree(const std::vector<int64_t>& key, bool value) {
+  constexpr size_t kMost = 4096;  // shapes; forgotten on all ranks by the same call
+  const std::lock_guard lock(agreeing_);
+  if (agreed_.size() >= kMost) agreed_.clear();
+  agreed_.emplace(key, value);
+}
+
 std::optional<device::TileReport> ProcessGroupArk::tile_failure() const {
   const auto cuda = core_->cuda();
   const auto communicator = cuda ? cuda->communicator() : nullptr;

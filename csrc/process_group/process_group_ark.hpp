@@ -172,6 +172,9 @@ class ProcessGroupArk : public c10d::Backend {
   // Returns when it is done.
   using FusedBody = std::function<void(Communicator&, const Operation&)>;
   void run_fused(const char* name, const at::Tensor& result, uint64_t fingerprint, FusedBody body);
+  // What ranks have agreed on for calls of a fused operator on CUDA tensors that are alike in `key`; none: not yet.
+  std::optional<bool> agreed(const std::vector<int64_t>& key) const;
+  void agree(const std::vector<int64_t>& key, bool value);
   // What a fused operator on CUDA tensors has reported (collectives/cuda/tile_memory.hpp).
   std::optional<device::TileReport> tile_failure() const;
   // An uninitialised CUDA tensor of memory that can be registered, if the group has registered any; else undefined.
@@ -287,6 +290,8 @@ class ProcessGroupArk : public c10d::Backend {
   std::map<PoolId, RegisteredPool> pools_;
   std::mutex joining_;  // one thread makes the group's side on the device; cuda_failure_
   std::optional<Error> cuda_failure_;
+  mutable std::mutex agreeing_;
+  std::map<std::vector<int64_t>, bool> agreed_;
 };
 
 }  // namespace ark

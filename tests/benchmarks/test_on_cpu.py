@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fused
+import fused_products
 import interference
 import on_gpus
 import pytest
@@ -69,6 +70,23 @@ def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
         assert row["wrong"].keys() >= {"eager_gloo", "fused"} and not any(row["wrong"].values()), row
         assert row["of_pool_ark"] > 0 and row["faster_than_rival"] > 0
     assert fused.table(report(tmp_path)).count("\n| T") == len(rows)
+
+
+@of_benchmarks
+def test_fused_products(tmp_path: Path, leaves_nothing: None) -> None:
+    shapes = ["all_reduce-6x16x8", "reduce_scatter-8x16x10", "all_gather-8x10x16"]
+    ways = ["product", "eager_gloo", "unfused"]
+    small = ["--shapes", *shapes, "--rounds", "1", "--ways", *ways]
+    done = run("fused_products.py", "--device", "cpu", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [row["shape"] for row in rows] == shapes
+    for row in rows:
+        assert list(row["eager_us"]) == ways and all(value > 0 for value in row["eager_us"].values()), row
+        assert row["wrong"] == {"eager_gloo": 0, "unfused": 0} and not row["failed"], row
+        assert row["of_product"] > 0 and row["faster_than_rival"] > 0
+    table = fused_products.table(report(tmp_path))
+    assert all(f"\n| {shape}" in table for shape in shapes)
 
 
 @of_benchmarks

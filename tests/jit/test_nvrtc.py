@@ -61,6 +61,19 @@ def test_each_kind_of_kernel_compiles(arch: str) -> None:
     check(compile_kernels.compile_all(compile_kernels.jobs_of([arch]), CORES))
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_products_keep_their_sums_in_registers(every: bool) -> None:
+    """Of each thread that multiplies 64 rows, up to 128: nothing of them may go to memory."""
+    found = 0
+    for job in compile_kernels.jobs_of([HOPPER], "^matmul_", every):
+        result = compile_kernels.compile_one(job)
+        [kernel] = result.kernels
+        assert (kernel["name"], kernel["spilled"], kernel["stack"]) == ("matmul", 0, 0), job.name
+        assert kernel["registers"] > 32, f"{job.name} is compiled for Hopper, and has no instructions"
+        found += 1
+    assert found == (48 if every else 5)
+
+
 def test_a_sample_of_the_others_compiles() -> None:
     kinds = {job.text for job in compile_kernels.jobs_of(ARCHITECTURES)}
     others = [job for job in compile_kernels.jobs_of(ARCHITECTURES, every=True) if job.text not in kinds]

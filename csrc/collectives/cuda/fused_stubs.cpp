@@ -14,8 +14,9 @@ const char* format_of(DType dtype) {
   return dtype == DType::bf16 ? "BFloat16" : dtype == DType::f16 ? "Float16" : "Float32";
 }
 
-std::string fused_entry(const std::string& name, const std::string& params, const std::string& arguments) {
-  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(device::kBagThreads) + ") " + name +
+std::string fused_entry(const std::string& name, const std::string& params, const std::string& arguments,
+                        int threads = device::kBagThreads) {
+  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ") " + name +
          "(const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + name + "<" + arguments +
          ">(p);\n}\n";
 }
@@ -27,6 +28,19 @@ std::string boolean(bool value) {
 std::string name_of_stub(const char* kind, DType dtype, bool narrow, bool wide, int lanes, bool weighted) {
   return std::string(kind) + "_" + name_of(dtype) + (narrow ? "_i32" : "_i64") +
          (wide ? "_" + std::to_string(lanes) : "_any") + (weighted ? "_weighted" : "");
+}
+
+const char* name_of_mode(device::MatmulMode mode) {
+  return mode == device::MatmulMode::all_reduce       ? "all_reduce"
+         : mode == device::MatmulMode::reduce_scatter ? "reduce_scatter"
+                                                      : "all_gather";
+}
+
+void add_matmul(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool across,
+                device::MatmulMode mode) {
+  stubs.push_back({std::string("matmul_") + name_of_mode(mode) + "_" + name_of(dtype) + "_" +
+                       std::to_string(shape.rows) + "x" + std::to_string(shape.columns) + (across ? "_across" : ""),
+                   matmul_stub(dtype, shape, across, mode), 90});
 }
 
 void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, int lanes) {
@@ -65,11 +79,25 @@ std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide,
          fused_entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
 }
 
+std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode) {
+  return "#include \"cuda/fused/matmul.cuh\"\n" +
+         fused_entry("matmul", "MatmulParams",
+                     std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
+                         std::to_string(shape.columns) + ", " + boolean(across) +
+                         ", ark::device::MatmulMode::" + name_of_mode(mode),
+                     shape.threads());
+}
+
 std::vector<Stub> representative_fused_stubs() {
   std::vector<Stub> stubs;
   add_fused(stubs, DType::bf16, false, true, 16);
   add_fused(stubs, DType::f32, true, true, 32);
   add_fused(stubs, DType::f16, false, false, 32);
+  add_matmul(stubs, DType::bf16, kMatmulShapes[0], false, device::MatmulMode::all_reduce);
+  add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
+  add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
+  add_matmul(stubs, DType::f16, kMatmulShapes[1], false, device::MatmulMode::all_gather);
+  add_matmul(stubs, DType::bf16, kMatmulShapes[3], false, device::MatmulMode::all_reduce);
   return stubs;
 }
 
@@ -81,6 +109,12 @@ std::vector<Stub> every_fused_stub() {
       add_fused(stubs, dtype, narrow, false, 32);
     }
   }
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const device::MatmulShape& shape : kMatmulShapes)
+      for (const bool across : {false, true})
+        for (const auto mode :
+             {device::MatmulMode::all_reduce, device::MatmulMode::reduce_scatter, device::MatmulMode::all_gather})
+          add_matmul(stubs, dtype, shape, across, mode);
   return stubs;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collectives/cuda/stubs.hpp"
+#include "cuda/fused/matmul.cuh"
 
 namespace ark {
 
@@ -21,6 +22,11 @@ struct RowShape {
 std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted);
 // Entries "send_gradient", "name_rows" and "sum_rows".
 std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes);
+
+// Entry "matmul", for Hopper; bf16 or f16.
+std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);
+// Tiles' shapes that there are.
+inline constexpr device::MatmulShape kMatmulShapes[] = {{128, 256}, {128, 128}, {64, 128}, {64, 64}};
 
 std::vector<Stub> representative_fused_stubs();
 std::vector<Stub> every_fused_stub();

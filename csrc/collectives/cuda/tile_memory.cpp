@@ -51,7 +51,10 @@ bool TileMemory::reserve(CudaCommunicator& communicator, uint64_t bytes, bool ca
 TileMemory::Place TileMemory::place(uint64_t number) const {
   Place place;
   place.data = data_->shared->memory[rank_] + number * bytes_;
-  for (int r = 0; r < size_; ++r) place.seen[r] = data_->shared->seen[r] + number * bytes_;
+  for (int r = 0; r < size_; ++r) {
+    place.seen[r] = data_->shared->seen[r] + number * bytes_;
+    if (number == 0) place.peers[r] = data_->shared->memory[r];
+  }
   place.keep = data_;
   return place;
 }

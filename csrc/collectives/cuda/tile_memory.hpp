@@ -30,7 +30,9 @@ class TileMemory {
   struct Place {
     char* data = nullptr;
     std::array<char*, device::kMaxRanks> seen{};  // by each rank
-    std::shared_ptr<void> keep;                   // memory, and the place in it, are the holder's as long as this lives
+    // Every rank's place of this number, as mapped here. Of the staging place alone: what others take, only they know.
+    std::array<char*, device::kMaxRanks> peers{};
+    std::shared_ptr<void> keep;  // memory, and the place in it, are the holder's as long as this lives
   };
 
   // Collective, where `bytes` (alike on all ranks) are more than ever before; else does nothing. False, and `why`,

@@ -47,6 +47,17 @@ SAME_TYPE(CUmemLocationType);
 SAME_TYPE(CUmemAccess_flags);
 SAME_TYPE(CUmemAllocationGranularity_flags);
 SAME_TYPE(CUlaunchAttributeID);
+static_assert(sizeof(ark::CUtensorMap) == sizeof(::CUtensorMap) && alignof(ark::CUtensorMap) >= alignof(::CUtensorMap));
+SAME_TYPE(CUtensorMapDataType);
+SAME_TYPE(CUtensorMapInterleave);
+SAME_TYPE(CUtensorMapSwizzle);
+SAME_TYPE(CUtensorMapL2promotion);
+SAME_TYPE(CUtensorMapFloatOOBfill);
+SAME_VALUE(CU_TENSOR_MAP_DATA_TYPE_UINT16);
+SAME_VALUE(CU_TENSOR_MAP_INTERLEAVE_NONE);
+SAME_VALUE(CU_TENSOR_MAP_SWIZZLE_128B);
+SAME_VALUE(CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+SAME_VALUE(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 
 SAME_TYPE(CUmemLocation);
 SAME_FIELD(CUmemLocation, type);

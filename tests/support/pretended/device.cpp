@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <pybind11/stl.h>
@@ -71,6 +72,14 @@ at::Tensor on_device(const at::Tensor& host, int device) {
       .options(host.options().device(where))
       .target_device(where)
       .make_tensor();
+}
+
+at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<Device>, std::optional<bool>, std::optional<at::MemoryFormat>) {
+  return on_device(at::empty(sizes, at::TensorOptions(dtype.value_or(at::kFloat))), current_device);
+}
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &empty);
 }
 
 class Recorder : public c10d::Backend {

@@ -14,6 +14,7 @@
 
 #include "collectives/cuda/launcher.hpp"
 #include "cuda/add.cuh"
+#include "cuda/fused/matmul.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
 #include "cuda/relay.cuh"
@@ -140,7 +141,8 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
     size_t bytes;
   } known[] = {{"one_shot", sizeof(device::OneShotParams)}, {"move", sizeof(device::MoveParams)},
                {"relay", sizeof(device::RelayParams)},      {"two_shot", sizeof(device::TwoShotParams)},
-               {"add", sizeof(device::AddParams)},          {"loop_kernel", sizeof(loop::Launch<1>)}};
+               {"add", sizeof(device::AddParams)},          {"loop_kernel", sizeof(loop::Launch<1>)},
+               {"matmul", sizeof(device::MatmulParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;

@@ -10,8 +10,11 @@
 // Reuse. A peer stores into this rank's result only between two moments of this rank's stream: the announcement, which
 // comes behind everything that used the memory before, and the end of the kernel, which comes behind every peer's word.
 // So the result may be used, freed and given to the next launch in the order of the stream, as any tensor. An
-// announcement of epoch e + 1 overwrites the one of epoch e only when every peer has read that: its word for epoch e
-// came behind its last store.
+// announcement of epoch e + 1 overwrites the one of epoch e only when every peer that stores here has read that: its
+// word for epoch e came behind its last store.
+//
+// Flags. A kernel whose blocks need a peer's tiles while they run has a word for each group of tiles, which holds the
+// epoch in which it was stored last. A kernel that has awaited every flag of its peers needs no words at its end.
 //
 // Memory order. A block's stores come before its barrier; behind it one thread adds to `arrived` (acquire and release
 // at system scope), so the last block's thread has seen all of them, and releases the epoch to the peers at system
@@ -26,6 +29,8 @@
 
 namespace ark::device {
 
+inline constexpr uint32 kMostFlags = 16384;  // of one launch, from one rank to another
+
 // Of one rank, in memory that all ranks of the node have mapped. Zero at first.
 struct alignas(128) TileControl {
   struct alignas(32) Announcement {
@@ -36,6 +41,8 @@ struct alignas(128) TileControl {
   alignas(128) uint64 done[kMaxRanks];  // the last epoch whose tiles for this rank each peer has stored
   alignas(128) uint64 epoch;            // launches of this rank; the rest is its own, too
   uint64 arrived, arrived_before;       // blocks that have stored their tiles: ever, and before this launch
+  // The last epoch in which each peer has stored a group of tiles for this rank; which group, kernel and shape say.
+  alignas(128) uint64 flags[kMaxRanks][kMostFlags];
 };
 
 // What the host reads when a launch has failed. The first to claim it writes it alone.
@@ -104,7 +111,8 @@ class TileExchange {
     store_packet(&place->layout, links.layout, epoch_);
   }
 
-  // Where `peer` wants its tiles; null: time to leave. Threads that ask together pass the same peer.
+  // Where `peer` wants its tiles; null: time to leave. A peer that has gone on to a later launch has all tiles that it
+  // is to get: who asks stores nothing there any more.
   __device__ __forceinline__ char* place_of(int peer) {
     if (peer == links_.rank || is_local()) return reinterpret_cast<char*>(links_.place[links_.rank]);
     const TileControl::Announcement* const announced = &links_.control[links_.rank]->announced[peer];
@@ -112,8 +120,8 @@ class TileExchange {
       uint64 address = 0, epoch = 0, layout = 0, layout_epoch = 0;
       load_packet(&announced->address, address, epoch);
       load_packet(&announced->layout, layout, layout_epoch);
-      if (epoch == epoch_ && layout_epoch == epoch_) {
-        if (layout == links_.layout) return reinterpret_cast<char*>(address);
+      if (epoch >= epoch_ && layout_epoch >= epoch_) {
+        if (layout == links_.layout || layout_epoch != epoch_) return reinterpret_cast<char*>(address);
         other_ = peer;
         return nullptr;
       }
@@ -121,8 +129,27 @@ class TileExchange {
     }
   }
 
-  // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there.
-  __device__ __forceinline__ void finish() {
+  // What this thread has stored for `peer`, and what it has seen others store, is the group of tiles `flag`.
+  __device__ __forceinline__ void raise(int peer, uint32 flag) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->flags[links_.rank][flag]),
+                 "l"(epoch_)
+                 : "memory");
+  }
+
+  // Waits for a group of tiles of `peer`; false: time to leave.
+  __device__ __forceinline__ bool await(int peer, uint32 flag) {
+    const uint64* const from = &links_.control[links_.rank]->flags[peer][flag];
+    for (;;) {
+      uint64 seen;
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+      if (seen >= epoch_) return true;
+      if (patience_.over_here(peer, epoch_)) return false;
+    }
+  }
+
+  // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there; unless
+  // `waits`, because the kernel has awaited every peer's by their flags.
+  __device__ __forceinline__ void finish(bool waits = true) {
     if (is_local()) return;
     if (other_ >= 0) disagree(links_.report, links_.status, other_, epoch_);
     __shared__ uint32 is_last;
@@ -136,7 +163,7 @@ class TileExchange {
     }
     __syncthreads();
     const int peer = static_cast<int>(threadIdx.x);
-    if (is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
+    if (!waits || is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->done[links_.rank]), "l"(epoch_)
                  : "memory");
     uint64 seen = 0;

@@ -60,7 +60,7 @@ ARK_LOOP void wait_group_multiply(float (&sums)[kOver][4]) {
 // sums (64 x 8 kOver) += a (64 x 16) b (16 x 8 kOver), of a group of warps; each warp has 16 rows, as multiply_add.
 template <class T, bool kAAcross, bool kBAcross, int kOver>
 ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 columns) {
-  static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16);
+  static_assert(kOver == 4 || kOver == 8 || kOver == 12 || kOver == 16 || kOver == 32);
   if constexpr (kOver == 4)
     ARK_GROUP_MULTIPLY_OF("m64n32k16", "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15",
                           "%16, %17, 1, 1, 1, %18, %19", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3));
@@ -87,6 +87,21 @@ ARK_LOOP void group_multiply_add(float (&sums)[kOver][4], uint64 rows, uint64 co
         "%64, %65, 1, 1, 1, %66, %67", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
         ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
         ARK_SUMS(14), ARK_SUMS(15));
+  if constexpr (kOver == 32)
+    ARK_GROUP_MULTIPLY_OF(
+        "m64n256k16",
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, "
+        "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "
+        "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "
+        "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "
+        "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, "
+        "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, "
+        "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127",
+        "%128, %129, 1, 1, 1, %130, %131", ARK_SUMS(0), ARK_SUMS(1), ARK_SUMS(2), ARK_SUMS(3), ARK_SUMS(4), ARK_SUMS(5),
+        ARK_SUMS(6), ARK_SUMS(7), ARK_SUMS(8), ARK_SUMS(9), ARK_SUMS(10), ARK_SUMS(11), ARK_SUMS(12), ARK_SUMS(13),
+        ARK_SUMS(14), ARK_SUMS(15), ARK_SUMS(16), ARK_SUMS(17), ARK_SUMS(18), ARK_SUMS(19), ARK_SUMS(20), ARK_SUMS(21),
+        ARK_SUMS(22), ARK_SUMS(23), ARK_SUMS(24), ARK_SUMS(25), ARK_SUMS(26), ARK_SUMS(27), ARK_SUMS(28), ARK_SUMS(29),
+        ARK_SUMS(30), ARK_SUMS(31));
 }
 
 // The same where each warp has its 16 rows of a in registers, as multiply_add wants them.

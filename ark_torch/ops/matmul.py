@@ -1,0 +1,184 @@
+"""Products with a collective in them: what users call, their fake kernels and their gradients.
+
+The operators themselves are C++ (csrc/ops). The gradient of each is made of the others: that of a reduce_scatter is an
+all_gather and the other way round; after an all_reduce every rank has the whole gradient, and products alone are left
+(Megatron's g). The backward pass of `all_gather_matmul` gathers `a` anew: to keep all ranks' rows until then would give
+back the memory that sequence parallelism saves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import _resolve_group_name
+
+from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+
+
+def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
+    """The sum of all ranks' products `a @ b`: of a linear layer that is split along its inputs.
+
+    The bits of `torch.mm(a, b)` followed by the group's `all_reduce`: products rounded to the dtype, added in float32
+    in rank order, rounded once. Collective: all ranks call it, in the same order.
+
+    Args:
+        a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may be another
+            on each rank.
+        b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
+            `weight.t()`.
+        group: a group of the backend "ark"; None: the default group.
+        form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
+            finished (float16 and bfloat16 on Hopper). "auto": what was measured to be faster.
+
+    Returns:
+        `[m, n]`, the same on all ranks.
+
+    The gradients are `grad @ b^T` and `a^T @ grad`, without communication.
+
+    Raises:
+        ValueError, TypeError: an argument will not do, or the group is not ark's.
+        torch.distributed.DistBackendError: another rank refused its arguments, or ranks differ in m, n, dtype or form;
+            or what ended the group. On CUDA devices ranks compare before the first call of a shape.
+
+    Example:
+        >>> out = ark_torch.ops.matmul_all_reduce(hidden, down.weight.t(), group)
+    """
+    result: Tensor = torch.ops.ark.matmul_all_reduce(a, b, _name_of(group), form, _trained(a, b))
+    return result
+
+
+def matmul_reduce_scatter(
+    a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto"
+) -> Tensor:
+    """The sum of all ranks' products `a @ b`, of which each rank gets its part of the rows.
+
+    As `matmul_all_reduce`, with the bits of `reduce_scatter_tensor`.
+
+    Args:
+        a: `[m, k]`; m is a multiple of the group's size. k may be another on each rank.
+        b: `[k, n]`.
+        group, form: as of `matmul_all_reduce`.
+
+    Returns:
+        `[m / world size, n]`: rank r has rows `r * m / world size` and on.
+
+    The gradients are `all_gather_matmul(grad, b^T)` and `a^T @ all_gather(grad)`: either all ranks take the gradient of
+    `a` (of `b`), or none.
+
+    Raises:
+        As `matmul_all_reduce`.
+    """
+    result: Tensor = torch.ops.ark.matmul_reduce_scatter(a, b, _name_of(group), form, _trained(a, b))
+    return result
+
+
+def all_gather_matmul(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
+    """The product of all ranks' rows with this rank's `b`.
+
+    The bits of `all_gather_into_tensor` followed by `torch.mm`. The one kernel begins with the rank's own rows, and
+    goes on as others arrive.
+
+    Args:
+        a: `[m, k]`, the same shape on all ranks.
+        b: `[k, n]`; n may be another on each rank.
+        group, form: as of `matmul_all_reduce`.
+
+    Returns:
+        `[world size * m, n]`, rank 0's rows first.
+
+    The gradients are `matmul_reduce_scatter(grad, b^T)` and `all_gather(a)^T @ grad`, for which `a` is gathered anew:
+    either all ranks take the gradient of `a` (of `b`), or none.
+
+    Raises:
+        As `matmul_all_reduce`; ranks may not differ in m, k, dtype and form.
+    """
+    result: Tensor = torch.ops.ark.all_gather_matmul(a, b, _name_of(group), form, _trained(a, b), False)[0]
+    return result
+
+
+def _name_of(group: dist.ProcessGroup | None) -> str:
+    return _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+
+
+def _trained(a: Tensor, b: Tensor) -> int:
+    """Which of the two take gradients; ranks compare it where the backward pass has a collective."""
+    if not torch.is_grad_enabled():
+        return 0
+    return int(a.requires_grad) + 2 * int(b.requires_grad)
+
+
+def _gathered(a: Tensor, group_name: Any) -> Tensor:
+    """The rows of all ranks."""
+    world = dist.distributed_c10d._get_group_size_by_name(group_name)
+    made = torch.ops._c10d_functional_autograd.all_gather_into_tensor(a.contiguous(), world, group_name)
+    gathered: Tensor = torch.ops._c10d_functional.wait_tensor(made)
+    return gathered
+
+
+def _fake_all_reduce(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+def _fake_reduce_scatter(a: Tensor, b: Tensor, group_name: Any, form: str, trained: int) -> Tensor:
+    world = dist.distributed_c10d._get_group_size_by_name(group_name)
+    return a.new_empty((a.shape[0] // world, b.shape[1]))
+
+
+def _fake_all_gather(
+    a: Tensor, b: Tensor, group_name: Any, form: str, trained: int, return_gathered: bool
+) -> tuple[Tensor, Tensor]:
+    world = dist.distributed_c10d._get_group_size_by_name(group_name)
+    gathered = (world * a.shape[0], a.shape[1]) if return_gathered else (0,)
+    return a.new_empty((world * a.shape[0], b.shape[1])), a.new_empty(gathered)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    a, b, ctx.group_name, ctx.form, *_ = inputs
+    ctx.save_for_backward(a, b)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward_all_reduce(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    of_a = torch.mm(gradient, b.t()) if ctx.needs_input_grad[0] else None
+    of_b = torch.mm(a.t(), gradient) if ctx.needs_input_grad[1] else None
+    return of_a, of_b, None, None, None
+
+
+def _backward_reduce_scatter(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    of_a = of_b = None
+    if needs_a:
+        of_a, gathered = torch.ops.ark.all_gather_matmul(
+            gradient, b.t(), ctx.group_name, ctx.form, _trained(gradient, b), needs_b and not _trained(gradient, b)
+        )
+    if needs_b:
+        # The operator's own copy of the rows takes no gradient: a second backward pass wants another.
+        if not needs_a or _trained(gradient, b):
+            gathered = _gathered(gradient, ctx.group_name)
+        of_b = torch.mm(a.t(), gathered)
+    return of_a, of_b, None, None, None
+
+
+def _backward_all_gather(ctx: Any, gradient: Tensor, of_gathered: Any) -> tuple[Any, ...]:
+    a, b = ctx.saved_tensors
+    of_a = of_b = None
+    if ctx.needs_input_grad[0]:
+        of_a = torch.ops.ark.matmul_reduce_scatter(gradient, b.t(), ctx.group_name, ctx.form, _trained(gradient, b))
+    if ctx.needs_input_grad[1]:
+        of_b = torch.mm(_gathered(a, ctx.group_name).t(), gradient)
+    return of_a, of_b, None, None, None, None
+
+
+for _operator, _fake, _backward in (
+    ("ark::matmul_all_reduce", _fake_all_reduce, _backward_all_reduce),
+    ("ark::matmul_reduce_scatter", _fake_reduce_scatter, _backward_reduce_scatter),
+    ("ark::all_gather_matmul", _fake_all_gather, _backward_all_gather),
+):
+    torch.library.register_fake(_operator, _fake)
+    torch.library.register_autograd(_operator, _backward, setup_context=_save)

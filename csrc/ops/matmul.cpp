@@ -1,0 +1,166 @@
+// Checks, what ranks tell each other, and the way to a form. See the header.
+#include "ops/matmul.hpp"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <optional>
+
+namespace ark::ops {
+
+namespace {
+
+using std::to_string;
+
+// What ranks compare, in this order. Of depth (sums) or columns (all_gather) each rank may have its own.
+struct Field {
+  const char* what;
+  int64_t value;
+};
+
+std::string shape_of(const at::Tensor& tensor) {
+  std::string text = "[";
+  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + to_string(tensor.size(d));
+  return text + "]";
+}
+
+void check(const CallSite& site, const MatmulCall& call, int size) {
+  if (call.form != "auto" && call.form != "fused" && call.form != "unfused")
+    refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'", "Pass 'auto', 'fused' or 'unfused'.");
+  check_tensor(site, "a", call.a);
+  check_tensor(site, "b", call.b);
+  const at::ScalarType type = call.a.scalar_type();
+  if (type != at::kFloat && type != at::kHalf && type != at::kBFloat16 && type != at::kDouble)
+    refuse(site, ErrorKind::type_error, "a is " + dtype_name(type), "Pass float32, float16, bfloat16 or float64.");
+  check_same_dtype(site, "b", call.b, "a", call.a);
+  if (call.a.dim() != 2 || call.b.dim() != 2)
+    refuse(site, ErrorKind::invalid_argument,
+           "a is " + shape_of(call.a) + " and b is " + shape_of(call.b) + ", not two matrices",
+           "Pass a as [m, k] and b as [k, n]; flatten(0, -2) makes one of a batch.");
+  if (call.a.device() != call.b.device())
+    refuse(site, ErrorKind::invalid_argument,
+           "b is on " + call.b.device().str() + " but a is on " + call.a.device().str(), "Move it there.");
+  if (call.a.size(1) != call.b.size(0))
+    refuse(site, ErrorKind::invalid_argument,
+           "a is " + shape_of(call.a) + " and b is " + shape_of(call.b) + ": columns of a are not rows of b",
+           "Pass [m, k] and [k, n]; a weight of torch.nn.Linear is passed as weight.t().");
+  if (call.kind == MatmulKind::reduce_scatter && call.rows() % size != 0)
+    refuse(site, ErrorKind::invalid_argument,
+           "a has " + to_string(call.rows()) + " rows, which " + to_string(size) + " ranks cannot share evenly",
+           "Pad a to a multiple of the group's size.");
+  if (call.form == "fused") {
+    const std::string why = why_not_fused(call, size);
+    if (!why.empty())
+      refuse(site, ErrorKind::invalid_argument, "form is 'fused', and " + why, "Pass form='auto', or another shape.");
+  }
+}
+
+std::vector<Field> fields_of(const MatmulCall& call) {
+  const bool gathers = call.kind == MatmulKind::all_gather;
+  // Where the backward pass has a collective of its own, ranks must all take part in it, or none.
+  const int64_t trained = call.kind == MatmulKind::all_reduce ? 0 : call.trained;
+  return {{"operator", static_cast<int64_t>(call.kind)},
+          {"number of rows of a", call.rows()},
+          {gathers ? "number of columns of a" : "number of columns of b", gathers ? call.depth() : call.columns()},
+          {"dtype", static_cast<int64_t>(call.a.scalar_type())},
+          {"kind of device", static_cast<int64_t>(call.a.device().type())},
+          {"form", call.form == "auto"    ? 0
+                   : call.form == "fused" ? 1
+                                          : 2},
+          {"answer to which of a and b take gradients", trained}};
+}
+
+std::vector<int64_t> values_of(const std::vector<Field>& fields) {
+  std::vector<int64_t> values;
+  for (const Field& field : fields) values.push_back(field.value);
+  return values;
+}
+
+// A rank that refused a CUDA call cannot know whether the others came to tell each other, so it does not wait long.
+constexpr std::chrono::milliseconds kShort{5000};
+
+// Whether one kernel takes the call.
+bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
+  std::optional<Error> refused;
+  std::vector<Field> fields;
+  std::vector<int64_t> words;
+  const int size = group.getSize();
+  try {
+    check(site, call, size);
+    fields = fields_of(call);
+    words = values_of(fields);
+  } catch (const Error& error) {
+    refused = error;
+  }
+  const bool cuda = call.a.defined() && call.a.is_cuda();
+  if (refused) {
+    if (size == 1) throw *refused;
+    words.assign(fields_of({MatmulKind::all_reduce, at::empty({0, 0}), at::empty({0, 0})}).size() + 1, -1);
+    try {
+      tell_all(group, words, cuda ? kShort : std::chrono::milliseconds{});
+    } catch (const std::exception&) {  // what was wrong first is what is told
+    }
+    throw *refused;
+  }
+  const bool fused = cuda && call.form != "unfused" && why_not_fused(call, size).empty() &&
+                     (call.form == "fused" || prefers_fused(call, size));
+  if (size == 1) return fused;
+  const std::vector<int64_t> key = words;
+  if (const auto known = cuda ? group.agreed(key) : std::nullopt) return *known;
+  words.push_back(fused);
+  const auto told = tell_all(group, words);
+  bool all = true;
+  for (int r = 0; r < size; ++r) {
+    if (told[r].back() < 0)
+      throw Error(ErrorKind::mismatch, "rank " + to_string(r) + " refused its arguments",
+                  ErrorContext{site.rank, r, site.operation, 0, "See that rank's error."});
+    all = all && told[r].back() != 0;
+    for (size_t f = 0; f < fields.size(); ++f) {
+      if (told[r][f] == told[0][f]) continue;
+      throw Error(ErrorKind::mismatch,
+                  "rank " + to_string(r) + " has another " + fields[f].what + " than rank 0 (" + to_string(told[r][f]) +
+                      ", " + to_string(told[0][f]) + ")",
+                  ErrorContext{site.rank, r, site.operation, 0, "Pass the same on every rank."});
+    }
+  }
+  if (cuda) group.agree(key, all);
+  return all;
+}
+
+}  // namespace
+
+const char* name_of(MatmulKind kind) {
+  switch (kind) {
+    case MatmulKind::all_reduce: return "matmul_all_reduce";
+    case MatmulKind::reduce_scatter: return "matmul_reduce_scatter";
+    default: return "all_gather_matmul";
+  }
+}
+
+uint64_t fingerprint(const MatmulCall& call) {
+  uint64_t hash = 3;
+  for (const int64_t value : values_of(fields_of(call))) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * 0x9e3779b97f4a7c15u;
+    hash ^= hash >> 29;
+  }
+  return hash | 1;
+}
+
+MatmulResult matmul(const MatmulCall& call) {
+  return with_torch_errors([&]() -> MatmulResult {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const char* const name = name_of(call.kind);
+    ProcessGroupArk& group = backend_of(call.group, name);
+    const bool fused = agree(call, group, {group.getRank(), name});
+    if (group.getSize() == 1) {  // nothing to send
+      if (call.a.is_cuda()) group.check_region(name, call.a.device());
+      return {at::mm(call.a, call.b), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
+    }
+    if (!call.a.is_cuda()) return matmul_cpu(call, group);
+    if (fused) {
+      if (auto result = matmul_fused(call, group)) return *std::move(result);
+    }
+    return matmul_cuda(call, group);
+  });
+}
+
+}  // namespace ark::ops

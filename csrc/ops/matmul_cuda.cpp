@@ -1,0 +1,53 @@
+// On CUDA tensors, product first: PyTorch's product straight into memory that the group has registered, where it has
+// any, and the group's collective from there to the result. Nothing is copied in between. One kernel that does both:
+// matmul_fused.cpp.
+#include <c10/core/DeviceGuard.h>
+
+#include "ops/matmul.hpp"
+#include "process_group/cuda_group.hpp"
+
+namespace ark::ops {
+
+MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
+  const c10::Device device = call.a.device();
+  const c10::OptionalDeviceGuard guard(device);
+  const int64_t size = group.getSize();
+  const bool capturing = is_capturing(device);
+  // A graph's tensors come from its own pool.
+  const auto place = [&](int64_t rows, int64_t columns) {
+    const int64_t sizes[] = {rows, columns};
+    at::Tensor made;
+    if (!capturing) made = group.allocate_registered(sizes, call.a.scalar_type(), device);
+    return made.defined() ? made : at::empty(sizes, call.a.options());
+  };
+  const auto none = [&] { return at::empty({0}, call.a.options()); };
+  switch (call.kind) {
+    case MatmulKind::all_reduce: {
+      at::Tensor out = place(call.rows(), call.columns());
+      at::mm_out(out, call.a, call.b);
+      Tensors tensors{out};
+      c10d::AllreduceOptions options;
+      options.asyncOp = false;
+      group.allreduce(tensors, options)->wait();
+      return {out, none()};
+    }
+    case MatmulKind::reduce_scatter: {
+      at::Tensor product = place(call.rows(), call.columns()), out = place(call.rows() / size, call.columns());
+      at::mm_out(product, call.a, call.b);
+      c10d::ReduceScatterOptions options;
+      options.asyncOp = false;
+      group._reduce_scatter_base(out, product, options)->wait();
+      return {out, none()};
+    }
+    default: {
+      at::Tensor gathered = place(size * call.rows(), call.depth()), mine = call.a.contiguous();
+      c10d::AllgatherOptions options;
+      options.asyncOp = false;
+      group._allgather_base(gathered, mine, options)->wait();
+      at::Tensor out = at::mm(gathered, call.b);
+      return {out, call.gathered ? gathered : none()};
+    }
+  }
+}
+
+}  // namespace ark::ops

@@ -1,0 +1,226 @@
+// Products and collectives in one kernel (cuda/fused/matmul.cuh): when it can take a call, tiles of which shape, and
+// the launch.
+//
+// Matrices that the copy engine cannot read (rows that do not begin at multiples of 16 bytes, a by columns) are copied
+// once. Scratch memory is the group's staging place: all_reduce has its result there, too, where nothing better is
+// known (tile_result.hpp), and slots behind it.
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "collectives/cuda/fused_stubs.hpp"
+#include "jit/kernel.hpp"
+#include "ops/matmul.hpp"
+#include "ops/tile_result.hpp"
+#include "process_group/cuda_group.hpp"
+
+namespace ark::ops {
+
+namespace {
+
+using device::MatmulMode;
+using device::MatmulShape;
+
+int64_t in_wholes(int64_t count, int64_t whole) {
+  return (count + whole - 1) / whole;
+}
+
+MatmulMode mode_of(MatmulKind kind) {
+  return kind == MatmulKind::all_reduce       ? MatmulMode::all_reduce
+         : kind == MatmulKind::reduce_scatter ? MatmulMode::reduce_scatter
+                                              : MatmulMode::all_gather;
+}
+
+// How the result is cut. Of sums it depends on nothing but what all ranks share.
+struct Cut {
+  MatmulShape shape;
+  int64_t part_rows, row_tiles, column_tiles, part_tiles, tiles;
+};
+
+Cut cut_by(MatmulShape shape, const MatmulCall& call, int64_t ranks) {
+  Cut cut{shape, call.rows(), 0, 0, 0, 0};
+  if (call.kind == MatmulKind::reduce_scatter) cut.part_rows /= ranks;
+  cut.row_tiles = in_wholes(cut.part_rows, shape.rows);
+  cut.column_tiles = in_wholes(std::max<int64_t>(call.columns(), 1), shape.columns);
+  const int64_t tiles = cut.row_tiles * cut.column_tiles;
+  cut.part_tiles = call.kind == MatmulKind::all_reduce ? in_wholes(tiles, ranks) : tiles;
+  cut.tiles = call.kind == MatmulKind::all_reduce ? tiles : tiles * ranks;
+  return cut;
+}
+
+// The shape whose waves of tiles take the fewest cycles. Of a stage of a tile: the tensor cores' (2,048 multiply-adds a
+// cycle, of which nine tenths are to be had), or those of its bytes, of which the second-level cache gives a
+// multiprocessor some 45 a cycle.
+Cut cut_of(const MatmulCall& call, int64_t ranks) {
+  constexpr int64_t kMultiprocessors = 132;  // of every Hopper that is linked to others; any number is right
+  std::optional<Cut> best;
+  double least = 0;
+  for (const MatmulShape& shape : kMatmulShapes) {
+    const Cut cut = cut_by(shape, call, ranks);
+    const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
+    const double cycles =
+        std::max(multiplies, shape.stage_bytes() / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
+    if (best && cycles >= least) continue;
+    best = cut, least = cycles;
+  }
+  return *best;
+}
+
+bool is_wide(int64_t stride, const at::Tensor& tensor) {
+  return stride % 8 == 0 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+at::Tensor copied(const at::Tensor& from, int64_t columns) {
+  at::Tensor wide = at::empty({from.size(0), in_wholes(std::max<int64_t>(columns, 1), 8) * 8}, from.options());
+  at::Tensor to = wide.narrow(1, 0, columns);
+  to.copy_(from);
+  return to;
+}
+
+// With rows that the copy engine can read.
+at::Tensor readable_rows(const at::Tensor& a) {
+  const bool fits = a.stride(1) == 1 && a.stride(0) >= a.size(1) && is_wide(a.stride(0), a);
+  return fits || a.numel() == 0 ? a : copied(a, a.size(1));
+}
+
+// With rows or columns that it can read.
+at::Tensor readable(const at::Tensor& b, bool& across) {
+  const auto fits = [&](int adjacent) {
+    return b.stride(adjacent) == 1 && b.stride(1 - adjacent) >= b.size(adjacent) && is_wide(b.stride(1 - adjacent), b);
+  };
+  across = !fits(0);
+  return b.numel() == 0 || !across || fits(1) ? b : copied(b, b.size(1));
+}
+
+// Of lines of `length` adjacent elements, `stride` elements apart; zeros where it has none.
+device::TensorMap map_of(const void* data, int64_t length, int64_t lines, int64_t stride, int box_lines) {
+  device::TensorMap made{};
+  if (length == 0 || lines == 0) return made;  // nothing will be read
+  CUtensorMap map;
+  const uint64_t sizes[] = {static_cast<uint64_t>(length), static_cast<uint64_t>(lines)};
+  const uint64_t strides[] = {static_cast<uint64_t>(stride) * 2};
+  const uint32_t box[] = {MatmulShape::kDepth, static_cast<uint32_t>(box_lines)}, steps[] = {1, 1};
+  ark::check(
+      driver().tensor_map_encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 2, const_cast<void*>(data), sizes, strides,
+                                       box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+      "cuTensorMapEncodeTiled");
+  static_assert(sizeof(map) == sizeof(made));
+  std::copy_n(map.opaque, 16, made.words);
+  return made;
+}
+
+constexpr uint64_t kSlotsAlign = 1024;
+
+}  // namespace
+
+std::string why_not_fused(const MatmulCall& call, int ranks) {
+  if (!call.a.is_cuda()) return "it needs CUDA tensors";
+  if (call.a.scalar_type() != at::kHalf && call.a.scalar_type() != at::kBFloat16)
+    return "it knows float16 and bfloat16, and a is " + dtype_name(call.a.scalar_type());
+  if (device_attribute(call.a.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) != 9)
+    return "it needs a Hopper GPU";
+  const bool gathers = call.kind == MatmulKind::all_gather;
+  const int64_t shared = gathers ? call.depth() : call.columns();
+  if (call.rows() == 0 || shared == 0) return "there is nothing to send";
+  if (shared % 8 != 0) return std::string(gathers ? "the columns of a" : "the columns of b") + " are no multiple of 8";
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  if (call.rows() * ranks > kMost || call.depth() > kMost || call.columns() > kMost - 256)
+    return "a matrix is too large";
+  const Cut cut = cut_of(call, ranks);
+  const int64_t flags = gathers ? in_wholes(cut.part_rows, device::kPushRows) : cut.part_tiles * cut.shape.warps();
+  if (flags > device::kMostFlags || cut.tiles > kMost) return "the matrices are too large";
+  return {};
+}
+
+bool prefers_fused(const MatmulCall&, int) {
+  return true;
+}
+
+std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk& group) {
+  const char* const name = name_of(call.kind);
+  const c10::Device device = call.a.device();
+  const int size = group.getSize(), rank = group.getRank();
+  if (const auto report = group.tile_failure()) raise_report(*report, rank, name);
+  const c10::OptionalDeviceGuard guard(device);
+  const CurrentContext context(device.index());  // autograd's threads have none
+  const bool gathers = call.kind == MatmulKind::all_gather, reduces = call.kind == MatmulKind::all_reduce;
+  const int64_t depth = call.depth(), columns = call.columns();
+  const Cut cut = cut_of(call, size);
+  const at::ScalarType dtype = call.a.scalar_type();
+
+  bool across = false;
+  const at::Tensor a = readable_rows(call.a);
+  // A rank without columns of its own multiplies by zeros: it takes part in sending and receiving rows.
+  const at::Tensor b = readable(columns != 0 ? call.b : at::zeros({depth, 8}, call.b.options()), across);
+  // Rows of a result of their own begin at multiples of 16 bytes, too.
+  const int64_t wide = in_wholes(std::max<int64_t>(columns, 1), 8) * 8;
+  const int64_t sizes[] = {gathers ? size * call.rows() : cut.part_rows, wide};
+  at::Tensor out = reduces ? allocate_result(group, sizes, dtype, device) : at::empty(sizes, call.a.options());
+  at::Tensor gathered = at::empty({0}, call.a.options());
+  if (call.gathered) gathered = at::empty({size * call.rows(), depth}, call.a.options());
+
+  const uint64_t result_bytes = reduces ? in_wholes(sizes[0] * wide * 2, kSlotsAlign) * kSlotsAlign : 0;
+  const uint64_t scratch_bytes = gathers ? static_cast<uint64_t>(size * call.rows() * depth * 2)
+                                         : static_cast<uint64_t>(size * cut.part_tiles) * cut.shape.tile_bytes();
+  device::MatmulParams params{};
+  params.a = map_of(a.const_data_ptr(), depth, call.rows(), a.stride(0), cut.shape.rows);
+  params.b = across ? map_of(b.const_data_ptr(), b.size(1), depth, b.stride(0), MatmulShape::kDepth)
+                    : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns);
+  params.rows = static_cast<const char*>(a.const_data_ptr());
+  params.row_bytes = static_cast<uint64_t>(a.stride(0)) * 2;
+  params.out_bytes = static_cast<uint64_t>(wide) * 2;
+  params.part_rows = static_cast<uint32_t>(cut.part_rows);
+  params.columns = static_cast<uint32_t>(wide), params.depth = static_cast<uint32_t>(depth);
+  params.row_tiles = static_cast<uint32_t>(cut.row_tiles);
+  params.column_tiles = static_cast<uint32_t>(cut.column_tiles);
+  params.part_tiles = static_cast<uint32_t>(cut.part_tiles), params.tiles = static_cast<uint32_t>(cut.tiles);
+
+  bool launched = false;
+  const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {
+    communicator.check(operation.context);
+    const auto stream = static_cast<CUstream>(operation.stream);
+    const Capture capture = capture_of(stream);
+    std::string why;
+    TileMemory* const tiles = communicator.tiles(capture.id != 0, why);
+    if (tiles == nullptr || !tiles->reserve(communicator, result_bytes + scratch_bytes, capture.id != 0, why)) return;
+    const TileMemory::Place staging = tiles->staging();
+    if (capture.id != 0) keep_with_graph(capture, staging.keep);
+    for (int r = 0; r < size; ++r) params.scratch[r] = staging.peers[r] + result_bytes;
+    TileResult result{out, staging, false};
+    if (reduces) result = place_result(out, sizes, dtype, device, communicator, *tiles, capture);
+    out = result.out;
+    params.out = static_cast<char*>(out.data_ptr());
+    params.links = tiles->links(result.place);
+    params.links.layout = fingerprint(call);
+    params.links.limit_ns = nanoseconds_of(operation.context);
+    if (gathers) params.gathered = map_of(params.scratch[rank], depth, size * call.rows(), depth, cut.shape.rows);
+    const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
+                                    .get(matmul_stub(dtype_of(dtype), cut.shape, across, mode_of(call.kind)), "matmul");
+    const unsigned threads = static_cast<unsigned>(cut.shape.threads());
+    const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
+    // Rows are sent by three warps of a block, some rows at a time each.
+    const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 3)) : cut.tiles;
+    const int64_t blocks = std::min<int64_t>(
+        {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
+    jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,
+                jit::LaunchMode::cooperative);
+    copy_result(result, stream);
+    if (call.gathered) {
+      const size_t part = static_cast<size_t>(call.rows() * depth * 2);
+      for (int r = 0; r < size; ++r) {
+        if (r == rank) continue;
+        ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(gathered.data_ptr()) + r * part,
+                                         reinterpret_cast<CUdeviceptr>(params.scratch[rank]) + r * part, part, stream),
+                   "cuMemcpyAsync");
+      }
+    }
+    launched = true;
+  };
+  if (!group.launch_region(name, device, launch) || !launched) return std::nullopt;
+  if (call.gathered) gathered.narrow(0, rank * call.rows(), call.rows()).copy_(a);
+  return MatmulResult{wide == columns ? out : out.narrow(1, 0, columns).contiguous(), gathered};
+}
+
+}  // namespace ark::ops

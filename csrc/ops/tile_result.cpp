@@ -1,0 +1,76 @@
+// See the header.
+#include "ops/tile_result.hpp"
+
+#include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
+
+#include "collectives/cuda/windows.hpp"
+#include "process_group/cuda_group.hpp"
+
+namespace ark::ops {
+
+at::Tensor allocate_result(ProcessGroupArk& group, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
+  if (is_capturing(device)) return {};
+  at::Tensor out = group.allocate_registered(sizes, dtype, device);
+  return out.defined() ? out : at::empty(sizes, at::TensorOptions(dtype).device(device));
+}
+
+TileResult place_result(const at::Tensor& out, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device,
+                        CudaCommunicator& communicator, TileMemory& tiles, const Capture& capture) {
+  TileResult result{out, tiles.staging(), true};
+  if (capture.id != 0) {
+    const auto options = at::TensorOptions(dtype).device(device);
+    if (auto own = tiles.take()) {
+      result.place = std::move(*own), result.copies = false;
+      result.out = at::from_blob(
+          result.place.data, sizes, [keep = result.place.keep](void*) {}, options, device);
+    } else {
+      result.out = at::empty(sizes, options);
+    }
+    keep_with_graph(capture, result.place.keep);
+  } else if (const auto window = communicator.windows().find(out.data_ptr(), out.nbytes())) {
+    result.copies = false;
+    result.place.data = static_cast<char*>(out.data_ptr());
+    for (int r = 0; r < communicator.size(); ++r) result.place.seen[r] = window->seen[r] + window->offset;
+  }
+  return result;
+}
+
+void copy_result(const TileResult& result, CUstream stream) {
+  if (!result.copies) return;
+  ark::check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(result.out.data_ptr()),
+                                   reinterpret_cast<CUdeviceptr>(result.place.data), result.out.nbytes(), stream),
+             "cuMemcpyAsync");
+}
+
+uint64_t nanoseconds_of(const OperationContext& context) {
+  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
+  return static_cast<uint64_t>(std::max<int64_t>(context.timeout.count(), 1)) * 1'000'000;
+}
+
+void raise_report(const device::TileReport& report, int rank, const char* operation) {
+  const std::string table = std::to_string(report.item);
+  switch (report.failure) {
+    case device::TileReport::index:
+      throw Error(ErrorKind::out_of_range,
+                  "index " + std::to_string(report.value) + " is out of bounds for dimension 0 with size " +
+                      std::to_string(report.limit) + " of tables[" + table + "], in an earlier call",
+                  ErrorContext{rank, -1, operation, 0, "Pass indices from 0 to below the number of rows."});
+    case device::TileReport::offset:
+      throw Error(ErrorKind::invalid_argument,
+                  "offsets[" + table + "] holds " + std::to_string(report.value) +
+                      " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
+                  ErrorContext{rank, -1, operation, 0, "Pass where each bag begins."});
+    default:
+      throw Error(
+          ErrorKind::mismatch,
+          "rank " + std::to_string(report.peer) +
+              " called another fused operator than this rank, or has other tables, another batch or dtype than " +
+              "this rank takes it to have, in an earlier call",
+          ErrorContext{rank, report.peer, operation, 0,
+                       "Make the same calls on every rank, with what tables_per_rank says where it is given."});
+  }
+}
+
+}  // namespace ark::ops

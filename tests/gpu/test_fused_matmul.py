@@ -1,0 +1,336 @@
+"""matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul on GPUs in both forms: values, graphs, bad input."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_gpu import WORLD, run, start
+from support.products import OPERATORS, Case, close, draw, exact, random_case, same, unfused
+from support.rank import Rank
+
+import ark_torch
+from ark_torch.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+HALVES = (torch.bfloat16, torch.float16)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+FORMS = ["unfused", pytest.param("fused", marks=pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers"))]
+
+
+def _check(case: Case, form: str, device: torch.device, group: Any = None) -> None:
+    me, world = dist.get_rank(group), dist.get_world_size(group)
+    a, b = draw(case, me, device)
+    got = case.call(a, b, group, form=form)
+    if form == "unfused":
+        same(got, unfused(case, a, b, world, group), case)
+    else:
+        same(case.call(a, b, group, form=form), got, f"again: {case}")  # bits do not depend on who came first
+    close(got, exact(case, me, world), sum(case.k) if case.name != "all_gather_matmul" else case.k[0], (form, case))
+
+
+def _random(rank: Rank, seed: int, count: int) -> None:
+    device = start(rank)
+    random = Random(seed)
+    for number in range(count):
+        dtypes = (torch.float32, *HALVES)
+        _check(random_case(random, rank.world_size, 100 * seed + number, dtypes), "unfused", device)
+
+
+def test_product_first() -> None:
+    run(_random, 1, 40)
+
+
+def _auto(rank: Rank) -> None:
+    """Whatever form is taken."""
+    device = start(rank)
+    random = Random(5)
+    for number in range(40):
+        dtypes = (torch.float32, *HALVES)
+        _check(random_case(random, rank.world_size, 900 + number, dtypes), "auto", device)
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs peers")
+def test_the_form_that_is_chosen() -> None:
+    run(_auto)
+
+
+def kernel_cases(world: int) -> list[Case]:
+    """Tiles of every shape, whole and at edges; depths of less than a stage; matrices as they come."""
+    bf16, f16 = HALVES
+    cases: list[Case] = []
+    for name in OPERATORS:
+
+        def case(m: int, k: int, n: int, dtype: torch.dtype, *, name: str = name, **layouts: str) -> Case:
+            gathers = name == "all_gather_matmul"
+            rows = m * world if name == "matmul_reduce_scatter" else m
+            k_of = [k] * world if gathers else [k + 8 * r for r in range(world)]
+            n_of = [n + 8 * r for r in range(world)] if gathers else [n] * world
+            return Case(name, rows, k_of, n_of, dtype, seed=m + k + n, **layouts)  # type: ignore[arg-type]
+
+        cases += [
+            case(1, 64, 64, dtype=bf16),
+            case(1, 4096, 2048, dtype=bf16, b="transposed"),
+            case(16, 512, 8192, dtype=f16),
+            case(128, 64, 256, dtype=bf16),
+            case(64, 200, 136, dtype=f16, b="transposed"),
+            case(100, 72, 264, dtype=bf16, a="transposed"),
+            case(384, 256, 1024, dtype=bf16, b="transposed"),
+            case(512, 1024, 4096, dtype=bf16),
+            case(2048, 512, 4096, dtype=f16, b="transposed"),
+            case(1000, 136, 4000, dtype=bf16, b="strided"),
+            case(130, 136, 520, dtype=f16, a="narrowed", b="narrowed"),
+        ]
+    cases += [
+        Case("matmul_all_reduce", 40, [0] + [33] * (world - 1), [72] * world, bf16, seed=91),  # a rank without depth
+        Case("all_gather_matmul", 40, [64] * world, [0] + [33] * (world - 1), f16, seed=92),  # without columns
+        Case("all_gather_matmul", 7, [64] * world, [5] * world, bf16, b="transposed", seed=93),
+    ]
+    return cases
+
+
+def _cases(rank: Rank) -> None:
+    device = start(rank)
+    for case in kernel_cases(rank.world_size):
+        _check(case, "fused", device)
+
+
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+def test_one_kernel() -> None:
+    run(_cases)
+
+
+def _sums_in_rank_order(rank: Rank) -> None:
+    """Products of small integers are the same whoever multiplies: so are the bits of what is added and rounded."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    for name, m in (("matmul_all_reduce", 200), ("matmul_reduce_scatter", 200 * world), ("all_gather_matmul", 200)):
+        for dtype in HALVES:
+            for n in (72, 1024):
+                generator = torch.Generator(device=device).manual_seed(me)
+                # Each rank's products are of another size, so that the order and the one rounding show.
+                a = torch.randint(-3, 4, (m, 96), generator=generator, device=device).to(dtype)
+                generator.manual_seed(50 + me * (name != "all_gather_matmul"))
+                b = torch.randint(-3, 4, (96, n), generator=generator, device=device).to(dtype) * 17.0**-me
+                case = Case(name, m, [96] * world, [n] * world)
+                same(OPERATORS[name](a, b, form="fused"), unfused(case, a, b, world), (name, dtype, n))
+
+
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+def test_bits_of_the_unfused_form() -> None:
+    run(_sums_in_rank_order)
+
+
+def _captured(rank: Rank, form: str) -> None:
+    """Several calls in one graph, which do not touch; replays see what the matrices hold by then."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    for name in OPERATORS:
+        rows = 96 * world
+        case = Case(name, rows, [256] * world, [512] * world, torch.bfloat16, b="transposed", seed=3)
+        a, b = draw(case, me, device)
+        wanted = case.call(a, b, form=form)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outs = [case.call(a, b, form=form) for _ in range(11)]  # more than there are places of their own
+        for _ in range(1000):
+            graph.replay()
+        for out in outs:
+            same(out, wanted, (name, "replayed"))
+        a.mul_(2)
+        graph.replay()
+        for out in outs:
+            same(out, wanted * 2, (name, "replayed with other rows"))
+        same(case.call(a, b, form=form), wanted * 2, (name, "eager beside a graph"))
+        del graph, outs
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_graphs(form: str) -> None:
+    run(_captured, form)
+
+
+def _eager(rank: Rank, form: str) -> None:
+    """Results that are kept stay as they are; ranks that are late; shapes in turns."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    cases = [
+        Case(name, m * world, [128] * world, [n] * world, torch.float16, seed=m + n)
+        for name in OPERATORS
+        for m, n in ((8, 1024), (160, 320), (640, 256))
+    ]
+    drawn = [draw(case, me, device) for case in cases]
+    wanted = [case.call(a, b, form=form) for case, (a, b) in zip(cases, drawn, strict=True)]
+    kept = []
+    for step in range(20):
+        for number, (case, (a, b)) in enumerate(zip(cases, drawn, strict=True)):
+            if (step + number) % world == me:
+                torch.cuda._sleep(500_000)
+            kept.append((number, case.call(a, b, form=form)))
+    for number, out in kept:
+        same(out, wanted[number], cases[number])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_many_calls(form: str) -> None:
+    run(_eager, form)
+
+
+def _registered(rank: Rank, form: str) -> None:
+    """In registered memory an all_reduce's result is stored where it stays."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case("matmul_all_reduce", 2048, [128] * world, [2048] * world, torch.bfloat16, seed=9)
+    a, b = draw(case, me, device)
+    wanted = case.call(a, b, form=form)
+    with torch.cuda.use_mem_pool(ark_torch.memory.pool()):
+        held = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    assert ark_torch.distributed.register(held)
+    dist.group.WORLD._get_backend(device).register_mem_pool(ark_torch.memory.pool())
+    begin, end = held.data_ptr(), held.data_ptr() + held.nbytes
+    del held
+    for _ in range(10):
+        out = case.call(a, b, form=form)
+        same(out, wanted, "registered")
+        assert begin <= out.data_ptr() < end
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_registered_memory(form: str) -> None:
+    run(_registered, form)
+
+
+def _groups(rank: Rank, form: str) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    other = dist.new_group(list(range(world)))
+    cases = [Case(name, 64 * world, [72] * world, [256] * world, torch.float16, seed=s)
+             for s, name in enumerate(OPERATORS)]  # fmt: skip
+    for _ in range(5):
+        for case in cases:
+            a, b = draw(case, me, device)
+            outs = [case.call(a, b, group, form=form) for group in (None, other)]
+            same(outs[0], outs[1], "two groups")
+            close(outs[0], exact(case, me, world), 72 * world, case)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_groups(form: str) -> None:
+    run(_groups, form)
+
+
+def _gradients(rank: Rank, form: str) -> None:
+    """Those of both forms against PyTorch's own differentiable collectives."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    for name in OPERATORS:
+        case = Case(name, 64 * world, [72] * world, [128] * world, torch.bfloat16, b="transposed", seed=7)
+        a, b = (one.requires_grad_() for one in draw(case, me, device))
+        out = case.call(a, b, form=form)
+        generator = torch.Generator(device=device).manual_seed(0 if name == "matmul_all_reduce" else me)
+        gradient = torch.randn(out.shape, generator=generator, device=device).to(out.dtype)
+        of_a, of_b = torch.autograd.grad(out, (a, b), gradient)
+        all_of = [draw(case, r) for r in range(world)]
+        gathered = torch.empty(world * gradient.shape[0], gradient.shape[1], dtype=gradient.dtype, device=device)
+        dist.all_gather_into_tensor(gathered, gradient)
+        gradients = gathered.cpu().double().chunk(world)
+        if name == "all_gather_matmul":
+            total = sum(g @ b_.double().t() for g, (_, b_) in zip(gradients, all_of, strict=True))
+            wanted_a = total.chunk(world)[me]
+            wanted_b = torch.cat([a_ for a_, _ in all_of]).double().t() @ gradients[me]
+        else:
+            whole = torch.cat(gradients) if name == "matmul_reduce_scatter" else gradients[me]
+            wanted_a, wanted_b = whole @ all_of[me][1].double().t(), all_of[me][0].double().t() @ whole
+        close(of_a, wanted_a, 128 * world, (name, "a"))
+        close(of_b, wanted_b, 64 * world * world, (name, "b"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(form: str) -> None:
+    run(_gradients, form)
+
+
+def _layer(a: torch.Tensor, column: torch.Tensor, row: torch.Tensor, form: str) -> torch.Tensor:
+    hidden = torch.relu(all_gather_matmul(a, column.t(), form=form))
+    out = matmul_reduce_scatter(hidden, row.t(), form=form) + a
+    return matmul_all_reduce(out, column.t(), form=form)
+
+
+def _compiled(rank: Rank, form: str) -> None:
+    device = start(rank)
+    generator = torch.Generator(device=device).manual_seed(rank.rank)
+    made = [torch.randn(size, generator=generator, device=device).to(torch.bfloat16) / 16
+            for size in ((64, 256), (512, 256), (256, 512))]  # fmt: skip
+    gradients = []
+    for function in (_layer, torch.compile(_layer, backend="inductor")):
+        a, column, row = (one.clone().requires_grad_() for one in made)
+        function(a, column, row, form).float().square().sum().backward()
+        gradients.append([a.grad, column.grad, row.grad])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled(form: str) -> None:
+    run(_compiled, form)
+
+
+def _alone(rank: Rank) -> None:
+    """A group of one rank: no peer, and no collective before."""
+    device = start(rank)
+    alone = [dist.new_group([r]) for r in range(rank.world_size)][rank.rank]
+    for name in OPERATORS:
+        _check(Case(name, 30, [48], [56], torch.float16, seed=15), "auto", device, alone)
+
+
+def test_a_group_of_one() -> None:
+    run(_alone, own=True)
+
+
+def _bad(rank: Rank) -> None:
+    """Refused, or of another shape, before anything is launched: an error on all ranks, and the group goes on."""
+    device = start(rank, timeout=20)
+    odd = rank.rank == rank.world_size - 1
+    last = rank.world_size - 1
+    a = torch.ones(8 * rank.world_size, 64, device=device, dtype=torch.bfloat16)
+    b = torch.ones(64, 128, device=device, dtype=torch.bfloat16)
+    for name, operator in OPERATORS.items():
+        with pytest.raises(ValueError if odd else dist.DistBackendError) as caught:
+            operator(a, b[:32] if odd else b)
+        wanted = "columns of a are not rows of b" if odd else f"rank {last} refused its arguments"
+        assert name in str(caught.value) and wanted in str(caught.value), caught.value
+        with pytest.raises(dist.DistBackendError, match=f"rank {last} has another number of rows of a"):
+            operator(torch.cat([a, a]) if odd else a, b)
+        with pytest.raises(dist.DistBackendError, match=f"rank {last} has another dtype"):
+            operator(a.half() if odd else a, b.half() if odd else b)
+        total = 64.0 * (1 if name == "all_gather_matmul" else rank.world_size)
+        assert operator(a, b).unique().tolist() == [total]
+
+
+@pytest.mark.skipif(WORLD < 2, reason="needs ranks that can disagree")
+def test_bad_input() -> None:
+    run(_bad, own=True)
+
+
+def _late_disagreement(rank: Rank, form: str) -> str:
+    """Another operator than the peers', of a shape that all have met with: found by the launches, or told in time."""
+    device = start(rank, timeout=5)
+    a = torch.ones(64 * rank.world_size, 64, device=device, dtype=torch.bfloat16)
+    b = torch.ones(64, 128, device=device, dtype=torch.bfloat16)
+    for operator in OPERATORS.values():
+        operator(a, b, form=form)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(20):
+            (matmul_all_reduce if rank.rank == 0 else matmul_reduce_scatter)(a, b, form=form)
+            torch.cuda.synchronize()
+    return str(caught.value)
+
+
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+def test_operators_that_differ() -> None:
+    for told in run(_late_disagreement, "fused", own=True, destroy=False):
+        assert "another fused operator" in told or "matmul_" in told, told
