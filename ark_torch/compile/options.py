@@ -62,7 +62,7 @@ OPTIONS = (
         "skip",
         ("skip", "exact"),
         "skip: attention passes over blocks of positions that its mask (or is_causal) leaves out, so NaN or infinity "
-        "there may not reach the result, where eager PyTorch has 0 times NaN; at positions in use they always do. exact: "
+        "there may not reach the result, and eager PyTorch has NaN; at positions in use they always do. exact: "
         "such attention is left to PyTorch's own kernels. Attention written as products and a softmax is always exact.",
     ),
     Option(
