@@ -21,8 +21,7 @@ log() { echo "[torch $version] $*" >&2; }
 fail() { log "$1, see $2"; tail -n 20 "$2" >&2; exit 1; }
 
 # What the tests import; the linters of `dev` are not needed, and a PyTorch that pip brings is the one asked for.
-tools=$(sed -n '/^dev = \[/,/^\]/p' pyproject.toml | grep -oE '"[^"]+"' | tr -d '"' |
-  grep -vE '^(ruff|mypy|clang-format|matplotlib|plotille|nvidia)')
+tools=$(sed 's/ *[#;].*//' requirements/dev.txt | grep -vE '^(ruff|mypy|clang-format|matplotlib|plotille|nvidia|$)')
 if [ -z "${ARK_TORCH_ENV:-}" ] && [ ! -e "$root/env-is-made" ]; then
   log "making $env"
   "${PYTHON:-python3}" -m venv "$env"
