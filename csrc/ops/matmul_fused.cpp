@@ -200,8 +200,8 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
                                     .get(matmul_stub(dtype_of(dtype), cut.shape, across, mode_of(call.kind)), "matmul");
     const unsigned threads = static_cast<unsigned>(cut.shape.threads());
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
-    // Rows are sent by three warps of a block, some rows at a time each.
-    const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 3)) : cut.tiles;
+    // Rows are sent by two warps of a block, some rows at a time each.
+    const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 2)) : cut.tiles;
     const int64_t blocks = std::min<int64_t>(
         {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
     jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,
