@@ -106,7 +106,8 @@ def _sums_in_rank_order(rank: Rank) -> None:
     """Products of small integers are the same whoever multiplies: so are the bits of what is added and rounded."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
-    for name, m in (("matmul_all_reduce", 200), ("matmul_reduce_scatter", 200 * world), ("all_gather_matmul", 200)):
+    rows = {"matmul_all_reduce": (1, 16, 60, 200), "matmul_reduce_scatter": (world, 200 * world)}
+    for name, m in ((name, m) for name in OPERATORS for m in rows.get(name, (1, 200))):
         for dtype in HALVES:
             for n in (72, 1024):
                 generator = torch.Generator(device=device).manual_seed(me)

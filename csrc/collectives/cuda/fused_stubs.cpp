@@ -32,6 +32,7 @@ std::string name_of_stub(const char* kind, DType dtype, bool narrow, bool wide, 
 
 const char* name_of_mode(device::MatmulMode mode) {
   return mode == device::MatmulMode::all_reduce       ? "all_reduce"
+         : mode == device::MatmulMode::all_reduce_few ? "all_reduce_few"
          : mode == device::MatmulMode::reduce_scatter ? "reduce_scatter"
                                                       : "all_gather";
 }
@@ -97,7 +98,8 @@ std::vector<Stub> representative_fused_stubs() {
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
   add_matmul(stubs, DType::f16, kMatmulShapes[1], false, device::MatmulMode::all_gather);
-  add_matmul(stubs, DType::bf16, kMatmulShapes[3], false, device::MatmulMode::all_reduce);
+  add_matmul(stubs, DType::bf16, kMatmulShapes[3], true, device::MatmulMode::reduce_scatter);
+  add_matmul(stubs, DType::bf16, kMatmulFew, false, device::MatmulMode::all_reduce_few);
   return stubs;
 }
 
@@ -115,6 +117,9 @@ std::vector<Stub> every_fused_stub() {
         for (const auto mode :
              {device::MatmulMode::all_reduce, device::MatmulMode::reduce_scatter, device::MatmulMode::all_gather})
           add_matmul(stubs, dtype, shape, across, mode);
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const bool across : {false, true})
+      add_matmul(stubs, dtype, kMatmulFew, across, device::MatmulMode::all_reduce_few);
   return stubs;
 }
 

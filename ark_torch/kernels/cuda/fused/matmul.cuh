@@ -13,6 +13,9 @@
 // all ranks' in float32 in rank order, rounds once, and the result is stored: in this rank's memory (reduce_scatter),
 // or in every rank's (all_reduce). Peers computed those shares first of all, so the wait is short.
 //
+// Few rows. Every rank sends its share of every tile to all, in packets that each hold their epoch, and adds all tiles
+// itself: one way over the link, and no flag.
+//
 // Gathered rows. Two warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply own
 // rows first; before the copy engine reads others, its warp waits for their flags.
 //
@@ -108,7 +111,7 @@ struct Matmul {
   static constexpr MatmulShape kShape{kRows, kColumns};
   static constexpr int kStages = kShape.stages(), kGroups = kShape.groups(), kWarps = kShape.warps();
   static constexpr int kOver = kColumns / 8;
-  static constexpr bool kSums = kMode != MatmulMode::all_gather;
+  static constexpr bool kSums = kMode != MatmulMode::all_gather, kFew = kMode == MatmulMode::all_reduce_few;
   static constexpr uint32 kAll = ~0u;
   using Shared = MatmulShared<kStages, kWarps>;
   using Element = typename MatmulElement<Format>::Type;
@@ -317,6 +320,58 @@ struct Matmul {
     }
   }
 
+  // Sums 2 * i and 2 * i + 1, as they travel in a packet.
+  static __device__ __forceinline__ uint64 packet_of(const float (&sums)[kOver][4], int i, int h) {
+    return Format::encode(&sums[2 * i][2 * h]) | uint64{Format::encode(&sums[2 * i + 1][2 * h])} << 32;
+  }
+
+  // Few rows: to all peers, and from them; adds in rank order and stores. False: time to leave.
+  __device__ __forceinline__ bool exchange_few(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) {
+    constexpr int kPackets = kOver;  // of a lane: kOver / 2 for each of its two rows
+    const uint32 row = warp * 16 + lane() / 4, warps = (p.part_rows + 15) / 16;
+    const bool has[2] = {row < p.part_rows, row + 8 < p.part_rows};
+    const uint64 at = uint64{tile.number * warps + warp} * (kPackets * 512) + lane() * 16;
+    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
+      if (r == p.links.rank) continue;
+      char* const to = exchange.packets_to(r) + at;
+      ARK_UNROLL for (int k = 0; k < kPackets; ++k) if (has[k % 2])
+          protocol::store_packet(to + k * 512, packet_of(sums, k / 2, k % 2), exchange.epoch());
+    }
+    float total[kPackets][4];
+    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
+      uint64 data[kPackets];
+      if (r == p.links.rank) {
+        ARK_UNROLL for (int k = 0; k < kPackets; ++k) data[k] = packet_of(sums, k / 2, k % 2);
+      } else {
+        const char* const from = exchange.packets_from(r) + at;
+        for (;;) {
+          uint64 epochs[kPackets];
+          ARK_UNROLL for (int k = 0; k < kPackets; ++k) {
+            data[k] = 0, epochs[k] = exchange.epoch();
+            if (has[k % 2]) protocol::load_packet(from + k * 512, data[k], epochs[k]);
+          }
+          bool all = true;
+          ARK_UNROLL for (int k = 0; k < kPackets; ++k) all = all && epochs[k] == exchange.epoch();
+          if (all) break;
+          if (exchange.over(r)) return false;
+        }
+      }
+      ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
+        float pair[2];
+        Format::decode(static_cast<uint32>(data[k] >> (32 * w)), pair);
+        ARK_UNROLL for (int e = 0; e < 2; ++e) total[k][2 * w + e] =
+            r == 0 ? pair[e] : add(total[k][2 * w + e], pair[e]);
+      }
+    }
+    ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
+      const uint32 column = tile.column + (k / 2 * 2 + w) * 8 + lane() % 4 * 2;
+      if (has[k % 2] && column < p.columns)
+        *reinterpret_cast<uint32*>(p.out + (row + k % 2 * 8) * p.out_bytes + column * 2) =
+            Format::encode(&total[k][2 * w]);
+    }
+    return true;
+  }
+
   // A group of four warps.
   __device__ __forceinline__ void multiply(uint32 group) {
     using namespace ark::loop;
@@ -345,6 +400,11 @@ struct Matmul {
       wait_group_multiply(sums);
       if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
       const MatmulTile tile = tile_at(v);
+      if constexpr (kFew) {
+        char* place = nullptr;
+        if (well && has_rows(tile, warp)) well = meet(place) && __all_sync(kAll, exchange_few(sums, tile, warp)) != 0;
+        continue;
+      }
       ++count;
       const bool share = kSums && tile.part != p.links.rank;
       if (well && has_rows(tile, warp)) {
@@ -402,7 +462,7 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
-    else if (warp == 1)
+    else if (warp == 1 && !Kernel::kFew)
       kernel.store();
     else if constexpr (!Kernel::kSums)
       kernel.push();

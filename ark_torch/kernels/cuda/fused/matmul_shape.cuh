@@ -6,7 +6,8 @@
 
 namespace ark::device {
 
-enum class MatmulMode : int { all_reduce, reduce_scatter, all_gather };
+// all_reduce_few: of so few rows that every rank sends its tiles to all, as packets, and adds them all itself.
+enum class MatmulMode : int { all_reduce, all_reduce_few, reduce_scatter, all_gather };
 
 // What the driver makes of a matrix for the copy engine (CUtensorMap).
 struct alignas(64) TensorMap {
@@ -18,7 +19,7 @@ struct MatmulParams {
   TileLinks links;           // of all_reduce's result; else of scratch
   char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
   const char* rows;          // all_gather: this rank's a
-  char* out;                 // of reduce_scatter and all_gather
+  char* out;                 // of this rank alone: all but all_reduce
   uint64 row_bytes;          // from one row of a to the next; gathered ones stand side by side
   uint64 out_bytes;          // from one row of the result to the next
   uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
@@ -63,6 +64,10 @@ __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 
   constexpr uint32 kBand = 1024 / kRows;  // rows of tiles that are computed together, for the second-level cache
   const uint32 ranks = static_cast<uint32>(p.links.ranks);
   MatmulTile tile;
+  if constexpr (kMode == MatmulMode::all_reduce_few) {
+    tile.part = p.links.rank, tile.number = v, tile.row = 0, tile.column = v * kColumns;
+    return tile;
+  }
   uint32 part = static_cast<uint32>(p.links.rank) + (kMode == MatmulMode::all_gather ? 0 : 1), in;
   if (part >= ranks) part -= ranks;
   if constexpr (kMode == MatmulMode::all_reduce) {
