@@ -107,7 +107,7 @@ def _sums_in_rank_order(rank: Rank) -> None:
     device = start(rank)
     me, world = rank.rank, rank.world_size
     rows = {"matmul_all_reduce": (1, 16, 60, 200), "matmul_reduce_scatter": (world, 200 * world)}
-    for name, m in ((name, m) for name in OPERATORS for m in rows.get(name, (1, 200))):
+    for name, m in ((one, m) for one in OPERATORS for m in rows.get(one, (1, 200))):
         for dtype in HALVES:
             for n in (72, 1024):
                 generator = torch.Generator(device=device).manual_seed(me)
