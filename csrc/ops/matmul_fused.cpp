@@ -45,7 +45,7 @@ Cut cut_by(MatmulShape shape, const MatmulCall& call, int64_t ranks) {
   cut.row_tiles = in_wholes(cut.part_rows, shape.rows);
   cut.column_tiles = in_wholes(std::max<int64_t>(call.columns(), 1), shape.columns);
   const int64_t tiles = cut.row_tiles * cut.column_tiles;
-  cut.part_tiles = call.kind == MatmulKind::all_reduce ? in_wholes(tiles, ranks) : tiles;
+  cut.part_tiles = call.kind == MatmulKind::all_reduce ? in_wholes(tiles / shape.blocks, ranks) * shape.blocks : tiles;
   cut.tiles = call.kind == MatmulKind::all_reduce ? tiles : tiles * ranks;
   return cut;
 }
@@ -64,14 +64,18 @@ Cut cut_of(const MatmulCall& call, int64_t ranks) {
   constexpr int64_t kMultiprocessors = 132;  // of every Hopper that is linked to others; any number is right
   std::optional<Cut> best;
   double least = 0;
-  for (const MatmulShape& shape : kMatmulShapes) {
+  const auto look_at = [&](MatmulShape shape) {
     const Cut cut = cut_by(shape, call, ranks);
+    if (cut.row_tiles % shape.blocks != 0) return;
     const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
+    const double bytes = (shape.rows + shape.columns / shape.blocks) * 128;
     const double cycles =
-        std::max(multiplies, shape.stage_bytes() / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
-    if (best && cycles >= least) continue;
+        std::max(multiplies, bytes / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
+    if (best && cycles >= least) return;
     best = cut, least = cycles;
-  }
+  };
+  if (call.form == "paired") std::for_each(std::begin(kMatmulPairs), std::end(kMatmulPairs), look_at);
+  if (!best) std::for_each(std::begin(kMatmulShapes), std::end(kMatmulShapes), look_at);
   return *best;
 }
 
@@ -177,7 +181,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   device::MatmulParams params{};
   params.a = map_of(a.const_data_ptr(), depth, call.rows(), a.stride(0), cut.shape.rows);
   params.b = across ? map_of(b.const_data_ptr(), b.size(1), depth, b.stride(0), MatmulShape::kDepth)
-                    : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns);
+                    : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns / cut.shape.blocks);
   params.rows = static_cast<const char*>(a.const_data_ptr());
   params.row_bytes = static_cast<uint64_t>(a.stride(0)) * 2;
   params.out_bytes = static_cast<uint64_t>(wide) * 2;
@@ -212,10 +216,12 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
     // Rows are sent by two warps of a block, some rows at a time each.
     const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 2)) : cut.tiles;
-    const int64_t blocks = std::min<int64_t>(
+    const bool pairs = cut.shape.blocks == 2;
+    int64_t blocks = std::min<int64_t>(
         {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
+    if (pairs) blocks = std::max<int64_t>(blocks / 2 * 2, 2);
     jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,
-                jit::LaunchMode::cooperative);
+                pairs ? jit::LaunchMode::cooperative_pairs : jit::LaunchMode::cooperative);
     copy_result(result, stream);
     if (call.gathered) {
       const size_t part = static_cast<size_t>(call.rows() * depth * 2);

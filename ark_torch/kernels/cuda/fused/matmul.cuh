@@ -7,6 +7,9 @@
 // tile at about the same time, and the link to a peer takes longer for all those than for one. What a block does in
 // which order is fixed by its number, so that bits and waits are the same in every run.
 //
+// Two blocks of a cluster may share the columns of b: each brings half of them for both, which leaves the second-level
+// cache two thirds of the reading. Their tiles stand one above the other, so they take as many steps.
+//
 // Sums. Each tile of the result has an owner. A block computes tiles of the peers' first, and stores them, rounded, in
 // a slot of the owner's scratch memory: in the order in which threads hold them, since the same threads of the owner's
 // block will load them. Tiles of its own come last: there a warp waits for the peers' shares of just its 16 rows, adds
@@ -47,6 +50,34 @@ __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(to),
       "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same, to shared memory of both blocks of a cluster, and to the barrier of each.
+__device__ __forceinline__ void tensor_load_both(uint32 to, const TensorMap& map, int at, int line, uint64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier)), "h"(static_cast<uint16>(3))
+      : "memory");
+}
+__device__ __forceinline__ uint32 block_of_cluster() {
+  uint32 number;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(number));
+  return number;
+}
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// At the barrier of that place in one of the cluster's blocks.
+__device__ __forceinline__ void arrive_at(uint64* barrier, uint32 block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block)
       : "memory");
 }
 
@@ -106,9 +137,11 @@ struct MatmulElement<Float16> {
 };
 
 // `kAcross`: columns of b are adjacent elements, else its depth is.
-template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
+template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
 struct Matmul {
-  static constexpr MatmulShape kShape{kRows, kColumns};
+  static constexpr MatmulShape kShape{kRows, kColumns, kBlocks};
+  static constexpr int kShared = kColumns / kBlocks;  // columns that a block brings
+  static_assert(kBlocks == 1 || (kBlocks == 2 && kShared % 64 == 0));
   static constexpr int kStages = kShape.stages(), kGroups = kShape.groups(), kWarps = kShape.warps();
   static constexpr int kOver = kColumns / 8;
   static constexpr bool kSums = kMode != MatmulMode::all_gather, kFew = kMode == MatmulMode::all_reduce_few;
@@ -122,7 +155,9 @@ struct Matmul {
   const uint32 ring;  // address in shared memory; behind it is what warps lay out
 
   static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const { return matmul_tile<kRows, kColumns, kMode>(p, v); }
+  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const {
+    return matmul_tile<kRows, kColumns, kBlocks, kMode>(p, v);
+  }
   __device__ __forceinline__ uint32 steps() const { return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth; }
 
   __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
@@ -165,11 +200,18 @@ struct Matmul {
           const int depth = static_cast<int>(step * MatmulShape::kDepth);
           barrier_expect(full, kShape.stage_bytes());
           tensor_load(at, *a, depth, static_cast<int>(row), full);
+          const int from = kBlocks == 1 ? 0 : static_cast<int>(block_of_cluster()) * kShared;
+          const int column = static_cast<int>(tile.column) + from;
+          const auto load = [&](int c, int at, int line) {
+            if constexpr (kBlocks == 1)
+              tensor_load(columns + c * 128, p.b, at, line, full);
+            else
+              tensor_load_both(columns + c * 128, p.b, at, line, full);
+          };
           if constexpr (kAcross) {
-            ARK_UNROLL for (int c = 0; c < kColumns; c += 64)
-                tensor_load(columns + c * 128, p.b, static_cast<int>(tile.column) + c, depth, full);
+            ARK_UNROLL for (int c = 0; c < kShared; c += 64) load(from + c, column + c, depth);
           } else {
-            tensor_load(columns, p.b, depth, static_cast<int>(tile.column), full);
+            load(from, depth, column);
           }
         }
         __syncwarp();
@@ -372,6 +414,15 @@ struct Matmul {
     return true;
   }
 
+  // This warp has multiplied what a stage holds: all who load there may go on.
+  __device__ __forceinline__ void give_back(uint32 stage) const {
+    if constexpr (kBlocks == 1) {
+      if (lane() == 0) barrier_arrive(&shared.empty[stage]);
+    } else {
+      if (lane() < kBlocks) arrive_at(&shared.empty[stage], lane());
+    }
+  }
+
   // A group of four warps.
   __device__ __forceinline__ void multiply(uint32 group) {
     using namespace ark::loop;
@@ -393,12 +444,12 @@ struct Matmul {
             moved_matrix(columns, stage * kShape.stage_bytes() + k * (kAcross ? 2048 : 32)));
         end_group_multiply();
         wait_group_multiply<1>();
-        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+        if (step != 0) give_back(before);
         before = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       wait_group_multiply(sums);
-      if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+      if (steps() != 0) give_back(before);
       const MatmulTile tile = tile_at(v);
       if constexpr (kFew) {
         char* place = nullptr;
@@ -437,11 +488,12 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
-template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
+// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory; `grid`: a multiple of
+// kBlocks, in clusters of as many.
+template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
 __device__ __forceinline__ void matmul(const MatmulParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Matmul<Format, kRows, kColumns, kAcross, kMode>;
+  using Kernel = Matmul<Format, kRows, kColumns, kBlocks, kAcross, kMode>;
   constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
@@ -449,13 +501,14 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
   TileExchange exchange(p.links);
   if (threadIdx.x < Kernel::kStages) {
     barrier_init(&shared.full[threadIdx.x], 1);
-    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps);
+    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps * kBlocks);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.left = 0;
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
+  if constexpr (kBlocks != 1) meet_cluster();  // barriers are there
   Kernel kernel{p, exchange, shared, (shared_address(memory) + 1023) / 1024 * 1024};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (group == 0) {
@@ -471,6 +524,7 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
     kernel.multiply(group - 1);
   }
   exchange.finish(kMode == MatmulMode::all_reduce);
+  if constexpr (kBlocks != 1) meet_cluster();  // nobody arrives at a barrier of a block that has ended
 #endif
 }
 

@@ -32,6 +32,7 @@ struct MatmulParams {
 // Of an instantiation, for host and device.
 struct MatmulShape {
   int rows, columns;  // of a tile
+  int blocks = 1;     // that share columns of b: 2: a cluster's, whose tiles stand one above the other
 
   static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
   static constexpr int kMost = 224 << 10;  // bytes of shared memory
@@ -58,8 +59,9 @@ struct MatmulTile {
   uint32 row, column;  // where it begins, in the part (all_reduce: in the matrix)
 };
 
-// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first.
-template <int kRows, int kColumns, MatmulMode kMode>
+// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first. With kBlocks = 2 and
+// an even number of rows of tiles, numbers 2 * i and 2 * i + 1 are of one part and the same columns.
+template <int kRows, int kColumns, int kBlocks, MatmulMode kMode>
 __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
   constexpr uint32 kBand = 1024 / kRows;  // rows of tiles that are computed together, for the second-level cache
   const uint32 ranks = static_cast<uint32>(p.links.ranks);
@@ -71,7 +73,7 @@ __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 
   uint32 part = static_cast<uint32>(p.links.rank) + (kMode == MatmulMode::all_gather ? 0 : 1), in;
   if (part >= ranks) part -= ranks;
   if constexpr (kMode == MatmulMode::all_reduce) {
-    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles} * of / ranks); };
+    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles / kBlocks} * of / ranks) * kBlocks; };
     for (;;) {
       const uint32 count = first(part + 1) - first(part);
       if (v < count) break;
