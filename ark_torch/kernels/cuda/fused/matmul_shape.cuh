@@ -63,7 +63,9 @@ struct MatmulTile {
 // an even number of rows of tiles, numbers 2 * i and 2 * i + 1 are of one part and the same columns.
 template <int kRows, int kColumns, int kBlocks, MatmulMode kMode>
 __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
-  constexpr uint32 kBand = 1024 / kRows;  // rows of tiles that are computed together, for the second-level cache
+  // Rows of tiles that are computed together: as many rows of a as columns of b, of all that run at once, are in the
+  // second-level cache.
+  constexpr uint32 kBand = 2048 / kRows;
   const uint32 ranks = static_cast<uint32>(p.links.ranks);
   MatmulTile tile;
   if constexpr (kMode == MatmulMode::all_reduce_few) {
