@@ -31,7 +31,8 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
             `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
         form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
-            finished (float16 and bfloat16 on Hopper). "auto": what was measured to be faster.
+            finished (float16 and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where
+            the rows allow that. "auto": what was measured to be faster.
 
     Returns:
         `[m, n]`, the same on all ranks.

@@ -17,6 +17,17 @@ struct Field {
   int64_t value;
 };
 
+int64_t number_of_form(const std::string& form) {
+  constexpr const char* kForms[] = {"auto", "unfused", "fused", "paired"};
+  for (int64_t i = 0; i < 4; ++i)
+    if (form == kForms[i]) return i;
+  return -1;
+}
+
+bool is_one_kernel(const std::string& form) {
+  return form == "fused" || form == "paired";
+}
+
 std::string shape_of(const at::Tensor& tensor) {
   std::string text = "[";
   for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + to_string(tensor.size(d));
@@ -24,8 +35,9 @@ std::string shape_of(const at::Tensor& tensor) {
 }
 
 void check(const CallSite& site, const MatmulCall& call, int size) {
-  if (call.form != "auto" && call.form != "fused" && call.form != "unfused")
-    refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'", "Pass 'auto', 'fused' or 'unfused'.");
+  if (number_of_form(call.form) < 0)
+    refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'",
+           "Pass 'auto', 'unfused', 'fused' or 'paired'.");
   check_tensor(site, "a", call.a);
   check_tensor(site, "b", call.b);
   const at::ScalarType type = call.a.scalar_type();
@@ -47,10 +59,11 @@ void check(const CallSite& site, const MatmulCall& call, int size) {
     refuse(site, ErrorKind::invalid_argument,
            "a has " + to_string(call.rows()) + " rows, which " + to_string(size) + " ranks cannot share evenly",
            "Pad a to a multiple of the group's size.");
-  if (call.form == "fused") {
+  if (is_one_kernel(call.form)) {
     const std::string why = why_not_fused(call, size);
     if (!why.empty())
-      refuse(site, ErrorKind::invalid_argument, "form is 'fused', and " + why, "Pass form='auto', or another shape.");
+      refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "', and " + why,
+             "Pass form='auto', or another shape.");
   }
 }
 
@@ -63,9 +76,7 @@ std::vector<Field> fields_of(const MatmulCall& call) {
           {gathers ? "number of columns of a" : "number of columns of b", gathers ? call.depth() : call.columns()},
           {"dtype", static_cast<int64_t>(call.a.scalar_type())},
           {"kind of device", static_cast<int64_t>(call.a.device().type())},
-          {"form", call.form == "auto"    ? 0
-                   : call.form == "fused" ? 1
-                                          : 2},
+          {"form", number_of_form(call.form)},
           {"answer to which of a and b take gradients", trained}};
 }
 
@@ -102,7 +113,7 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     throw *refused;
   }
   const bool fused = cuda && call.form != "unfused" && why_not_fused(call, size).empty() &&
-                     (call.form == "fused" || prefers_fused(call, size));
+                     (is_one_kernel(call.form) || prefers_fused(call, size));
   if (size == 1) return fused;
   const std::vector<int64_t> key = words;
   if (const auto known = cuda ? group.agreed(key) : std::nullopt) return *known;

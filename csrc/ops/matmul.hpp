@@ -32,7 +32,7 @@ struct MatmulCall {
   MatmulKind kind;
   at::Tensor a, b;
   std::string group;
-  std::string form;       // "auto", "unfused" (product first) or "fused" (one kernel)
+  std::string form;       // "auto", "unfused" (product first), "fused" or "paired" (one kernel; of blocks in pairs)
   int64_t trained = 0;    // bit 0: a takes gradients; bit 1: b
   bool gathered = false;  // all_gather: gives a of all ranks, too
 

@@ -17,7 +17,8 @@ from ark_torch.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 
 HALVES = (torch.bfloat16, torch.float16)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-FORMS = ["unfused", pytest.param("fused", marks=pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers"))]
+of_one_kernel = pytest.mark.skipif(not HOPPER or WORLD < 2, reason="needs Hopper GPUs, and peers")
+FORMS = ["unfused", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
 
 
 def _check(case: Case, form: str, device: torch.device, group: Any = None) -> None:
@@ -91,22 +92,24 @@ def kernel_cases(world: int) -> list[Case]:
     return cases
 
 
-def _cases(rank: Rank) -> None:
+def _cases(rank: Rank, form: str) -> None:
     device = start(rank)
     for case in kernel_cases(rank.world_size):
-        _check(case, "fused", device)
+        _check(case, form, device)
 
 
-@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
-def test_one_kernel() -> None:
-    run(_cases)
+@of_one_kernel
+@pytest.mark.parametrize("form", ["fused", "paired"])
+def test_one_kernel(form: str) -> None:
+    run(_cases, form)
 
 
-def _sums_in_rank_order(rank: Rank) -> None:
+def _sums_in_rank_order(rank: Rank, form: str) -> None:
     """Products of small integers are the same whoever multiplies: so are the bits of what is added and rounded."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
-    for name, m in (("matmul_all_reduce", 200), ("matmul_reduce_scatter", 200 * world), ("all_gather_matmul", 200)):
+    rows = {"matmul_all_reduce": (1, 16, 60, 200), "matmul_reduce_scatter": (world, 200 * world)}
+    for name, m in ((one, m) for one in OPERATORS for m in rows.get(one, (1, 200))):
         for dtype in HALVES:
             for n in (72, 1024):
                 generator = torch.Generator(device=device).manual_seed(me)
@@ -115,12 +118,13 @@ def _sums_in_rank_order(rank: Rank) -> None:
                 generator.manual_seed(50 + me * (name != "all_gather_matmul"))
                 b = torch.randint(-3, 4, (96, n), generator=generator, device=device).to(dtype) * 17.0**-me
                 case = Case(name, m, [96] * world, [n] * world)
-                same(OPERATORS[name](a, b, form="fused"), unfused(case, a, b, world), (name, dtype, n))
+                same(OPERATORS[name](a, b, form=form), unfused(case, a, b, world), (name, dtype, n))
 
 
-@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
-def test_bits_of_the_unfused_form() -> None:
-    run(_sums_in_rank_order)
+@of_one_kernel
+@pytest.mark.parametrize("form", ["fused", "paired"])
+def test_bits_of_the_unfused_form(form: str) -> None:
+    run(_sums_in_rank_order, form)
 
 
 def _captured(rank: Rank, form: str) -> None:
@@ -330,7 +334,7 @@ def _late_disagreement(rank: Rank, form: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+@of_one_kernel
 def test_operators_that_differ() -> None:
     for told in run(_late_disagreement, "fused", own=True, destroy=False):
         assert "another fused operator" in told or "matmul_" in told, told

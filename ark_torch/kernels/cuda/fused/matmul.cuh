@@ -2,23 +2,31 @@
 // they come from their ranks: matmul_reduce_scatter, matmul_all_reduce, all_gather_matmul. For Hopper.
 //
 // One block an SM. Its first warp has the copy engine bring tiles of a and b through a ring in shared memory; groups of
-// four warps multiply them (wgmma), 64 rows each, add in float32 and round once. What a block does in which order is
-// fixed by its number, so that bits and waits are the same in every run.
+// four warps multiply them (wgmma), 64 rows each, add in float32, round once and lay the tile out in shared memory; the
+// second warp has the copy engine take it from there. So nobody that multiplies waits for a store: all blocks end a
+// tile at about the same time, and the link to a peer takes longer for all those than for one. What a block does in
+// which order is fixed by its number, so that bits and waits are the same in every run.
+//
+// Two blocks of a cluster may share the columns of b: each brings half of them for both, which leaves the second-level
+// cache two thirds of the reading. Their tiles stand one above the other, so they take as many steps.
 //
 // Sums. Each tile of the result has an owner. A block computes tiles of the peers' first, and stores them, rounded, in
 // a slot of the owner's scratch memory: in the order in which threads hold them, since the same threads of the owner's
 // block will load them. Tiles of its own come last: there a warp waits for the peers' shares of just its 16 rows, adds
-// all ranks' in float32 in rank order, rounds once, and stores the result: in this rank's memory (reduce_scatter), or
-// in every rank's (all_reduce). Peers computed those shares first of all, so the wait is short.
+// all ranks' in float32 in rank order, rounds once, and the result is stored: in this rank's memory (reduce_scatter),
+// or in every rank's (all_reduce). Peers computed those shares first of all, so the wait is short.
 //
-// Gathered rows. Three warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply own
+// Few rows. Every rank sends its share of every tile to all, in packets that each hold their epoch, and adds all tiles
+// itself: one way over the link, and no flag.
+//
+// Gathered rows. Two warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply own
 // rows first; before the copy engine reads others, its warp waits for their flags.
 //
-// Memory order. A warp's stores come before a barrier of the warp, and the flag is released at system scope behind it:
-// for sums by a thread that stores nothing itself, since the release waits until the stores have arrived; the warp has
-// told it by a word in shared memory (release and acquire in the block). Whoever waits for a flag acquires it. Between
-// that and what the copy engine reads stands a fence of its proxy. Reuse: tiles.cuh; scratch is this launch's from a
-// rank's announcement on, for which whoever stores there waits first.
+// Memory order. What is laid out is fenced for the copy engine's proxy, then told by a word in shared memory (release
+// and acquire in the block); the engine's stores are awaited by who started them, and the flag is released at system
+// scope behind that. Whoever waits for a flag acquires it. Between that and what the copy engine reads stands a fence
+// of its proxy. Reuse: tiles.cuh; scratch is this launch's from a rank's announcement on, for which whoever stores
+// there waits first.
 //
 // Liveness. Tiles of peers, and copies of rows, wait for announcements alone; what waits for flags comes behind those
 // in every block, and all blocks are resident together (a cooperative launch). Waits for peers are bounded; what fails
@@ -26,7 +34,7 @@
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/fused/tiles.cuh"
+#include "cuda/fused/matmul_shape.cuh"
 #if defined(__CUDACC__)
 #include "cuda/loop/group.cuh"
 #include "cuda/loop/ptx_group.cuh"
@@ -34,82 +42,7 @@
 
 namespace ark::device {
 
-enum class MatmulMode : int { all_reduce, reduce_scatter, all_gather };
-
-// What the driver makes of a matrix for the copy engine (CUtensorMap).
-struct alignas(64) TensorMap {
-  uint64 words[16];
-};
-
-struct MatmulParams {
-  TensorMap a, gathered, b;  // gathered: rows of all ranks, as they come
-  TileLinks links;           // of all_reduce's result; else of scratch
-  char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
-  const char* rows;          // all_gather: this rank's a
-  char* out;                 // of reduce_scatter and all_gather
-  uint64 row_bytes;          // from one row of a to the next; gathered ones stand side by side
-  uint64 out_bytes;          // from one row of the result to the next
-  uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
-  uint32 columns, depth;
-  uint32 row_tiles, column_tiles;  // of a part
-  uint32 part_tiles;               // at most
-  uint32 tiles;                    // of all parts
-};
-
-// Of an instantiation, for host and device.
-struct MatmulShape {
-  int rows, columns;  // of a tile
-
-  static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
-  static constexpr int kRing = 192 << 10;  // bytes
-  ARK_HOST_DEVICE constexpr int groups() const { return rows / 64; }
-  ARK_HOST_DEVICE constexpr int warps() const { return groups() * 4; }  // that multiply
-  ARK_HOST_DEVICE constexpr int threads() const { return groups() * 128 + 128; }
-  ARK_HOST_DEVICE constexpr int stage_bytes() const { return (rows + columns) * 128; }
-  ARK_HOST_DEVICE constexpr int stages() const { return kRing / stage_bytes(); }
-  ARK_HOST_DEVICE constexpr int shared_bytes() const { return 1024 + kRing + warps() * 2048; }
-  ARK_HOST_DEVICE constexpr uint32 tile_bytes() const { return static_cast<uint32>(rows * columns * 2); }
-};
-
-inline constexpr uint32 kPushRows = 4;  // that a warp sends at a time, and a flag stands for
-
 #if defined(__CUDACC__)
-
-struct MatmulTile {
-  int part;            // of which rank
-  uint32 number;       // in the part
-  uint32 row, column;  // where it begins, in the part (all_reduce: in the matrix)
-};
-
-// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first.
-template <int kRows, int kColumns, MatmulMode kMode>
-__device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
-  constexpr uint32 kBand = 1024 / kRows;  // rows of tiles that are computed together, for the second-level cache
-  const uint32 ranks = static_cast<uint32>(p.links.ranks);
-  MatmulTile tile;
-  uint32 part = static_cast<uint32>(p.links.rank) + (kMode == MatmulMode::all_gather ? 0 : 1), in;
-  if (part >= ranks) part -= ranks;
-  if constexpr (kMode == MatmulMode::all_reduce) {
-    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles} * of / ranks); };
-    for (;;) {
-      const uint32 count = first(part + 1) - first(part);
-      if (v < count) break;
-      v -= count;
-      if (++part == ranks) part = 0;
-    }
-    in = first(part) + v;
-  } else {
-    part += v / p.part_tiles;
-    if (part >= ranks) part -= ranks;
-    in = v = v % p.part_tiles;
-  }
-  tile.part = static_cast<int>(part), tile.number = v;
-  const uint32 band = in / (kBand * p.column_tiles);
-  in -= band * kBand * p.column_tiles;
-  const uint32 height = min(kBand, p.row_tiles - band * kBand);
-  tile.row = (band * kBand + in % height) * kRows, tile.column = in / height * kColumns;
-  return tile;
-}
 
 // To shared memory, lines exchanged as wgmma wants them; outside of the matrix are zeros.
 __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int at, int line, uint64* barrier) {
@@ -117,6 +50,34 @@ __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(to),
       "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier))
+      : "memory");
+}
+
+// The same, to shared memory of both blocks of a cluster, and to the barrier of each.
+__device__ __forceinline__ void tensor_load_both(uint32 to, const TensorMap& map, int at, int line, uint64* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier)), "h"(static_cast<uint16>(3))
+      : "memory");
+}
+__device__ __forceinline__ uint32 block_of_cluster() {
+  uint32 number;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(number));
+  return number;
+}
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// At the barrier of that place in one of the cluster's blocks.
+__device__ __forceinline__ void arrive_at(uint64* barrier, uint32 block) {
+  asm volatile(
+      "{\n"
+      ".reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block)
       : "memory");
 }
 
@@ -131,24 +92,33 @@ __device__ __forceinline__ Line16 load_line(const char* from) {
                : "memory");
   return line;
 }
+__device__ __forceinline__ void lay_line(uint32 to, const Line16& line) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(line.words[0]), "r"(line.words[1]),
+               "r"(line.words[2]), "r"(line.words[3])
+               : "memory");
+}
+__device__ __forceinline__ void engine_store(char* to, uint32 from, uint32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+               : "memory");
+}
 __device__ __forceinline__ void store_line(char* to, const Line16& line) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(line.words[0]), "r"(line.words[1]),
                "r"(line.words[2]), "r"(line.words[3])
                : "memory");
 }
 
-// Words of a block: the ring's barriers, and how many tiles for peers each warp has stored.
+// Words of a block: the ring's barriers, how many tiles each warp has laid out, and how many have left.
 template <int kStages, int kWarps>
 struct MatmulShared {
-  static constexpr uint32 kLeft = ~0u;
+  static constexpr uint32 kLeft = ~0u;  // time to leave
   uint64 full[kStages], empty[kStages];
-  uint32 stored[kWarps];
+  uint32 laid[kWarps], left;
 };
 
-__device__ __forceinline__ void tell_stored(uint32& word, uint32 value) {
+__device__ __forceinline__ void tell_block(uint32& word, uint32 value) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(shared_address(&word)), "r"(value) : "memory");
 }
-__device__ __forceinline__ uint32 hear_stored(const uint32& word) {
+__device__ __forceinline__ uint32 hear_block(const uint32& word) {
   uint32 value;
   asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(shared_address(&word)) : "memory");
   return value;
@@ -167,12 +137,14 @@ struct MatmulElement<Float16> {
 };
 
 // `kAcross`: columns of b are adjacent elements, else its depth is.
-template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
+template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
 struct Matmul {
-  static constexpr MatmulShape kShape{kRows, kColumns};
+  static constexpr MatmulShape kShape{kRows, kColumns, kBlocks};
+  static constexpr int kShared = kColumns / kBlocks;  // columns that a block brings
+  static_assert(kBlocks == 1 || (kBlocks == 2 && kShared % 64 == 0));
   static constexpr int kStages = kShape.stages(), kGroups = kShape.groups(), kWarps = kShape.warps();
   static constexpr int kOver = kColumns / 8;
-  static constexpr bool kSums = kMode != MatmulMode::all_gather;
+  static constexpr bool kSums = kMode != MatmulMode::all_gather, kFew = kMode == MatmulMode::all_reduce_few;
   static constexpr uint32 kAll = ~0u;
   using Shared = MatmulShared<kStages, kWarps>;
   using Element = typename MatmulElement<Format>::Type;
@@ -180,11 +152,21 @@ struct Matmul {
   const MatmulParams& p;
   TileExchange& exchange;
   Shared& shared;
-  const uint32 ring;  // address in shared memory
+  const uint32 ring;  // address in shared memory; behind it is what warps lay out
 
   static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const { return matmul_tile<kRows, kColumns, kMode>(p, v); }
+  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const {
+    return matmul_tile<kRows, kColumns, kBlocks, kMode>(p, v);
+  }
   __device__ __forceinline__ uint32 steps() const { return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth; }
+
+  __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
+    return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
+  }
+  // Of a warp's rows of a tile, those that there are.
+  __device__ __forceinline__ bool has_rows(const MatmulTile& tile, uint32 warp) const {
+    return tile.row + warp * 16 < p.part_rows;
+  }
 
   // Until each peer has announced itself: from then on this rank may store there. Lane r has the place of rank r.
   __device__ __forceinline__ bool meet(char*& place) {
@@ -218,11 +200,18 @@ struct Matmul {
           const int depth = static_cast<int>(step * MatmulShape::kDepth);
           barrier_expect(full, kShape.stage_bytes());
           tensor_load(at, *a, depth, static_cast<int>(row), full);
+          const int from = kBlocks == 1 ? 0 : static_cast<int>(block_of_cluster()) * kShared;
+          const int column = static_cast<int>(tile.column) + from;
+          const auto load = [&](int c, int at, int line) {
+            if constexpr (kBlocks == 1)
+              tensor_load(columns + c * 128, p.b, at, line, full);
+            else
+              tensor_load_both(columns + c * 128, p.b, at, line, full);
+          };
           if constexpr (kAcross) {
-            ARK_UNROLL for (int c = 0; c < kColumns; c += 64)
-                tensor_load(columns + c * 128, p.b, static_cast<int>(tile.column) + c, depth, full);
+            ARK_UNROLL for (int c = 0; c < kShared; c += 64) load(from + c, column + c, depth);
           } else {
-            tensor_load(columns, p.b, depth, static_cast<int>(tile.column), full);
+            load(from, depth, column);
           }
         }
         __syncwarp();
@@ -231,29 +220,71 @@ struct Matmul {
     }
   }
 
-  // One warp: tells owners what the warps that multiply have stored for them, a lane for each.
-  __device__ __forceinline__ void tell() {
+  // One warp: what the groups have laid out leaves for where it belongs, and owners are told.
+  __device__ __forceinline__ void store() {
     uint32 count = 0;
-    bool left = false;
+    char* place = nullptr;
+    bool met = !kSums;
     for (uint32 v = blockIdx.x; v < p.tiles; v += gridDim.x) {
       const MatmulTile tile = tile_at(v);
-      if (tile.part == p.links.rank) break;  // so are all that follow
+      const bool share = kSums && tile.part != p.links.rank;
       ++count;
-      if (lane() >= kWarps || left) continue;
-      uint32 seen;
-      while ((seen = hear_stored(shared.stored[lane()])) < count) __nanosleep(100);
-      left = seen == Shared::kLeft;
-      if (!left) exchange.raise(tile.part, tile.number * kWarps + lane());
+      bool well = true;
+      if (lane() < kWarps) {
+        uint32 laid;
+        while ((laid = hear_block(shared.laid[lane()])) < count) __nanosleep(40);
+        well = laid != Shared::kLeft;
+      }
+      well = __all_sync(kAll, well) != 0;
+      if (well && !met) well = meet(place), met = true;
+      if (!well) break;
+      const bool mine = lane() < kWarps && has_rows(tile, lane());
+      if (share) {
+        if (mine)
+          engine_store(slot(tile.part, p.links.rank, tile, lane()), laid_at(lane()), kShape.tile_bytes() / kWarps);
+      } else {
+        store_rows(tile, place);
+      }
+      bulk_commit();
+      bulk_wait_read<0>();
+      __syncwarp();
+      if (lane() == 0) tell_block(shared.left, count);
+      if (share) {
+        bulk_wait_written<0>();
+        if (mine) exchange.raise(tile.part, tile.number * kWarps + lane());
+      }
+    }
+    if (lane() == 0) tell_block(shared.left, Shared::kLeft);  // nobody waits for this warp any more
+    bulk_wait_written<0>();
+    __syncwarp();
+  }
+
+  // A tile of the result, row by row.
+  __device__ __forceinline__ void store_rows(const MatmulTile& tile, char* place) const {
+    const uint32 first = kMode == MatmulMode::all_gather ? static_cast<uint32>(tile.part) * p.part_rows : 0;
+    const uint32 bytes = min(static_cast<uint32>(kColumns), p.columns - tile.column) * 2;
+    ARK_ROLLED for (uint32 row = lane(); row < kRows; row += 32) {
+      const bool wanted = tile.row + row < p.part_rows;
+      const uint32 from = laid_at(row / 16) + row % 16 * kShape.pitch();
+      const uint64 to = uint64{first + tile.row + row} * p.out_bytes + tile.column * 2;
+      if constexpr (kMode == MatmulMode::all_reduce) {
+        ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
+          char* const theirs = reinterpret_cast<char*>(__shfl_sync(kAll, reinterpret_cast<uint64>(place), r));
+          if (wanted) engine_store(theirs + to, from, bytes);
+        }
+      } else if (wanted) {
+        engine_store(p.out + to, from, bytes);
+      }
     }
   }
 
-  // Three warps: this rank's rows to all peers.
+  // Two warps: this rank's rows to all peers.
   __device__ __forceinline__ void push() {
     constexpr int kAhead = 4;
     const uint32 pieces = (p.part_rows + kPushRows - 1) / kPushRows, lines = p.depth / 8;
     char* place = nullptr;
     bool met = false;
-    for (uint32 piece = blockIdx.x * 3 + threadIdx.x / 32 - 1; piece < pieces; piece += gridDim.x * 3) {
+    for (uint32 piece = blockIdx.x * 2 + threadIdx.x / 32 - 2; piece < pieces; piece += gridDim.x * 2) {
       if (!met && !meet(place)) return;
       met = true;
       const uint32 end = min((piece + 1) * kPushRows, p.part_rows);
@@ -277,10 +308,10 @@ struct Matmul {
     }
   }
 
-  // Where this warp's share of a tile lies in the owner's scratch, as rank `source` stores it.
+  // Where a warp's share of a tile lies in the owner's scratch, as rank `source` stores it.
   __device__ __forceinline__ char* slot(int owner, int source, const MatmulTile& tile, uint32 warp) const {
     return p.scratch[owner] + (uint64{static_cast<uint32>(source)} * p.part_tiles + tile.number) * kShape.tile_bytes() +
-           warp * (16 * kColumns * 2) + lane() * 16;
+           warp * (16 * kColumns * 2);
   }
 
   // Sums 4 * q to 4 * q + 3 of row lane / 4 (h: and 8) as they travel.
@@ -290,11 +321,19 @@ struct Matmul {
     return line;
   }
 
-  // To the owner. What fails is not told.
-  __device__ __forceinline__ void send(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) const {
-    char* const to = slot(tile.part, p.links.rank, tile, warp);
+  // A share for the owner.
+  __device__ __forceinline__ void lay_share(const float (&sums)[kOver][4], uint32 warp) const {
+    const uint32 to = laid_at(warp) + lane() * 16;
     ARK_UNROLL for (int q = 0; q < kOver / 4; ++q) ARK_UNROLL for (int h = 0; h < 2; ++h)
-        store_line(to + (2 * q + h) * 512, line_of(sums, q, h));
+        lay_line(to + (2 * q + h) * 512, line_of(sums, q, h));
+  }
+
+  // Rows of the result.
+  __device__ __forceinline__ void lay_rows(const float (&sums)[kOver][4], uint32 warp) const {
+    const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
+    ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
+        "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
+        "r"(Format::encode(&sums[j][2 * h])) : "memory");
   }
 
   // Adds the peers' shares, in rank order.
@@ -307,7 +346,7 @@ struct Matmul {
         if (r == p.links.rank) {
           ARK_UNROLL for (int i = 0; i < kLines; ++i) lines[i] = line_of(sums, (l + i) / 2, (l + i) % 2);
         } else {
-          const char* const from = slot(p.links.rank, r, tile, warp);
+          const char* const from = slot(p.links.rank, r, tile, warp) + lane() * 16;
           ARK_UNROLL for (int i = 0; i < kLines; ++i) lines[i] = load_line(from + (l + i) * 512);
         }
         ARK_UNROLL for (int i = 0; i < kLines; ++i) ARK_UNROLL for (int w = 0; w < 4; ++w) {
@@ -323,39 +362,64 @@ struct Matmul {
     }
   }
 
-  // To the result, a line of 128 bytes of a row at a time: through shared memory, 64 columns after the other.
-  __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp,
-                                        char* place) const {
-    const uint32 staged = ring + MatmulShape::kRing + warp * 2048, line = lane() / 4;
-    uint32 row = tile.row + warp * 16 + lane() / 8;
-    const uint32 end = p.part_rows;
-    const uint32 first = kMode == MatmulMode::all_gather ? static_cast<uint32>(tile.part) * p.part_rows : 0;
-    ARK_UNROLL for (int group = 0; group < kColumns / 64; ++group) {
-      __syncwarp();  // all have loaded what stood there before
-      ARK_UNROLL for (int j = 0; j < 8; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) {
-        const uint32 at = staged + (line + 8 * h) * 128 + ((j ^ (line & 7)) * 16) + lane() % 4 * 4;
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(Format::encode(&sums[8 * group + j][2 * h])) : "memory");
-      }
-      __syncwarp();
-      const uint32 column = tile.column + group * 64 + lane() % 8 * 8;
-      ARK_UNROLL for (int i = 0; i < 4; ++i) {
-        const uint32 of = i * 4 + lane() / 8, at = staged + of * 128 + ((lane() % 8 ^ (of & 7)) * 16);
-        Line16 chunk;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(chunk.words[0]), "=r"(chunk.words[1]), "=r"(chunk.words[2]), "=r"(chunk.words[3])
-                     : "r"(at)
-                     : "memory");
-        const bool wanted = row + i * 4 < end && column < p.columns;
-        const uint64 to = uint64{first + row + i * 4} * p.out_bytes + column * 2;
-        if constexpr (kMode == MatmulMode::all_reduce) {
-          ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
-            char* const theirs = reinterpret_cast<char*>(__shfl_sync(kAll, reinterpret_cast<uint64>(place), r));
-            if (wanted) store_line(theirs + to, chunk);
+  // Sums 2 * i and 2 * i + 1, as they travel in a packet.
+  static __device__ __forceinline__ uint64 packet_of(const float (&sums)[kOver][4], int i, int h) {
+    return Format::encode(&sums[2 * i][2 * h]) | uint64{Format::encode(&sums[2 * i + 1][2 * h])} << 32;
+  }
+
+  // Few rows: to all peers, and from them; adds in rank order and stores. False: time to leave.
+  __device__ __forceinline__ bool exchange_few(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) {
+    constexpr int kPackets = kOver;  // of a lane: kOver / 2 for each of its two rows
+    const uint32 row = warp * 16 + lane() / 4, warps = (p.part_rows + 15) / 16;
+    const bool has[2] = {row < p.part_rows, row + 8 < p.part_rows};
+    const uint64 at = uint64{tile.number * warps + warp} * (kPackets * 512) + lane() * 16;
+    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
+      if (r == p.links.rank) continue;
+      char* const to = exchange.packets_to(r) + at;
+      ARK_UNROLL for (int k = 0; k < kPackets; ++k) if (has[k % 2])
+          protocol::store_packet(to + k * 512, packet_of(sums, k / 2, k % 2), exchange.epoch());
+    }
+    float total[kPackets][4];
+    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
+      uint64 data[kPackets];
+      if (r == p.links.rank) {
+        ARK_UNROLL for (int k = 0; k < kPackets; ++k) data[k] = packet_of(sums, k / 2, k % 2);
+      } else {
+        const char* const from = exchange.packets_from(r) + at;
+        for (;;) {
+          uint64 epochs[kPackets];
+          ARK_UNROLL for (int k = 0; k < kPackets; ++k) {
+            data[k] = 0, epochs[k] = exchange.epoch();
+            if (has[k % 2]) protocol::load_packet(from + k * 512, data[k], epochs[k]);
           }
-        } else if (wanted) {
-          store_line(p.out + to, chunk);
+          bool all = true;
+          ARK_UNROLL for (int k = 0; k < kPackets; ++k) all = all && epochs[k] == exchange.epoch();
+          if (all) break;
+          if (exchange.over(r)) return false;
         }
       }
+      ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
+        float pair[2];
+        Format::decode(static_cast<uint32>(data[k] >> (32 * w)), pair);
+        ARK_UNROLL for (int e = 0; e < 2; ++e) total[k][2 * w + e] =
+            r == 0 ? pair[e] : add(total[k][2 * w + e], pair[e]);
+      }
+    }
+    ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
+      const uint32 column = tile.column + (k / 2 * 2 + w) * 8 + lane() % 4 * 2;
+      if (has[k % 2] && column < p.columns)
+        *reinterpret_cast<uint32*>(p.out + (row + k % 2 * 8) * p.out_bytes + column * 2) =
+            Format::encode(&total[k][2 * w]);
+    }
+    return true;
+  }
+
+  // This warp has multiplied what a stage holds: all who load there may go on.
+  __device__ __forceinline__ void give_back(uint32 stage) const {
+    if constexpr (kBlocks == 1) {
+      if (lane() == 0) barrier_arrive(&shared.empty[stage]);
+    } else {
+      if (lane() < kBlocks) arrive_at(&shared.empty[stage], lane());
     }
   }
 
@@ -366,8 +430,7 @@ struct Matmul {
     const uint32 rows = shared_matrix(ring + group * 64 * 128, 8192);
     const uint32 columns = shared_matrix(ring + kRows * 128, 8192);
     uint32 stage = 0, parity = 0, count = 0;
-    bool met = false, well = true;
-    char* place = nullptr;
+    bool well = true;
     float sums[kOver][4];
     for (uint32 v = blockIdx.x; v < p.tiles; v += gridDim.x) {
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
@@ -381,31 +444,37 @@ struct Matmul {
             moved_matrix(columns, stage * kShape.stage_bytes() + k * (kAcross ? 2048 : 32)));
         end_group_multiply();
         wait_group_multiply<1>();
-        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+        if (step != 0) give_back(before);
         before = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       wait_group_multiply(sums);
-      if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+      if (steps() != 0) give_back(before);
       const MatmulTile tile = tile_at(v);
-      if constexpr (kSums) {
-        if (!met) well = meet(place), met = true;
-        if (tile.part != p.links.rank) {
-          if (well) send(sums, tile, warp);
-          __syncwarp();
-          if (lane() == 0) tell_stored(shared.stored[warp], well ? ++count : Shared::kLeft);
-          continue;
-        }
-        const int peer = static_cast<int>(lane());
-        if (well) {
+      if constexpr (kFew) {
+        char* place = nullptr;
+        if (well && has_rows(tile, warp)) well = meet(place) && __all_sync(kAll, exchange_few(sums, tile, warp)) != 0;
+        continue;
+      }
+      ++count;
+      const bool share = kSums && tile.part != p.links.rank;
+      if (well && has_rows(tile, warp)) {
+        if (kSums && !share) {
+          const int peer = static_cast<int>(lane());
           const bool awaited =
               peer >= p.links.ranks || peer == p.links.rank || exchange.await(peer, tile.number * kWarps + warp);
           well = __all_sync(kAll, awaited) != 0;
+          if (well) add_peers(sums, tile, warp);
         }
-        if (!well) continue;
-        add_peers(sums, tile, warp);
+        while (hear_block(shared.left) < count - 1) __nanosleep(40);
+        if (share)
+          lay_share(sums, warp);
+        else
+          lay_rows(sums, warp);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
       }
-      store(sums, tile, warp, place);
+      __syncwarp();
+      if (lane() == 0) tell_block(shared.laid[warp], well ? count : Shared::kLeft);
     }
   }
 };
@@ -419,11 +488,12 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
-template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
+// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory; `grid`: a multiple of
+// kBlocks, in clusters of as many.
+template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
 __device__ __forceinline__ void matmul(const MatmulParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Matmul<Format, kRows, kColumns, kAcross, kMode>;
+  using Kernel = Matmul<Format, kRows, kColumns, kBlocks, kAcross, kMode>;
   constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
@@ -431,28 +501,30 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
   TileExchange exchange(p.links);
   if (threadIdx.x < Kernel::kStages) {
     barrier_init(&shared.full[threadIdx.x], 1);
-    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps);
+    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps * kBlocks);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if (threadIdx.x < Kernel::kWarps) shared.stored[threadIdx.x] = 0;
+  if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.left = 0;
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
+  if constexpr (kBlocks != 1) meet_cluster();  // barriers are there
   Kernel kernel{p, exchange, shared, (shared_address(memory) + 1023) / 1024 * 1024};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (group == 0) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
-    else if constexpr (Kernel::kSums) {
-      if (warp == 1) kernel.tell();
-    } else {
+    else if (warp == 1 && !Kernel::kFew)
+      kernel.store();
+    else if constexpr (!Kernel::kSums)
       kernel.push();
-    }
   } else {
     if constexpr (kMoves) take_registers<216>();
     kernel.multiply(group - 1);
   }
   exchange.finish(kMode == MatmulMode::all_reduce);
+  if constexpr (kBlocks != 1) meet_cluster();  // nobody arrives at a barrier of a block that has ended
 #endif
 }
 

@@ -1,0 +1,101 @@
+// The shape of products with collectives (matmul.cuh): what host and device say of a launch, how a result is cut into
+// tiles, and in which order a rank computes them.
+#pragma once
+
+#include "cuda/fused/tiles.cuh"
+
+namespace ark::device {
+
+// all_reduce_few: of so few rows that every rank sends its tiles to all, as packets, and adds them all itself.
+enum class MatmulMode : int { all_reduce, all_reduce_few, reduce_scatter, all_gather };
+
+// What the driver makes of a matrix for the copy engine (CUtensorMap).
+struct alignas(64) TensorMap {
+  uint64 words[16];
+};
+
+struct MatmulParams {
+  TensorMap a, gathered, b;  // gathered: rows of all ranks, as they come
+  TileLinks links;           // of all_reduce's result; else of scratch
+  char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
+  const char* rows;          // all_gather: this rank's a
+  char* out;                 // of this rank alone: all but all_reduce
+  uint64 row_bytes;          // from one row of a to the next; gathered ones stand side by side
+  uint64 out_bytes;          // from one row of the result to the next
+  uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
+  uint32 columns, depth;
+  uint32 row_tiles, column_tiles;  // of a part
+  uint32 part_tiles;               // at most
+  uint32 tiles;                    // of all parts
+};
+
+// Of an instantiation, for host and device.
+struct MatmulShape {
+  int rows, columns;  // of a tile
+  int blocks = 1;     // that share columns of b: 2: a cluster's, whose tiles stand one above the other
+
+  static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
+  static constexpr int kMost = 224 << 10;  // bytes of shared memory
+  ARK_HOST_DEVICE constexpr int groups() const { return rows / 64; }
+  ARK_HOST_DEVICE constexpr int warps() const { return groups() * 4; }  // that multiply
+  ARK_HOST_DEVICE constexpr int threads() const { return groups() * 128 + 128; }
+  ARK_HOST_DEVICE constexpr int stage_bytes() const { return (rows + columns) * 128; }
+  // What a warp lays out: 16 rows, so far apart that rows in turn are in other banks.
+  ARK_HOST_DEVICE constexpr int pitch() const { return columns * 2 + 16; }
+  ARK_HOST_DEVICE constexpr int laid_bytes() const { return 16 * pitch(); }
+  ARK_HOST_DEVICE constexpr int stages() const { return (kMost - 1024 - warps() * laid_bytes()) / stage_bytes(); }
+  ARK_HOST_DEVICE constexpr int ring_bytes() const { return stages() * stage_bytes(); }
+  ARK_HOST_DEVICE constexpr int shared_bytes() const { return 1024 + ring_bytes() + warps() * laid_bytes(); }
+  ARK_HOST_DEVICE constexpr uint32 tile_bytes() const { return static_cast<uint32>(rows * columns * 2); }
+};
+
+inline constexpr uint32 kPushRows = 4;  // that a warp sends at a time, and a flag stands for
+
+#if defined(__CUDACC__)
+
+struct MatmulTile {
+  int part;            // of which rank
+  uint32 number;       // in the part
+  uint32 row, column;  // where it begins, in the part (all_reduce: in the matrix)
+};
+
+// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first. With kBlocks = 2 and
+// an even number of rows of tiles, numbers 2 * i and 2 * i + 1 are of one part and the same columns.
+template <int kRows, int kColumns, int kBlocks, MatmulMode kMode>
+__device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
+  // Rows of tiles that are computed together: as many rows of a as columns of b, of all that run at once, are in the
+  // second-level cache.
+  constexpr uint32 kBand = 2048 / kRows;
+  const uint32 ranks = static_cast<uint32>(p.links.ranks);
+  MatmulTile tile;
+  if constexpr (kMode == MatmulMode::all_reduce_few) {
+    tile.part = p.links.rank, tile.number = v, tile.row = 0, tile.column = v * kColumns;
+    return tile;
+  }
+  uint32 part = static_cast<uint32>(p.links.rank) + (kMode == MatmulMode::all_gather ? 0 : 1), in;
+  if (part >= ranks) part -= ranks;
+  if constexpr (kMode == MatmulMode::all_reduce) {
+    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles / kBlocks} * of / ranks) * kBlocks; };
+    for (;;) {
+      const uint32 count = first(part + 1) - first(part);
+      if (v < count) break;
+      v -= count;
+      if (++part == ranks) part = 0;
+    }
+    in = first(part) + v;
+  } else {
+    part += v / p.part_tiles;
+    if (part >= ranks) part -= ranks;
+    in = v = v % p.part_tiles;
+  }
+  tile.part = static_cast<int>(part), tile.number = v;
+  const uint32 band = in / (kBand * p.column_tiles);
+  in -= band * kBand * p.column_tiles;
+  const uint32 height = min(kBand, p.row_tiles - band * kBand);
+  tile.row = (band * kBand + in % height) * kRows, tile.column = in / height * kColumns;
+  return tile;
+}
+
+#endif
+
+}  // namespace ark::device
