@@ -14,6 +14,8 @@ import torch
 
 from ark_torch.compile.analysis import aten
 
+# Parts of the names, in a graph of torch._dynamo, of all that comes to be one of table()'s operators.
+CONCERNED = ("shift", "threshold", "Threshold")
 _SHIFTS = (
     aten.__lshift__.Tensor,
     aten.__lshift__.Scalar,

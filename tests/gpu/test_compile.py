@@ -203,9 +203,9 @@ def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             before[at] = x[0]
             assert torch.equal(table, before)
             torch.testing.assert_close(got, (table[:200] @ x[0]).softmax(-1), rtol=1e-4, atol=1e-5)
-        chosen.append([piece.runs_on for graph in report.graphs for piece in graph.pieces])
-    assert chosen[0] == chosen[1] and set(chosen[0]) <= {"ark", "inductor"}
-    assert len(list((tmp_path / "choices").iterdir())) == len(chosen[0])
+        chosen.append([graph.choice.runs_on for graph in report.graphs if graph.choice is not None])
+    assert chosen[0] == chosen[1] and len(chosen[0]) == len(report.graphs)
+    assert len(list((tmp_path / "choices").glob("*.json"))) == len(chosen[0])
 
 
 def test_weights_at_odd_addresses() -> None:
