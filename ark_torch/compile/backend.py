@@ -111,32 +111,38 @@ def _fastest(
     known = choice.recall(name)
     if known is not None:
         tell(known)
-        if not explained and options.fallback and known.runs_on != "ark":
-            inductors = known.runs_on == "inductor"
-            return rest.whole(graph_module, example_inputs) if inductors else graph_module.forward
+    names = known.names if known is not None and not explained else set(NAMES)
     # Ranks whose results went into each other's decisions must not differ in their last bits: they measure before the
     # first result, and the first one to have done so decides.
-    waits = options.wait or not options.fallback or _ranks() > 1
-    if waits or known is not None:
+    waits = options.wait or not options.fallback or known is not None or _ranks() > 1
+    if waits and "ark" in names:
         costs.prepare()
-    captured = Captured(graph_module, example_inputs, options, report)
-    if captured.has_collectives:  # ranks would have to measure together, and one may compile again alone
-        report.choice = None
-        return _complete(captured, title)
-    if known is not None and known.runs_on == "ark":
-        return _complete(captured, title)
-    try:
-        with progress.shown(f"Inductor compiles {title}"):
-            inductor = rest.whole(rest.copy_of(graph_module), example_inputs)
-    except Exception as error:
-        log.warning("%s: Inductor does not compile it, ark does: %s", title, rest.first_line(error))
-        return _complete(captured, title)
-    contestants = {"inductor": inductor, "eager": graph_module.forward}
-    if not waits and known is None:
+    captured = None
+    if "ark" in names or not options.fallback:
+        captured = Captured(graph_module, example_inputs, options, report)
+        if captured.has_collectives:  # ranks would have to measure together, and one may compile again alone
+            report.choice = None
+            return _complete(captured, title)
+    contestants: dict[str, Callable[..., Any]] = {}
+    if "inductor" in names:
+        try:
+            with progress.shown(f"Inductor compiles {title}"):
+                copied = graph_module if len(names) == 1 else rest.copy_of(graph_module)
+                contestants["inductor"] = rest.whole(copied, example_inputs)
+        except Exception as error:
+            if captured is None:
+                raise
+            log.warning("%s: Inductor does not compile it, ark does: %s", title, rest.first_line(error))
+            return _complete(captured, title)
+    if "eager" in names:
+        contestants["eager"] = graph_module.forward
+    if not waits and captured is not None:
         return serving.Serving(title, captured, contestants, name, tell, device.type == "cuda").function()
-    contestants["ark"] = _complete(captured, title)
+    if "ark" in names and captured is not None:
+        contestants["ark"] = _complete(captured, title)
     if known is not None:
-        return contestants[known.runs_on]
+        return serving.taken(contestants, known)
+    assert captured is not None
     return serving.Rehearsed(title, contestants, captured.written, name, tell, device.type == "cuda").function()
 
 

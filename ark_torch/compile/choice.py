@@ -38,14 +38,30 @@ _LOCK_S = 1.0
 @dataclass(frozen=True)
 class Choice:
     """`runs_on` is "ark", "inductor" or "eager"; `us` has the microseconds of a call by each that was measured. `busy`:
-    other programs took part of the machine meanwhile, or the times varied too much to be sure."""
+    other programs took part of the machine meanwhile, or the times varied too much to be sure. On a GPU `replays_on`
+    runs what a CUDA graph captures, and `replay_us` are those of a replay; "": not measured, it is as without a graph.
+    """
 
     runs_on: str
     us: Mapping[str, float] = field(default_factory=dict)
     busy: bool = False
+    replays_on: str = ""
+    replay_us: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def names(self) -> set[str]:
+        """Who is needed."""
+        return {self.runs_on, self.replays_on or self.runs_on}
 
     def __str__(self) -> str:
-        return ", ".join(f"{NAMES[name]} {us:.1f} us" for name, us in self.us.items())
+        told = _told(self.us)
+        if self.replays_on:
+            told += f"; replayed, {NAMES[self.replays_on]} of {_told(self.replay_us)}"
+        return told
+
+
+def _told(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{NAMES[name]} {us:.1f} us" for name, us in times.items())
 
 
 def text_of(graph_module: GraphModule, example_inputs: Sequence[Any]) -> str:
@@ -93,12 +109,15 @@ def recall(name: str) -> Choice | None:
         if status.st_uid != os.getuid():
             return None
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT or data["runs_on"] not in NAMES:
+        if data["format"] != FORMAT or data["runs_on"] not in NAMES or data["replays_on"] not in ("", *NAMES):
             return None
         if data["busy"] and status.st_mtime < _STARTED:
             return None
-        us = {one: float(time_us) for one, time_us in data["us"].items() if one in NAMES}
-        return Choice(data["runs_on"], us, bool(data["busy"]))
+        us, replay_us = (
+            {one: float(time_us) for one, time_us in data[times].items() if one in NAMES}
+            for times in ("us", "replay_us")
+        )
+        return Choice(data["runs_on"], us, bool(data["busy"]), data["replays_on"], replay_us)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -109,7 +128,7 @@ def remember(name: str, choice: Choice) -> Choice:
     where = folder()
     if where is None:
         return choice
-    kept = {"runs_on": choice.runs_on, "us": dict(choice.us), "busy": choice.busy}
+    kept = {**vars(choice), "us": dict(choice.us), "replay_us": dict(choice.replay_us)}
     data = {"format": FORMAT, "machine": _machine(), "torch": torch.__version__, "ark": __version__, **kept}
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -16,11 +16,13 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ark_torch.compile.choice import Choice
+from ark_torch.compile.report import log
 
 Contestant = Callable[..., Any]
 PAUSE = ""  # in place of a contestant's name: calls that nobody times, before the contest is held again
@@ -154,26 +156,67 @@ class Contest:
         return len(winners) == 1 or varied <= _SURE
 
 
-def rehearse(contest: Contest, arguments: Sequence[Any], written: Sequence[int]) -> None:
-    """Holds it on one call's arguments. Those that the graph writes (their positions are `written`) are copied first,
-    in the layout that it was compiled for, and random number generators are put back afterwards.
+def rehearse(
+    contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int], on_gpu: bool = False
+) -> Choice:
+    """Holds it on one call's arguments; random number generators are put back afterwards. On a GPU it is held by calls,
+    and again by replays of CUDA graphs."""
+    copies = _Copies(arguments, written)
+    devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
+    with torch.random.fork_rng(devices):
+        chosen = _held(Contest(contestants, on_gpu), copies, copies.given)
+        graphs = _graphs(contestants, copies.given) if on_gpu else {}
+        if len(graphs) > 1:
+            replayed = _held(Contest(graphs, on_gpu), copies, ())
+            chosen = replace(
+                chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us
+            )
+    return chosen
+
+
+class _Copies:
+    """One call's arguments for many calls: those that the graph writes (their positions are `written`) are copies, in
+    the layout that it was compiled for.
 
     Positions and other small state are put back before every call, or a counter would walk out of its cache; of large
     floating tensors only the values change, which nobody looks at.
     """
-    given, again = list(arguments), []
-    for i in written:
-        one = arguments[i]
-        copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one)
-        if not one.is_floating_point() or one.numel() <= _SMALL:
-            again.append((copy, copy.clone()))
-        given[i] = copy
-    devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
-    with torch.random.fork_rng(devices):
-        while contest.choice is None:
-            if contest.turn == PAUSE:
-                contest.go_on()
-                continue
-            for copy, was in again:
-                copy.copy_(was)
-            contest.call(given)
+
+    def __init__(self, arguments: Sequence[Any], written: Sequence[int]) -> None:
+        self.given = list(arguments)
+        self._again: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in written:
+            one = arguments[i]
+            copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one)
+            if not one.is_floating_point() or one.numel() <= _SMALL:
+                self._again.append((copy, copy.clone()))
+            self.given[i] = copy
+
+    def put_back(self) -> None:
+        for copy, was in self._again:
+            copy.copy_(was)
+
+
+def _held(contest: Contest, copies: _Copies, arguments: Sequence[Any]) -> Choice:
+    while contest.choice is None:
+        if contest.turn == PAUSE:
+            contest.go_on()
+            continue
+        copies.put_back()
+        contest.call(arguments)
+    return contest.choice
+
+
+def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any]) -> dict[str, Contestant]:
+    """Each as the replay of a CUDA graph of one call; without those that cannot be captured."""
+    made: dict[str, Contestant] = {}
+    for name, run in contestants.items():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run(*arguments)
+        except RuntimeError as error:
+            log.debug("%s cannot be captured in a CUDA graph: %s", name, error)
+            continue
+        made[name] = graph.replay
+    return made

@@ -28,6 +28,19 @@ _MOST_SPOILT = 1000
 Tell = Callable[[choice.Choice], None]
 
 
+def taken(contestants: Mapping[str, Contestant], chosen: choice.Choice) -> Contestant:
+    """What calls go to from now on."""
+    run = contestants[chosen.runs_on]
+    replayed = contestants[chosen.replays_on or chosen.runs_on]
+    if replayed is run:
+        return run
+
+    def by_stream(*arguments: Any) -> Any:
+        return (replayed if torch.cuda.is_current_stream_capturing() else run)(*arguments)
+
+    return by_stream
+
+
 class _Served:
     """`run` is what calls go to."""
 
@@ -49,7 +62,7 @@ class _Served:
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _decide(self, chosen: choice.Choice) -> None:
-        self.run = self._contestants[chosen.runs_on]
+        self.run = taken(self._contestants, chosen)
         self._contestants.clear()
         self._tell(chosen)
 
@@ -75,14 +88,12 @@ class Rehearsed(_Served):
                 if chosen is None and self._captures():
                     return self._contestants["ark"](*arguments)
                 if chosen is None:
-                    contest = Contest(self._contestants, self._on_gpu)
                     try:
-                        rehearse(contest, arguments, self._written)
+                        measured = rehearse(self._contestants, arguments, self._written, self._on_gpu)
                     except Exception as error:  # these arguments cannot be run, which the call itself says better
                         log.info("%s was not measured: %s", self._title, error)
                         return self._contestants["ark"](*arguments)
-                    assert contest.choice is not None
-                    chosen = choice.remember(self._name, contest.choice)
+                    chosen = choice.remember(self._name, measured)
                 self._decide(chosen)
         return self.run(*arguments)
 

@@ -119,8 +119,7 @@ ProcessResult run_process(const std::vector<std::string>& arguments, const std::
   if (!ended) {
     ::kill(-pid, SIGKILL);
     wait_until(pid, Clock::now() + std::chrono::seconds(10), status);
-    result.end =
-        stopping.load(std::memory_order_relaxed) ? ProcessResult::End::stopped : ProcessResult::End::timed_out;
+    result.end = stopping.load(std::memory_order_relaxed) ? ProcessResult::End::stopped : ProcessResult::End::timed_out;
   } else if (WIFSIGNALED(status)) {
     result.end = ProcessResult::End::killed;
     result.code = WTERMSIG(status);

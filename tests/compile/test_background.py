@@ -330,10 +330,10 @@ FORK = """
 """
 
 
-def program(tmp_path: Path, then: str, compiler: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program with a C++ compiler that takes a minute for regions."""
+def program(tmp_path: Path, then: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program with a C++ compiler that takes ten minutes for a region, which is more than the program has."""
     slow = tmp_path / "c++"
-    slow.write_text(f'#!/bin/sh\ncase "$*" in *plan.cpp*) sleep 60;; esac\nexec {compiler or "c++"} "$@"\n')
+    slow.write_text('#!/bin/sh\ncase "$*" in *plan.cpp*) sleep 600;; esac\nexec c++ "$@"\n')
     slow.chmod(0o755)
     inductors = {"CXX": str(slow), "ARK_COSTS": "assumed", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     return subprocess.run(
@@ -347,11 +347,9 @@ def program(tmp_path: Path, then: str, compiler: str = "", **environment: str) -
 
 @pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "raise SystemExit(3)"], ids=["end", "exit", "raise"])
 def test_the_program_ends_meanwhile(then: str, tmp_path: Path) -> None:
-    begin = time.monotonic()
     done = program(tmp_path, f"print('called', flush=True); {then}")
     assert done.stdout == "called\n" and done.returncode == (0 if then == "pass" else 3), done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr and "falls back" not in done.stderr
-    assert time.monotonic() - begin < 55  # not the minute that the compiler takes
 
 
 def test_the_program_forks_meanwhile(tmp_path: Path) -> None:

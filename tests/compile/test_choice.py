@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ark_torch import _C
 from ark_torch.compile import backend, choice, contest, options, rest, serving
+from ark_torch.compile.contest import Contest
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -68,7 +69,7 @@ def files() -> list[Path]:
     return sorted(where.glob("*.json")) if where.exists() else []
 
 
-class SlowRivals(contest.Contest):
+class SlowRivals(Contest):
     """All but ark take longer than the double of ark's kernels does."""
 
     def __init__(self, contestants: Any, on_gpu: bool = False) -> None:
@@ -85,16 +86,16 @@ def test_slower_loses_and_is_remembered(compiled: Any, monkeypatch: pytest.Monke
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text())["runs_on"] == chosen.runs_on
     # The next run takes the same although ark would win now, without measuring.
-    monkeypatch.setattr(serving, "Contest", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(contest, "Contest", lambda *_: pytest.fail("measured again"))
     again, _ = run(compiled, monkeypatch, Quick)
     assert again == chosen
 
 
 def test_faster_wins_and_is_remembered(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "Contest", SlowRivals)
+    monkeypatch.setattr(contest, "Contest", SlowRivals)
     chosen, _ = run(compiled, monkeypatch, Quick)
     assert chosen.runs_on == "ark"
-    monkeypatch.setattr(serving, "Contest", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(contest, "Contest", lambda *_: pytest.fail("measured again"))
     again, _ = run(compiled, monkeypatch, Slow)
     assert again.runs_on == "ark"
 
@@ -245,7 +246,17 @@ def test_a_choice_under_load_is_made_again_by_the_next_process(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"format": 2}', '{"format": 2, "runs_on": "gpu", "us": {}, "busy": false}', "\0" * 9]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 2}',
+        '{"format": 2, "runs_on": "gpu", "us": {}, "busy": false, "replays_on": "", "replay_us": {}}',
+        '{"format": 2, "runs_on": "ark", "us": {}, "busy": false, "replays_on": "gpu", "replay_us": {}}',
+        '{"format": 2, "runs_on": "ark", "us": [], "busy": false, "replays_on": "", "replay_us": {}}',
+        "\0" * 9,
+    ],
 )
 def test_spoilt_files_count_as_absent(text: str) -> None:
     name = choice.key("graph", 2)
@@ -255,6 +266,19 @@ def test_spoilt_files_count_as_absent(text: str) -> None:
     assert choice.recall(name) is None
     choice.remember(name, choice.Choice("inductor", {"inductor": 1.0}))
     assert choice.recall(name) == choice.Choice("inductor", {"inductor": 1.0})
+
+
+def test_what_a_cuda_graph_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and replays may have different winners."""
+    contestants = {name: lambda name=name: name for name in ("ark", "inductor", "eager")}
+    same = choice.Choice("ark", {"ark": 1.0}, replays_on="ark", replay_us={"ark": 1.0})
+    assert serving.taken(contestants, same) is contestants["ark"] and same.names == {"ark"}
+    other = choice.Choice("inductor", replays_on="ark", replay_us={"ark": 1.0})
+    assert choice.remember("name", other) == other == choice.recall("name") and other.names == {"inductor", "ark"}
+    run = serving.taken(contestants, other)
+    for captures, name in ((False, "inductor"), (True, "ark")):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        assert run() == name
 
 
 def test_files_of_the_future_are_not_believed() -> None:
