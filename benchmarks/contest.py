@@ -142,7 +142,7 @@ def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
 
 
 HEAD = """\
-| model | eager, ms | plain, ms | ark alone, ms | default, ms | chosen | default / best | first call, s: default | plain |
+| model | eager, ms | plain | ark alone | default | chosen | default / best | first call: default, s | plain |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 

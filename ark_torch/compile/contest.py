@@ -30,6 +30,7 @@ PAUSE = ""  # in place of a contestant's name: calls that nobody times, before t
 _ROUNDS, _MOST_ROUNDS, _ATTEMPTS = 3, 6, 3
 _TURN_S, _MOST_CALLS, _FEWEST_CALLS = 0.01, 100, 4
 _SLOW_S = 0.1  # a call that takes longer is called less often
+_SPENT_S = 10.0  # in all calls that count; what it says by then is what it says
 _HOPELESS = (3.0, 1.3)  # times the best one's time after one round, and after more: one turn may be bad luck
 _SURE = 1.1  # a contestant's middle turn over its best one: more is noise
 _FOREIGN = 0.15  # cores that others may take
@@ -73,6 +74,7 @@ class Contest:
     def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False) -> None:
         self._contestants, self._on_gpu = dict(contestants), on_gpu
         self.choice: Choice | None = None
+        self._spent = 0.0
         self._turns = self._schedule()
         self.turn = next(self._turns)
 
@@ -115,7 +117,7 @@ class Contest:
             if attempt:
                 yield PAUSE
             decided = yield from self._attempt()
-            if not decided.busy:
+            if not decided.busy or self._spent > _SPENT_S:
                 break
         assert decided is not None
         return decided
@@ -130,8 +132,10 @@ class Contest:
                 times[name].append((yield from self._turn_of(name, number == 0)))
             best = min(min(times[name]) for name in left)
             left = [name for name in left if min(times[name]) <= best * _HOPELESS[number > 0]]
-            if number + 1 >= (_ROUNDS if best < _SLOW_S else 2) and (sure := self._agree(times, left)):
-                break
+            if number + 1 >= (_ROUNDS if best < _SLOW_S else 2):
+                sure = self._agree(times, left)
+                if sure or self._spent > _SPENT_S:
+                    break
         us = {name: round(min(measured) * 1e6, 2) for name, measured in times.items()}
         busy = not sure or load.is_in_the_way(torch.get_num_threads())
         return Choice(min(us, key=lambda name: us[name]), us, busy)
@@ -145,7 +149,9 @@ class Contest:
         calls = max(_FEWEST_CALLS, min(_MOST_CALLS, int(_TURN_S / max(each, 1e-7)))) if each < _SLOW_S else 2
         for _ in range(calls - 1):
             marks.append((yield name))
-        return statistics.median(self._seconds(marks))
+        seconds = self._seconds(marks)
+        self._spent += sum(seconds)
+        return statistics.median(seconds)
 
     @staticmethod
     def _agree(times: Mapping[str, list[float]], left: Sequence[str]) -> bool:

@@ -110,7 +110,7 @@ class Serving(_Served):
     ) -> None:
         super().__init__(title, contestants, name, tell, on_gpu)
         self._captured: Captured | None = captured
-        self._job = background.Job(captured.compile_regions, title)
+        self._job: background.Job | None = background.Job(captured.compile_regions, title)
         self._inductor = self._contestants["inductor"]
         self._contest: Contest | None = None
         self._resumes = 0.0
@@ -134,12 +134,12 @@ class Serving(_Served):
 
     def _advance(self) -> None:
         """One step towards the contest: at most one piece is compiled by Inductor in a call."""
+        assert self._job is not None and self._captured is not None
         if self._job.state == "new":
             self._job.submit()
         elif self._job.state == "failed":
             self._stay()
         elif self._job.state == "done" and not background.active():
-            assert self._captured is not None
             try:
                 with rest.between_calls() as may_compile:
                     if not may_compile:
@@ -153,7 +153,7 @@ class Serving(_Served):
                 log.warning("%s stays on Inductor: %s", self._title, rest.first_line(error))
                 self._stay()
                 return
-            self._captured = None
+            self._captured = self._job = None
             if (chosen := choice.recall(self._name)) is not None:  # another process was quicker
                 self._decide(chosen)
             else:
@@ -193,7 +193,7 @@ class Serving(_Served):
 
     def _stay(self) -> None:
         self.run = self._inductor
-        self._captured = self._contest = None
+        self._captured = self._job = self._contest = None
         self._contestants.clear()
 
 

@@ -204,6 +204,14 @@ def test_times_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held.decide().busy and held.pauses == 2
 
 
+def test_slow_graphs_are_called_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However noisy they are: a program that takes seconds a step does not wait for minutes."""
+    ways = {"ark": itertools.cycle((3.0, 2.0, 2.0, 3.0, 3.0)), "inductor": itertools.cycle((2.0, 3.0, 3.0, 2.0, 2.5))}
+    held = Simulated(monkeypatch, {name: lambda _, of=of: next(of) for name, of in ways.items()})
+    held.decide()
+    assert len(held.order) <= 20
+
+
 def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest.Load, "is_in_the_way", lambda *_: True)
     held = Simulated(monkeypatch, {"ark": lambda _: 1e-3, "inductor": lambda _: 2e-3})
