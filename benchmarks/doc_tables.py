@@ -126,6 +126,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
+    "contest": lambda load: _scripts("contest").table(load("contest")),
     "decode-h200": lambda load: real_sizes(load, "decode_h200"),
     "decode-compile-times-h200": lambda load: real_sizes(load, "decode_compile_times_h200"),
     "decode-ranks-h200": lambda load: _scripts("decode_ranks").table(load("decode_ranks_h200")),

@@ -4,13 +4,17 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/pythoncapi_compat.h>
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <unistd.h>
+
 #include <cstdlib>
 
 #include "compile/region.hpp"
+#include "jit/run_process.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/targets.hpp"
 #include "plan/trace.hpp"
@@ -112,6 +116,22 @@ int add_node(GraphBuilder& self, const std::string& op, std::vector<int> inputs,
   return ark::with_torch_errors([&] { return self.graph.add_node(node); });
 }
 
+// As py::gil_scoped_release, for what may still run when the interpreter ends: a thread that asks for the GIL then is
+// ended by Python in the middle of C++ code, which ends the process; here it sleeps until the process is gone.
+class ReleasedAtTheEndToo {
+ public:
+  ReleasedAtTheEndToo() : state_(PyEval_SaveThread()) {}
+  ~ReleasedAtTheEndToo() {
+    while (Py_IsFinalizing() != 0) ::pause();
+    PyEval_RestoreThread(state_);
+  }
+  ReleasedAtTheEndToo(const ReleasedAtTheEndToo&) = delete;
+  ReleasedAtTheEndToo& operator=(const ReleasedAtTheEndToo&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, const std::string& name,
                                                   const py::dict& options) {
   ark::compile::RegionOptions settings;
@@ -122,7 +142,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.otherwise = take(options, "otherwise", settings.otherwise);
   settings.chained = take(options, "chained", false);
   settings.measured_costs = take(options, "measured_costs", false);
-  py::gil_scoped_release no_gil;
+  const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
     return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
   });
@@ -232,6 +252,7 @@ void bind_plan(py::module_& m) {
   m.def("_overlapping", &ark::compile::overlapping, py::arg("tensors"), py::arg("written"),
         "Whether one of the tensors in the positions `written` shares a byte with another of `tensors`.");
   plan.def("prepare_costs", &ark::compile::prepare_costs, py::call_guard<py::gil_scoped_release>());
+  plan.def("stop_compilers", &ark::jit::stop_processes);
   plan.def("targets", &known_targets);
   plan.def(
       "plan_for",

@@ -19,21 +19,26 @@ from ark_torch.errors import UnsupportedGraph
 SHARED = "arguments share memory that the graph writes, and those that it was compiled for did not"
 
 
+def written(ways: Sequence[Way], example_inputs: Sequence[Any]) -> list[int]:
+    """Positions of the tensors that the graph writes."""
+    try:
+        places = ways[0].written() if len(ways) == 1 else []
+    except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
+        log.debug("every argument counts as written: %s", error)
+        places = list(range(ways[0].arguments))
+    return [i for i in places if isinstance(example_inputs[i], torch.Tensor)]
+
+
 def around(
     captured: Callable[..., Any],
     program: Callable[..., Any],
-    ways: Sequence[Way],
+    written: Sequence[int],
     example_inputs: Sequence[Any],
     fallback: bool,
 ) -> Callable[..., Any]:
     """`captured`, and `program` for calls whose arguments overlap; UnsupportedGraph instead without `fallback`."""
-    try:
-        written = ways[0].written() if len(ways) == 1 else []
-    except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
-        log.debug("every argument counts as written: %s", error)
-        written = list(range(ways[0].arguments))
     tensors = [i for i, one in enumerate(example_inputs) if isinstance(one, torch.Tensor)]
-    places = [tensors.index(i) for i in written if i in tensors]
+    places = [tensors.index(i) for i in written]
     if not places or len(tensors) < 2:
         return captured
     from ark_torch import _C

@@ -1,18 +1,22 @@
 """The pieces of one captured graph, compiled and put together: ark's become regions of the plan compiler, the others
-Inductor's. Where the choice is to be measured, a piece of ark's is compiled by both."""
+Inductor's.
+
+In three steps, since only the second may be done by another thread: lower() while torch._dynamo compiles, then
+compile_regions(), which is C++ and takes the longest, then assemble(), which has Inductor compile its pieces."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, choice, costs, regions, rest, workers
+from ark_torch.compile import analysis, costs, regions, rest, workers
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
@@ -61,20 +65,72 @@ class Builder:
         output = next(node for node in graph_module.graph.nodes if node.op == "output")
         self._outputs: list[Any] = list(output.args[0])
         self._views: dict[Node, Strided] = {}
+        self._lowered: dict[int, Lowering] = {}  # by piece, as the two that follow
+        self._regions: dict[int, Any] = {}
+        self._failed: dict[int, str] = {}
+        self._steps: list[Step] = []
         self._title = title_of(graph_module)
 
-    def build(self) -> Callable[..., Any]:
-        steps = []
+    @property
+    def groups(self) -> bool:
+        """Whether a region has collectives."""
+        return any(one.graph.groups for one in self._lowered.values())
+
+    def lower(self) -> None:
         for number, piece in enumerate(self._pieces):
-            results = self._results(number)
             if piece.ark:
-                step = self._ark_step(number, piece, results)
-            else:
-                # Inductor returns views as well as their bases, of any element type.
+                with self._falling_back(number), unset_fake_temporarily():
+                    lowering = Lowering(self._static, self._mutated, self._device)
+                    lowering.run(piece.nodes, self._results(number))
+                    self._lowered[number] = lowering
+
+    def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        for number, lowering in self._lowered.items():
+            if stopped():
+                raise CompileError(f"{self._title}: stopped before region {number}")
+            with self._falling_back(number, stopped):
+                fallback = self._options.fallback and self._launcher is None
+                otherwise = self._otherwise(lowering, number) if fallback else None
+                name = f"ark::{self._title} {number}"
+                chained = self._launcher is not None
+                self._regions[number] = make_region(lowering, name, self._threads, otherwise, chained)
+
+    @contextlib.contextmanager
+    def _falling_back(self, number: int, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        try:
+            yield
+        except (Unsupported, RuntimeError, ValueError) as error:
+            if stopped():
+                raise
+            if self._launcher is not None:
+                raise NotOneRegion(rest.first_line(error)) from error
+            if not self._options.fallback:
+                raise
+            self._failed[number] = rest.first_line(error)
+            log.warning("%s, piece %d falls back to Inductor: %s", self._title, number, self._failed[number])
+
+    def to_assemble(self) -> int:
+        """How many pieces assemble_next() has to be called for."""
+        return len(self._pieces) - len(self._steps)
+
+    def assemble_next(self) -> None:
+        number = len(self._steps)
+        piece = self._pieces[number]
+        if number in self._regions:
+            step = self._ark_step(number, piece)
+        else:
+            # Inductor returns views as well as their bases, of any element type.
+            views = []
+            if not piece.ark:
                 views = [n for n in self._returned_views() if analysis.producer_of(analysis.root_of(n)) in piece.nodes]
-                step = self._rest_step(number, piece, list(dict.fromkeys(results + views)), self._why_rest(piece))
-            steps.append(step)
-        return assemble(self._module, steps, self._views, self._outputs)
+            results = list(dict.fromkeys(self._results(number) + views))
+            step = self._rest_step(number, piece, results, self._failed.get(number) or self._why_rest(piece))
+        self._steps.append(step)
+
+    def assemble(self) -> Callable[..., Any]:
+        while self.to_assemble():
+            self.assemble_next()
+        return assemble(self._module, self._steps, self._views, self._outputs)
 
     def _why_rest(self, piece: regions.Piece) -> str:
         """Why a piece is not ark's; which operator fell back for what stands among the graph's fallbacks."""
@@ -110,42 +166,27 @@ class Builder:
         )
         return Step(run, arguments, results)
 
-    def _ark_step(self, number: int, piece: regions.Piece, results: list[Node]) -> Step:
-        lowering = Lowering(self._static, self._mutated, self._device)
-        try:
-            with unset_fake_temporarily():
-                lowering.run(piece.nodes, results)
-            fallback = self._options.fallback and self._launcher is None
-            otherwise = self._otherwise(lowering, piece, results) if fallback else None
-            name = f"ark::{self._title} {number}"
-            region = make_region(lowering, name, self._threads, otherwise, self._launcher is not None)
-        except (Unsupported, RuntimeError, ValueError) as error:
-            if self._launcher is not None:
-                raise NotOneRegion(rest.first_line(error)) from error
-            if not self._options.fallback:
-                raise
-            log.warning("%s, piece %d falls back to Inductor: %s", self._title, number, rest.first_line(error))
-            return self._rest_step(number, piece, results, rest.first_line(error))
+    def _ark_step(self, number: int, piece: regions.Piece) -> Step:
+        lowering, region = self._lowered[number], self._regions[number]
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
         if self._report.target:
             told.target_plan = plan_for(lowering, self._report.target)
         self._report.pieces.append(told)
         for node in self._returned_views():
             root = analysis.root_of(node)
-            if root in results:
+            if root in lowering.outputs:
                 self._views[node] = self._view_of(root, node)
         run = region
         if (launcher := self._launcher) is not None:
             told.reason = "all steps in one launch"
             run = functools.partial(launcher, region)
-        elif self._options.choose == "measure" and not lowering.graph.groups:
-            run = self._contest(lowering, region, piece, results, told)
         return Step(run, lowering.inputs, lowering.outputs)
 
-    def _otherwise(self, lowering: Lowering, piece: regions.Piece, results: list[Node]) -> rest.Boxed | None:
+    def _otherwise(self, lowering: Lowering, number: int) -> rest.Boxed | None:
         """Runs calls whose group turns out not to be carried by ark on a GPU: node by node."""
         if self._device.type == "cpu" or not lowering.graph.groups:
             return None
+        piece, results = self._pieces[number], self._results(number)
 
         @functools.cache
         def made() -> tuple[rest.Boxed, list[int], list[int]]:
@@ -168,43 +209,6 @@ class Builder:
             view = alone.operand(node)
         assert isinstance(view, Strided)
         return view
-
-    def _contest(
-        self, lowering: Lowering, region: Any, piece: regions.Piece, results: list[Node], told: PieceReport
-    ) -> Any:
-        name = choice.key(lowering.graph.text(), self._threads, self._device)
-
-        def tell(chosen: choice.Choice) -> None:
-            told.runs_on, told.ark_us, told.inductor_us = chosen.runs_on, chosen.ark_us, chosen.inductor_us
-            log.info("%s, %s", self._title, told)
-
-        known = choice.recall(name)
-        if known is not None:
-            tell(known)
-            if known.runs_on == "ark":
-                return region
-        extracted, arguments = rest.extract(self._module, piece.nodes, results)
-        static = [i for i, node in enumerate(arguments) if node in self._static]
-        run, runs_on = rest.compile_piece(extracted, static)
-        run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
-        if runs_on != "inductor":
-            return region
-        # The same call for both: Inductor's arguments picked from the region's, results in the region's order.
-        used = len(lowering.inputs)
-        lowering.inputs += [node for node in arguments if node not in lowering.inputs]
-        order = [lowering.inputs.index(node) for node in arguments]
-        back = [results.index(node) for node in lowering.outputs]
-
-        def inductor(inputs: list[Any]) -> Sequence[Any]:
-            given = run([inputs[i] for i in order])
-            return [given[i] for i in back]
-
-        if known is not None:
-            return inductor
-        told.runs_on = "measure"
-        ark = region if used == len(lowering.inputs) else lambda inputs: region(inputs[:used])
-        written = [i for i, node in enumerate(lowering.inputs) if node in self._mutated]
-        return choice.Contest(name, ark, inductor, written, tell)
 
 
 def make_region(

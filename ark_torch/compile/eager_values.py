@@ -12,9 +12,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
 from ark_torch.compile.analysis import aten
 
+# Parts of the names, in a graph of torch._dynamo, of what comes to be one of table()'s operators whatever is given.
+_NAMES = ("shift", "threshold", "Threshold", "frac", "gamma", "type_as", "short", "char", "byte")
+# Floating point becomes these by way of the others (_to_copy).
+_BY_WAY_OF = {torch.int8: torch.int32, torch.int16: torch.int32, torch.uint8: torch.int64}
 _SHIFTS = (
     aten.__lshift__.Tensor,
     aten.__lshift__.Scalar,
@@ -31,8 +36,27 @@ _SHIFTS = (
 _settled = ContextVar("_settled", default=False)
 
 
-class RunsEagerly(Exception):
+class Eager(Exception):
     """The graph runs as it came, operator by operator; the text says why."""
+
+
+def concerns(graph: Graph) -> bool:
+    """Whether a graph of torch._dynamo may have one of table()'s operators.
+
+    Without a table of ours, what Inductor keeps of other runs is the same.
+    """
+
+    def one(node: Node) -> bool:
+        name, given = str(getattr(node.target, "__name__", node.target)), [*node.args, *node.kwargs.values()]
+        return (
+            any(part in name for part in _NAMES)
+            or any(isinstance(x, torch.dtype) and x in _BY_WAY_OF for x in given)
+            or (name == "to" and any(isinstance(x, Node) for x in given[1:]))
+            or ("pow" in name and any(isinstance(x, int) and x < 0 for x in given))
+            or (name.startswith("cl") and any(isinstance(x, float) and math.isnan(x) for x in given))
+        )
+
+    return any(map(one, graph.nodes))
 
 
 def table() -> dict[Any, Callable[..., Any]]:
@@ -123,11 +147,10 @@ def _to_copy(inductors: Callable[..., Any]) -> Callable[..., Any]:
 
     So nvcc compiles eager PyTorch's casts, and numbers beyond the type's range wrap around. Triton's saturate.
     """
-    wider = {torch.int8: torch.int32, torch.int16: torch.int32, torch.uint8: torch.int64}
 
     def to_copy(x: Any, *, dtype: Any = None, **rest: Any) -> Any:
-        if x.device.type == "cuda" and x.dtype.is_floating_point and dtype in wider:
-            x = torch.ops.prims.convert_element_type.default(x, wider[dtype])
+        if x.device.type == "cuda" and x.dtype.is_floating_point and dtype in _BY_WAY_OF:
+            x = torch.ops.prims.convert_element_type.default(x, _BY_WAY_OF[dtype])
         return inductors(x, dtype=dtype, **rest)
 
     return to_copy
@@ -148,5 +171,5 @@ def _pow(x: Any, exponent: Any) -> Any:
     """Eager PyTorch's error where whole numbers have a negative whole exponent; generated code computes something."""
     whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
     if whole and isinstance(exponent, int) and not isinstance(exponent, bool) and exponent < 0:
-        raise RunsEagerly(f"a tensor of {x.dtype} to the power {exponent}, which eager PyTorch refuses")
+        raise Eager(f"a tensor of {x.dtype} to the power {exponent}, which eager PyTorch refuses")
     return NotImplemented

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,7 +44,7 @@ def explain(
     from ark_torch.compile.backend import compile_graph
     from ark_torch.compile.unchanged import Unchanged, compiling_apart
 
-    options = table.parse(None, ark_options)
+    options = dataclasses.replace(table.parse(None, ark_options), wait=True)
     if target:
         from ark_torch import _C
 

@@ -41,8 +41,16 @@ OPTIONS = (
         "choose",
         "measure",
         ("ark", "inductor", "measure"),
-        "Who runs a region that ark supports. measure: both are timed on the first call, the faster one is taken and "
-        "remembered in the cache folder, so that later runs of the program take the same.",
+        "Who runs a graph. ark: its regions, with Inductor for what ark does not run. inductor: Inductor, as without "
+        "ark. measure: these and eager PyTorch are timed, and the fastest is taken and remembered in the cache folder, "
+        "so that later runs of the program take the same.",
+    ),
+    Option(
+        "wait",
+        False,
+        bool,
+        'With choose="measure". False: Inductor serves while ark\'s regions are compiled in the background, and some '
+        "of the program's next calls are the ones that are timed. True: the first call compiles and times all.",
     ),
     Option(
         "fallback",
@@ -90,6 +98,7 @@ class Options:
     """The values in force, one field a key of OPTIONS."""
 
     choose: str = "measure"
+    wait: bool = False
     fallback: bool = True
     threads: int | None = None
     minimum: int = 2

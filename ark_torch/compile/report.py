@@ -12,12 +12,15 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from ark_torch.compile import analysis
+
+if TYPE_CHECKING:
+    from ark_torch.compile.choice import Choice
 
 log = logging.getLogger("ark_torch.compile")
 
@@ -41,17 +44,13 @@ def fallback_of(node: Node, reason: str) -> Fallback:
     return Fallback(str(node.target), reason, analysis.module_of(node), *analysis.source_of(node))
 
 
-RUNS_ON = {
-    "ark": "runs on ark",
-    "inductor": "runs on Inductor",
-    "eager": "runs on eager PyTorch",
-    "measure": "is decided by its first call",
-}
+# Who may run a graph or a piece of one.
+NAMES = {"ark": "ark", "inductor": "Inductor", "eager": "eager PyTorch"}
 
 
 @dataclass
 class PieceReport:
-    """One piece of a graph. `runs_on` is "ark", "inductor" or "eager"; while "measure" no call has decided yet."""
+    """One piece of a graph, as ark runs that. `runs_on` is "ark", "inductor" or "eager"."""
 
     name: str
     runs_on: str
@@ -59,8 +58,6 @@ class PieceReport:
     operators: Counter[str]
     reason: str = ""
     region: Any = None  # _C.plan.Region, where one was compiled
-    ark_us: float = 0.0
-    inductor_us: float = 0.0
     target_plan: tuple[str, str] | None = None  # JSON and drawing of the plan for Report.target
 
     @property
@@ -74,18 +71,17 @@ class PieceReport:
         parts = [f"{counted(self.nodes, 'operator')} ({common}{more})"]
         if self.region is not None:
             parts.append(f"estimated {self.region.estimated_us:.1f} us (costs {self.region.costs})")
-        if self.ark_us:
-            parts.append(f"measured ark {self.ark_us:.1f} us, Inductor {self.inductor_us:.1f} us")
         why = f"; {self.reason}" if self.reason else ""
         planned = f"\n    {frame_text(self.target_plan[0])}" if self.target_plan is not None else ""
-        return f"{self.name} {RUNS_ON[self.runs_on]}: {', '.join(parts)}{why}{planned}"
+        return f"{self.name} runs on {NAMES[self.runs_on]}: {', '.join(parts)}{why}{planned}"
 
 
 @dataclass
 class GraphReport:
-    """One graph of torch._dynamo."""
+    """One graph of torch._dynamo. `choice` says who runs it where that was measured; None: whoever its pieces name."""
 
     nodes: int = 0
+    choice: Choice | None = None
     pieces: list[PieceReport] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     whole: str = ""  # why the whole graph went elsewhere
@@ -98,6 +94,9 @@ class GraphReport:
             return f"the whole graph runs on {self.whole_on}: {self.whole}"
         operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
         lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
+        if self.choice is not None:
+            as_ark = "" if self.choice.runs_on == "ark" else "; as ark would run it:"
+            lines[0] += f"; runs on {NAMES[self.choice.runs_on]}, measured {self.choice}{as_ark}"
         lines += [f"  {piece}" for piece in self.pieces]
         alike = Counter((f.operator, f.reason) for f in self.fallbacks)
         first = {(f.operator, f.reason): f for f in reversed(self.fallbacks)}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ark_torch._version import __version__
-from ark_torch.compile.report import counted
+from ark_torch.compile.report import NAMES, counted
 from ark_torch.compile.timeline_page import SCRIPT, STYLE
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _body(report: Report, timelines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _summary(report: Report) -> str:
-    ours = sum(piece.nodes for graph in report.graphs for piece in graph.pieces if piece.runs_on in ("ark", "measure"))
+    ours = sum(piece.nodes for graph in report.graphs for piece in graph.pieces if piece.runs_on == "ark")
     whole = sum(bool(graph.whole) for graph in report.graphs)
     parts = [counted(len(report.graphs), "graph"), counted(len(report.regions), "region")]
     parts.append(f"{ours} of {counted(sum(graph.nodes for graph in report.graphs), 'operator')} on ark")
@@ -72,7 +72,10 @@ def _graph(graph: GraphReport) -> Iterator[str]:
         yield f"<p>The whole graph runs on {escape(graph.whole_on)}: {escape(graph.whole)}.</p>\n"
         return
     yield f"<p>{counted(graph.nodes, 'operator')}, {counted(graph.in_place, 'input')} updated in place.</p>\n"
-    of_pieces = ("piece", "runs on", "operators", "estimated us", "measured: ark us", "Inductor us", "why")
+    if (choice := graph.choice) is not None:
+        would = "" if choice.runs_on == "ark" else " This is how ark would run it."
+        yield f"<p>Runs on {NAMES[choice.runs_on]}: measured {escape(str(choice))}.{would}</p>\n"
+    of_pieces = ("piece", "runs on", "operators", "estimated us", "why")
     yield _table(of_pieces, [_piece(piece) for piece in graph.pieces], "pieces")
     if graph.fallbacks:
         places = Counter(
@@ -86,9 +89,7 @@ def _graph(graph: GraphReport) -> Iterator[str]:
 def _piece(piece: PieceReport) -> Sequence[str]:
     common = ", ".join(f"{name} {count}" for name, count in piece.operators.most_common(6))
     estimated = f"{piece.region.estimated_us:.1f}" if piece.region is not None else ""
-    measured = (f"{piece.ark_us:.1f}", f"{piece.inductor_us:.1f}") if piece.ark_us else ("", "")
-    runs_on = {"inductor": "Inductor", "eager": "eager PyTorch", "measure": "not decided"}.get(piece.runs_on, "ark")
-    return (piece.name, runs_on, f"{piece.nodes} ({common})", estimated, *measured, piece.reason)
+    return (piece.name, NAMES[piece.runs_on], f"{piece.nodes} ({common})", estimated, piece.reason)
 
 
 def _region(title: str, piece: PieceReport, timelines: list[dict[str, Any]]) -> Iterator[str]:

@@ -22,14 +22,48 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of torch._dynamo, as backend="inductor" would compile it, but for eager_values."""
+    """A graph of torch._dynamo, as backend="inductor" would compile it, but for eager_values. It may be changed."""
     from torch._inductor.compile_fx import compile_fx
 
+    graphs = [one for one in graph_module.modules() if isinstance(one, GraphModule)]
+    table = eager_values.table() if any(eager_values.concerns(one.graph) for one in graphs) else None
     try:
-        compiled: Any = compile_fx(graph_module, list(example_inputs), decompositions=eager_values.table())
-    except eager_values.RunsEagerly:
+        compiled: Any = compile_fx(graph_module, list(example_inputs), decompositions=table)
+    except eager_values.Eager:
         return graph_module.forward  # type: ignore[no-any-return]
     return compiled  # type: ignore[no-any-return]
+
+
+def copy_of(graph_module: GraphModule) -> GraphModule:
+    """A graph of torch._dynamo for somebody who changes it, as Inductor does."""
+    copied = GraphModule(graph_module, _copy(graph_module.graph), graph_module.__class__.__name__)
+    copied.meta.update(graph_module.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(graph_module, name):
+            setattr(copied, name, getattr(graph_module, name))
+    for node, copy in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
+        if hasattr(node, "_dynamo_source"):  # no part of a node's meta (PyTorch issue 141640)
+            copy._dynamo_source = node._dynamo_source
+    return copied
+
+
+@contextlib.contextmanager
+def between_calls() -> Iterator[bool]:
+    """As torch._dynamo surrounds what it compiles, for what is compiled at another time. False: another thread
+    compiles, and now is not the time."""
+    from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.utils import preserve_rng_state
+    from torch.compiler import _compile_session_context
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    if not compile_lock.acquire(blocking=False):
+        yield False
+        return
+    try:
+        with _compile_session_context(), _disable_current_modes(), torch.inference_mode(False), preserve_rng_state():
+            yield True
+    finally:
+        compile_lock.release()
 
 
 def extract(owner: GraphModule, nodes: Sequence[Node], results: Sequence[Node]) -> tuple[GraphModule, list[Node]]:

@@ -19,8 +19,7 @@ from ark_torch.compile.report import log
 class Way:
     """What the compiler of one inference graph leaves behind, while AOTAutograd's record is at hand."""
 
-    def __init__(self, call: Any, inputs: Sequence[Any]) -> None:
-        self.runs = getattr(call, "runs", None)
+    def __init__(self, inputs: Sequence[Any]) -> None:
         self.arguments = len(inputs)
         context = torch._guards.TracingContext.try_get()
         self._record = context.fw_metadata if context is not None else None
@@ -53,26 +52,17 @@ class Way:
         )
 
 
-def around(captured: Callable[..., Any], ways: Sequence[Way], example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """`captured`, or a quicker function that gives the same."""
-    if len(ways) != 1 or ways[0].runs is None:
-        return captured
+def is_open(ways: Sequence[Way], example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph that turns out to be one region, with the call's arguments, is called without AOTAutograd."""
     try:
-        if not ways[0].needs_no_wrapper(example_inputs):
-            return captured
+        return len(ways) == 1 and ways[0].needs_no_wrapper(example_inputs)
     except AttributeError as error:  # the record is AOTAutograd's own affair, and another version's may differ
         log.debug("calls go through AOTAutograd's wrappers: %s", error)
-        return captured
-    runs = ways[0].runs
-    region = getattr(runs, "region", runs)  # of a contest that may not be decided yet
-    function = getattr(region, "function", None)
-    if function is None:
-        return captured
-    call: Callable[..., Any] = function(captured)  # which waits for an AsyncCollectiveTensor, say
-    if region is runs:
-        return call
+        return False
 
-    def when_decided(*arguments: Any) -> Any:
-        return call(*arguments) if runs.run is region else captured(*arguments)
 
-    return when_decided
+def around(captured: Callable[..., Any], assembled: Callable[..., Any], is_open: bool) -> Callable[..., Any]:
+    """`captured`, or a quicker function that gives the same; `assembled` is what it calls."""
+    function = getattr(getattr(assembled, "runs", None), "function", None) if is_open else None
+    # What is called where arguments are not plain: it waits for an AsyncCollectiveTensor, say.
+    return function(captured) if function is not None else captured

@@ -112,6 +112,7 @@ std::string describe(const ProcessResult& result, std::chrono::milliseconds limi
     }
     case ProcessResult::End::killed: return "was killed by signal " + std::to_string(result.code);
     case ProcessResult::End::timed_out: return "took longer than " + std::to_string(limit.count()) + " ms";
+    case ProcessResult::End::stopped: return "was stopped: this process ends";
     case ProcessResult::End::not_started: return std::string("cannot be started: ") + std::strerror(result.code);
   }
   return {};

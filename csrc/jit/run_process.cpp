@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <thread>
 
@@ -21,6 +22,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr size_t kMostOutput = size_t{1} << 20;
+constexpr int kPollMs = 100;
+// Nothing else depends on it: relaxed.
+std::atomic<bool> stopping{false};
 
 std::vector<char*> pointers_to(const std::vector<std::string>& strings) {
   std::vector<char*> pointers;
@@ -36,14 +40,14 @@ std::vector<std::string> plain_environment() {
   return all;
 }
 
-// Reads until all writers are gone or the deadline; false: the deadline.
+// Reads until all writers are gone, the deadline, or stop_processes(); false: one of these two.
 bool drain(int fd, Clock::time_point deadline, std::string& output) {
   char buffer[4096];
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-    if (left <= 0) return false;
+    if (left <= 0 || stopping.load(std::memory_order_relaxed)) return false;
     pollfd one{fd, POLLIN, 0};
-    const int ready = ::poll(&one, 1, static_cast<int>(left < 1000 ? left : 1000));
+    const int ready = ::poll(&one, 1, static_cast<int>(left < kPollMs ? left : kPollMs));
     if (ready < 0 && errno != EINTR) return true;
     if (ready <= 0) continue;
     const ssize_t got = ::read(fd, buffer, sizeof(buffer));
@@ -75,6 +79,10 @@ bool wait_until(pid_t pid, Clock::time_point deadline, int& status) {
 ProcessResult run_process(const std::vector<std::string>& arguments, const std::string& folder,
                           std::chrono::milliseconds limit) {
   ProcessResult result;
+  if (stopping.load(std::memory_order_relaxed)) {
+    result.end = ProcessResult::End::stopped;
+    return result;
+  }
   int ends[2];
   if (::pipe2(ends, O_CLOEXEC) != 0) {
     result.code = errno;
@@ -111,7 +119,7 @@ ProcessResult run_process(const std::vector<std::string>& arguments, const std::
   if (!ended) {
     ::kill(-pid, SIGKILL);
     wait_until(pid, Clock::now() + std::chrono::seconds(10), status);
-    result.end = ProcessResult::End::timed_out;
+    result.end = stopping.load(std::memory_order_relaxed) ? ProcessResult::End::stopped : ProcessResult::End::timed_out;
   } else if (WIFSIGNALED(status)) {
     result.end = ProcessResult::End::killed;
     result.code = WTERMSIG(status);
@@ -120,6 +128,10 @@ ProcessResult run_process(const std::vector<std::string>& arguments, const std::
     result.code = WEXITSTATUS(status);
   }
   return result;
+}
+
+void stop_processes() {
+  stopping.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace ark::jit

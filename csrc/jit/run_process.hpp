@@ -13,6 +13,7 @@ struct ProcessResult {
     exited,      // `code` is its exit status
     killed,      // by signal `code`
     timed_out,   // and was killed
+    stopped,     // by stop_processes()
     not_started  // `code` is errno
   };
   End end = End::not_started;
@@ -24,5 +25,8 @@ struct ProcessResult {
 // with it. Its environment is ours, but for LC_ALL=C: messages and --version are the same everywhere.
 ProcessResult run_process(const std::vector<std::string>& arguments, const std::string& folder,
                           std::chrono::milliseconds limit);
+
+// When this process is about to end: every program that runs is killed within a tenth of a second, and no other starts.
+void stop_processes();
 
 }  // namespace ark::jit

@@ -237,3 +237,21 @@ def test_variants_of_ark() -> None:
     for text in ("", ":A=1", "few:A", "few:=1"):
         with pytest.raises(on_gpus.argparse.ArgumentTypeError):
             on_gpus.variant(text)
+
+
+@of_benchmarks
+def test_contest(tmp_path: Path) -> None:
+    """Every contestant is timed, and the table is made from the file."""
+    command = [sys.executable, str(FOLDER / "contest.py"), "--models", "mlp, one row", "--output", str(tmp_path)]
+    done = subprocess.run(
+        command, env=start.base_environment(), capture_output=True, text=True, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    about = json.loads((tmp_path / "contest.json").read_text())
+    (row,) = about["rows"]
+    assert set(row["milliseconds"]) == {"eager", "inductor", "ark", "default"} and row["ratio"] > 0
+    assert row["chosen"] in ("ark", "Inductor", "eager PyTorch", "not decided")
+    assert row["ark_first_s"] > 0 and row["inductor_first_s"] > 0
+    import contest
+
+    assert f"| {row['model']} | {row['milliseconds']['eager']:.2f} |" in contest.table(about)

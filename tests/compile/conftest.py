@@ -15,7 +15,7 @@ import reference
 import torch
 
 from ark_torch import _C
-from ark_torch.compile import backend, options
+from ark_torch.compile import backend, capture, options
 from ark_torch.compile.report import Report
 
 # At night also on the double, which tells faults of the lowering from the planner's.
@@ -37,7 +37,7 @@ def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("ARK_OPTIMISE", "1")
     torch._dynamo.reset()
     torch.manual_seed(0)
-    backend._say_once.cache_clear()
+    capture.say_once.cache_clear()
     reference.Region.made.clear()
     with torch.no_grad():
         yield
@@ -63,11 +63,12 @@ Compile = Callable[..., tuple[Any, Report]]
 
 @pytest.fixture
 def compiled() -> Compile:
-    """compiled(model, dynamic=None, **options) -> (the compiled model, its report)."""
+    """compiled(model, dynamic=None, **options) -> (the compiled model, its report). All is compiled by the first call;
+    test_background.py has what users get by default."""
 
     def make(model: Any, dynamic: bool | None = None, **chosen: Any) -> tuple[Any, Report]:
         report = Report()
-        parsed = options.parse(None, {"choose": "ark", **chosen})
+        parsed = options.parse(None, {"choose": "ark", "wait": True, **chosen})
 
         def run(graph_module: Any, example_inputs: Any) -> Any:
             return backend.compile_graph(graph_module, example_inputs, parsed, report)

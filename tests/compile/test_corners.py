@@ -78,8 +78,7 @@ def test_a_position_in_a_tensor_is_measured(compiled: Any) -> None:
         x = torch.randn(1, 32)
         torch.testing.assert_close(call(*ours, x), step(*theirs, x))
         assert torch.equal(ours[0], theirs[0]) and ours[1].tolist() == [count]
-    (piece,) = report.regions
-    assert piece.runs_on in ("ark", "inductor") and piece.ark_us > 0 and piece.inductor_us > 0
+    assert set(report.graphs[0].choice.us) == {"ark", "inductor", "eager"}
 
 
 def test_a_cache_with_gaps_is_measured(compiled: Any) -> None:
@@ -94,7 +93,7 @@ def test_a_cache_with_gaps_is_measured(compiled: Any) -> None:
         call(whole[:, :32], torch.tensor([3]), x), step(torch.zeros(16, 32), torch.tensor([3]), x)
     )
     assert not whole[:, 32:].any()
-    assert report.regions[0].ark_us > 0
+    assert report.graphs[0].choice is not None
 
 
 LOOKUPS: dict[str, tuple[Callable[..., Any], str]] = {

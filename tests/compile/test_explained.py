@@ -14,6 +14,7 @@ import torch
 
 import ark_torch
 from ark_torch.compile import rest
+from ark_torch.compile.report import NAMES
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -59,12 +60,24 @@ def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) ->
 def test_log_says_who_was_chosen(
     double: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest, "compile_piece", lambda piece, static: (rest.interpreted(piece), "inductor"))
+    monkeypatch.setattr(rest, "whole", lambda graph_module, example_inputs: graph_module.forward)
     with caplog.at_level("INFO", logger="ark_torch.compile"):
-        torch.compile(models.Decoder().eval(), backend="ark")(torch.zeros(1, 4, dtype=torch.int64))
+        call = torch.compile(models.Decoder().eval(), backend="ark", options={"wait": True})
+        call(torch.zeros(1, 4, dtype=torch.int64))
     (line,) = [line for record in caplog.records if " runs on " in (line := record.getMessage())]
-    assert re.match(r"Decoder\.forward\[0/0\], piece 0 runs on (ark|Inductor): \d+ operators \(", line), line
-    assert "measured ark " in line and line.count("piece 0") == 1
+    assert re.match(r"Decoder\.forward\[0/0\] runs on (ark|Inductor|eager PyTorch): measured Inductor \d", line), line
+    assert all(f"{name} " in line for name in ("ark", "Inductor", "eager PyTorch"))
+
+
+def test_who_was_chosen_and_what_ark_would_run(plan: str) -> None:
+    """explain shows ark's regions, however the contest ends, and runs what was chosen before."""
+    model, ids = models.Decoder().eval(), torch.zeros(1, 4, dtype=torch.int64)
+    first = ark_torch.explain(model, ids)
+    again = ark_torch.explain(model, ids)
+    assert len(first.regions) == len(again.regions) == 1
+    assert first.graphs[0].choice == again.graphs[0].choice is not None
+    assert "; runs on " in str(first) and ", measured Inductor " in str(first), str(first)
+    assert f"Runs on {NAMES[first.graphs[0].choice.runs_on]}: measured Inductor " in first._repr_html_()
 
 
 def test_names_are_those_of_the_user(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import ark_torch
+from ark_torch.compile.choice import Choice
 from ark_torch.compile.report import Fallback, GraphReport, PieceReport, Report
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -112,16 +113,20 @@ def report_page(report: Report) -> str:
 @pytest.mark.quick
 def test_all_that_a_report_holds_is_shown_and_escaped() -> None:
     nasty = "</script><b>&\"'"
-    measured = PieceReport("piece 0", "inductor", 3, re_counter(nasty), nasty, None, 12.5, 7.25)
+    measured = PieceReport("piece 0", "inductor", 3, re_counter(nasty), nasty)
+    choice = Choice("inductor", {"ark": 12.5, "inductor": 7.25})
     graphs = [
-        GraphReport(nodes=3, pieces=[measured], fallbacks=[Fallback(nasty, nasty, nasty, nasty, 7)], in_place=1),
+        GraphReport(
+            nodes=3, choice=choice, pieces=[measured], fallbacks=[Fallback(nasty, nasty, nasty, nasty, 7)], in_place=1
+        ),
         GraphReport(whole=nasty, whole_on="eager PyTorch"),
     ]
     report = Report(graphs, graph_breaks=[f"{nasty}\nmore"], notes=[nasty])
     text = report_page(report)
     reader, timelines = read(text)
     assert timelines == [] and "<b>" not in text
-    assert {"12.5", "7.2", f"{nasty}:7", "Inductor"} <= set(reader.cells)
+    assert {f"{nasty}:7", "Inductor"} <= set(reader.cells)
+    assert "<p>Runs on Inductor: measured ark 12.5 us, Inductor 7.2 us. This is how ark would run it.</p>" in text
     assert "1 graph not on ark at all, 1 graph break." in text and "The whole graph runs on eager PyTorch" in text
 
 

@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 0)
 def compiled(model: Any, **chosen: Any) -> tuple[Any, Report]:
     """The call, and what is known of it; `chosen`: options of the backend."""
     report = Report()
-    parsed = options.parse(None, {"choose": "ark", **chosen})
+    parsed = options.parse(None, {"choose": "ark", "wait": True, **chosen})
 
     def run(graph_module: Any, example_inputs: Any) -> Any:
         return backend.compile_graph(graph_module, example_inputs, parsed, report)

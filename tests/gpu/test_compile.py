@@ -6,14 +6,18 @@ import copy
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from compile_support import DEVICE, compiled, on_one_kernel
 from torch import Tensor
 from torch._inductor import config as inductor_config
+
+from ark_torch.compile import background
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "compile"))
@@ -203,9 +207,69 @@ def test_the_faster_one_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             before[at] = x[0]
             assert torch.equal(table, before)
             torch.testing.assert_close(got, (table[:200] @ x[0]).softmax(-1), rtol=1e-4, atol=1e-5)
-        chosen.append([piece.runs_on for graph in report.graphs for piece in graph.pieces])
-    assert chosen[0] == chosen[1] and set(chosen[0]) <= {"ark", "inductor"}
-    assert len(list((tmp_path / "choices").iterdir())) == len(chosen[0])
+        chosen.append([graph.choice.runs_on for graph in report.graphs if graph.choice is not None])
+    assert chosen[0] == chosen[1] and len(chosen[0]) == len(report.graphs)
+    assert len(list((tmp_path / "choices").glob("*.json"))) == len(chosen[0])
+
+
+def test_replays_of_graphs_are_contestants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph captures is chosen by replays, and gives what eager PyTorch gives."""
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # no processes that outlive the test
+
+    def step(x: Tensor) -> Tensor:
+        return torch.tanh(x * 2).softmax(-1) + torch.sin(x)
+
+    x = torch.randn(64, 256, device=DEVICE)
+    for _ in range(2):  # measured, and then remembered
+        torch._dynamo.reset()
+        call, report = compiled(step, choose="measure")
+        call(x)
+        choice = report.graphs[0].choice
+        assert choice is not None and set(choice.replay_us) == {"ark", "inductor", "eager"} == set(choice.us), report
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call(x)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.testing.assert_close(result, step(x))
+            torch.testing.assert_close(call(x), step(x))
+
+
+def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """By default: calls and captures are right before, during and after the contest."""
+    monkeypatch.setenv("ARK_CACHE", str(tmp_path))
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)
+    state = torch.zeros(1, device=DEVICE)
+
+    def step(x: Tensor) -> Tensor:
+        state.add_(1)
+        return torch.tanh(x * state).softmax(-1) + torch.sin(x)
+
+    torch._dynamo.reset()
+    call = torch.compile(step, backend="ark")
+    x = torch.randn(64, 256, device=DEVICE)
+    captured = None
+    for number in range(1, 20000):
+        got = call(x)
+        if number % 50 == 1 or captured is None:
+            torch.testing.assert_close(got, torch.tanh(x * number).softmax(-1) + torch.sin(x))
+            assert state.item() == number
+        if number == 5:  # nothing is decided, and the graph keeps Inductor's kernels
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = call(x)
+            graph.replay()
+            torch.testing.assert_close(captured, torch.tanh(x * (number + 1)).softmax(-1) + torch.sin(x))
+            state.fill_(number)
+        if background.active():
+            time.sleep(0.01)
+        elif list((tmp_path / "choices").glob("*.json")):
+            break
+    else:
+        pytest.fail("no call was chosen in 20000")
+    assert "a CUDA graph captures Inductor's kernels" in caplog.text
 
 
 def test_weights_at_odd_addresses() -> None:

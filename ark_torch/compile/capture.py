@@ -1,0 +1,246 @@
+"""What ark makes of one graph: captured and lowered while torch._dynamo compiles, compiled and put together later.
+
+AOTAutograd (inference, Inductor's decompositions) makes the ATen graph; its updates of inputs become writes in place
+again before regions are cut. build.py compiles the pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ark_torch.compile import aliasing, analysis, decompositions, in_place, regions, rest, straight
+from ark_torch.compile.build import Builder, Launcher, NotOneRegion
+from ark_torch.compile.eager_values import Eager
+from ark_torch.compile.lowering import CPU, reason_against
+from ark_torch.compile.operators.contractions import skips_positions
+from ark_torch.compile.options import Options
+from ark_torch.compile.report import Fallback, GraphReport, fallback_of, log, title_of
+from ark_torch.errors import CompileError, UnsupportedGraph
+
+TRAINS = (
+    "it was traced with gradients on, and ark compiles inference only; if this model is not trained, call it under "
+    "torch.no_grad() or torch.inference_mode() and ark's kernels run it"
+)
+# Nothing guards that they lie that way the next time, in Inductor's graphs as little as here.
+MERGED = "arguments overlap, and one of them is written"  # AOTAutograd has made one of several
+SKIPS = 'options={"nan": "exact"}, and ark\'s attention passes over what its mask leaves out'
+
+
+class WholeGraph(Exception):
+    """The graph goes to Inductor as it came; the text says why."""
+
+
+class Captured:
+    """A graph of which ark runs regions. compile_regions() may be called by any thread; the others by one that
+    torch._dynamo may compile on: assemble_next() while to_assemble() is not 0, then finish()."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        options: Options,
+        report: GraphReport,
+        launcher: Launcher | None = None,
+    ) -> None:
+        """Captures and lowers. Raises Eager and WholeGraph for what is not ark's; what `options` forbid."""
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._dynamo.exc import RestartAnalysis
+
+        self._options, self._title = options, title_of(graph_module)
+        self._builder: Builder | None = None
+        self._assembled: Callable[..., Any] = self._not_yet
+        way: list[straight.Way] = []
+
+        def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            raise WholeGraph(TRAINS)
+
+        def infers(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            if len(inputs) < len(example_inputs):
+                raise Eager(MERGED)
+            with self.our_mistakes():
+                self._builder = cut(graph, options, report, launcher)
+                self._builder.lower()
+            self.has_collectives = self._builder.groups or any(map(_is_collective, graph.graph.nodes))
+            way.append(straight.Way(inputs))
+            return self._run
+
+        try:
+            self._call: Callable[..., Any] = aot_autograd(
+                fw_compiler=trains,
+                inference_compiler=infers,
+                decompositions=decompositions.table(),
+                keep_inference_input_mutations=True,
+            )(graph_module, example_inputs)
+        except (
+            WholeGraph,
+            Eager,
+            UnsupportedGraph,
+            CompileError,
+            NotOneRegion,
+            RestartAnalysis,
+        ):  # the last: Dynamo's own way of trying again
+            raise
+        except Exception as error:
+            # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
+            log.debug("capture failed", exc_info=True)
+            raise WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
+        self._is_open = straight.is_open(way, example_inputs)
+        self.written = aliasing.written(way, example_inputs)
+        if launcher is None:
+            self._call = aliasing.around(
+                self._call, graph_module.forward, self.written, example_inputs, options.fallback
+            )
+
+    def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        with self.our_mistakes(stopped):
+            self._made.compile_regions(stopped)
+
+    def to_assemble(self) -> int:
+        return self._made.to_assemble()
+
+    def assemble_next(self) -> None:
+        with self.our_mistakes():
+            self._made.assemble_next()
+
+    def finish(self) -> Callable[..., Any]:
+        """The function of the graph's arguments."""
+        with self.our_mistakes():
+            self._assembled = self._made.assemble()
+        self._builder = None
+        return straight.around(self._call, self._assembled, self._is_open)
+
+    @property
+    def _made(self) -> Builder:
+        assert self._builder is not None
+        return self._builder
+
+    def _run(self, arguments: list[Any]) -> Any:
+        return self._assembled(arguments)
+
+    _run._boxed_call = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _not_yet(arguments: list[Any]) -> Any:
+        raise AssertionError("a graph is called before it is assembled")
+
+    @contextlib.contextmanager
+    def our_mistakes(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """A mistake of ours, or what the compiler said with fallback=False."""
+        try:
+            yield
+        except (WholeGraph, Eager, UnsupportedGraph, NotOneRegion):
+            raise
+        except Exception as error:
+            if stopped():
+                raise
+            told = rest.first_line(error)
+            if not self._options.fallback:
+                if isinstance(error, CompileError):
+                    raise
+                raise UnsupportedGraph(f"ark does not compile a graph: {told}") from error
+            log.warning("%s: ark fails on it, and it goes to Inductor: %s", self._title, told, exc_info=True)
+            raise WholeGraph(f"ark failed on it ({told})") from error
+
+
+def _is_collective(node: Node) -> bool:
+    return getattr(node.target, "namespace", "") in ("_c10d_functional", "_c10d_functional_autograd", "c10d", "ark")
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    log.warning("A graph runs on Inductor, not on ark: %s. (Said once.)", text)
+
+
+def check_static(graph_module: GraphModule, kept_as: str = "val") -> None:
+    """Raises WholeGraph where a size is symbolic. `kept_as`: under which name nodes have what they give."""
+    for node in graph_module.graph.nodes:
+        value = node.meta.get(kept_as)
+        symbolic = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) or (
+            isinstance(value, torch.Tensor)
+            and value.layout == torch.strided
+            and any(not isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset()))
+        )
+        if symbolic:
+            shown = list(value.shape) if isinstance(value, torch.Tensor) else value
+            raise WholeGraph(
+                f"sizes are symbolic ({node.name} is {shown}): "
+                "ark compiles fixed sizes; torch.compile(dynamic=False) makes a kernel for each size"
+            )
+
+
+def device_of(nodes: Iterable[Node]) -> torch.device:
+    """Where the graph's regions run: the GPU that has most of its results, if one can run them, or else the CPU."""
+    devices: Counter[torch.device] = Counter()
+    for node in nodes:
+        value = node.meta.get("val")
+        devices.update({one.device for one in tree_leaves(value) if isinstance(one, torch.Tensor)})
+    gpus = [device for device, _ in devices.most_common() if device.type == "cuda"]
+    return gpus[0] if gpus and _runs_loop_kernels(gpus[0].index) else CPU
+
+
+@functools.cache
+def _runs_loop_kernels(device: int) -> bool:
+    from ark_torch import _C
+
+    if problem := _C._cuda_driver_problem():
+        say_once(f"its GPU's driver is not one that loop kernels can use ({problem.splitlines()[0].rstrip('.')})")
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        say_once(f"its GPU has compute capability {major}.{minor}, and loop kernels need 8.0")
+        return False
+    return True
+
+
+def cut(graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None) -> Builder:
+    """A functional ATen graph in pieces, and what compiles them."""
+    check_static(graph_module)
+    report.in_place = in_place.restore(graph_module)
+    needed = analysis.dependencies(graph_module)
+    mutated = {root for node in needed for root in analysis.written_roots(node)}
+    device = device_of(needed)
+    with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
+        reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
+        if options.nan == "exact":
+            reasons.update((node, SKIPS) for node in needed if skips_positions(node))
+    pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
+    report.nodes = len(needed)
+    report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]
+    for fallback in report.fallbacks:
+        log.info("%s falls back on %s", title_of(graph_module), fallback)
+    if not options.fallback and report.fallbacks and launcher is None:
+        raise UnsupportedGraph(_forbidden(report.fallbacks))
+    if not any(piece.ark for piece in pieces):
+        raise WholeGraph(_nothing(report.fallbacks, given))
+    if launcher is not None:
+        _check_one_region(pieces, report.fallbacks)
+    return Builder(graph_module, pieces, given, mutated, options, report, launcher, device)
+
+
+def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:
+    if len(pieces) == 1 and pieces[0].ark:
+        return
+    alike = list(dict.fromkeys(str(fallback) for fallback in fallbacks))
+    more = f", and {len(alike) - 5} more" if len(alike) > 5 else ""
+    raise NotOneRegion(f"a step is {len(pieces)} regions: {'; '.join(alike[:5]) or 'some are too small'}{more}")
+
+
+def _forbidden(fallbacks: Sequence[Fallback]) -> str:
+    lines = "\n".join(f"  {fallback}" for fallback in fallbacks[:20])
+    more = f"\n  and {len(fallbacks) - 20} more" if len(fallbacks) > 20 else ""
+    return f'options={{"fallback": False}}, and ark does not run:\n{lines}{more}'
+
+
+def _nothing(fallbacks: Sequence[Fallback], given: Sequence[Node]) -> str:
+    if fallbacks:
+        return f"nothing in it is worth a region of its own; first of {len(fallbacks)} that fall back: {fallbacks[0]}"
+    return f"it has {len(given)} operators, too few for a region" if given else "it computes nothing"

@@ -1,0 +1,228 @@
+"""Times the ways to run a graph against each other, call by call, and says which is the quickest.
+
+A contestant has a turn of several calls in a row, since each leaves caches, and threads that still spin, to whoever
+comes next: the first calls of a turn do not count. A round is a turn of each, back and forth; who is far behind is
+out. What counts is the median of a turn, and of those the least. Where the rounds disagree, or other programs had part
+of the machine, the contest is held again, a few times; what it then says is marked as chosen on a busy machine.
+
+The calls are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's
+arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ark_torch.compile.choice import Choice
+from ark_torch.compile.report import log
+
+Contestant = Callable[..., Any]
+PAUSE = ""  # in place of a contestant's name: calls that nobody times, before the contest is held again
+
+_ROUNDS, _MOST_ROUNDS, _ATTEMPTS = 3, 6, 3
+_TURN_S, _MOST_CALLS, _FEWEST_CALLS = 0.01, 100, 4
+_SLOW_S = 0.1  # a call that takes longer is called less often
+_SPENT_S = 10.0  # in all calls that count; what it says by then is what it says
+_HOPELESS = (3.0, 1.3)  # times the best one's time after one round, and after more: one turn may be bad luck
+_SURE = 1.1  # a contestant's middle turn over its best one: more is noise
+_FOREIGN = 0.15  # cores that others may take
+_SMALL = 1 << 14  # elements
+
+
+class Load:
+    """How many cores other processes had since it was made."""
+
+    def __init__(self) -> None:
+        self._begin = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        try:
+            with open("/proc/stat", encoding="ascii") as file:
+                ticks = [int(one) for one in file.readline().split()[1:9]]
+            # user, nice, system, idle, iowait, irq, softirq, steal
+            busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, IndexError):
+            busy = -1.0
+        return time.monotonic(), busy, own.ru_utime + own.ru_stime
+
+    def is_in_the_way(self, threads: int) -> bool:
+        """Whether others and `threads` of ours are more than the cores."""
+        cores = os.cpu_count() or 1
+        (then, busy, own), (now, busy_now, own_now) = self._begin, self._read()
+        if busy < 0:
+            foreign = max(0.0, os.getloadavg()[0] - threads)
+        elif now - then < 0.05:  # the counters are in hundredths of a second
+            return False
+        else:
+            foreign = (busy_now - busy - (own_now - own)) / (now - then)
+        return foreign > _FOREIGN and foreign + min(threads, cores) > cores
+
+
+class Contest:
+    """`choice` is set when it is decided; call() serves a call by whoever's turn it is."""
+
+    def __init__(self, contestants: Mapping[str, Contestant], on_gpu: bool = False) -> None:
+        self._contestants, self._on_gpu = dict(contestants), on_gpu
+        self.choice: Choice | None = None
+        self._spent = 0.0
+        self._turns = self._schedule()
+        self.turn = next(self._turns)
+
+    def call(self, arguments: Sequence[Any], counts: Callable[[], bool] = lambda: True) -> Any:
+        """`counts` is asked after the call. One that does not count, or that raises, is made up for by the next."""
+        run = self._contestants[self.turn]
+        if self._on_gpu:
+            begin, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+            begin.record()
+            result = run(*arguments)
+            end.record()
+            mark: Any = (begin, end)
+        else:
+            started = time.perf_counter()
+            result = run(*arguments)
+            mark = time.perf_counter() - started
+        if counts():
+            self._next(mark)
+        return result
+
+    def go_on(self) -> None:
+        """Ends a pause."""
+        self._next(0.0)
+
+    def _next(self, mark: Any) -> None:
+        try:
+            self.turn = self._turns.send(mark)
+        except StopIteration as decided:
+            self.choice = decided.value
+
+    def _seconds(self, marks: Sequence[Any]) -> list[float]:
+        if not self._on_gpu:
+            return list(marks)
+        marks[-1][1].synchronize()
+        return [begin.elapsed_time(end) * 1e-3 for begin, end in marks]
+
+    def _schedule(self) -> Generator[str, Any, Choice]:
+        decided: Choice | None = None
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                yield PAUSE
+            decided = yield from self._attempt()
+            if not decided.busy or self._spent > _SPENT_S:
+                break
+        assert decided is not None
+        return decided
+
+    def _attempt(self) -> Generator[str, Any, Choice]:
+        load = Load()
+        left = list(self._contestants)
+        times: dict[str, list[float]] = {name: [] for name in left}
+        sure = False
+        for number in range(_MOST_ROUNDS):
+            for name in left if number % 2 == 0 else left[::-1]:
+                times[name].append((yield from self._turn_of(name, number == 0)))
+            best = min(min(times[name]) for name in left)
+            left = [name for name in left if min(times[name]) <= best * _HOPELESS[number > 0]]
+            if number + 1 >= (_ROUNDS if best < _SLOW_S else 2):
+                sure = self._agree(times, left)
+                if sure or self._spent > _SPENT_S:
+                    break
+        us = {name: round(min(measured) * 1e6, 2) for name, measured in times.items()}
+        busy = not sure or load.is_in_the_way(torch.get_num_threads())
+        return Choice(min(us, key=lambda name: us[name]), us, busy)
+
+    def _turn_of(self, name: str, first: bool) -> Generator[str, Any, float]:
+        """The median of its calls, in seconds."""
+        for _ in range(2 if first else 1):
+            yield name
+        marks = [(yield name)]
+        each = self._seconds(marks)[0]
+        calls = max(_FEWEST_CALLS, min(_MOST_CALLS, int(_TURN_S / max(each, 1e-7)))) if each < _SLOW_S else 2
+        for _ in range(calls - 1):
+            marks.append((yield name))
+        seconds = self._seconds(marks)
+        self._spent += sum(seconds)
+        return statistics.median(seconds)
+
+    @staticmethod
+    def _agree(times: Mapping[str, list[float]], left: Sequence[str]) -> bool:
+        """Whether every round has the same winner, or all times vary little."""
+        rounds = zip(*(times[name] for name in left), strict=True)
+        winners = {one.index(min(one)) for one in rounds}
+        varied = max(statistics.median(times[name]) / min(times[name]) for name in left)
+        return len(winners) == 1 or varied <= _SURE
+
+
+def rehearse(
+    contestants: Mapping[str, Contestant], arguments: Sequence[Any], written: Sequence[int], on_gpu: bool = False
+) -> Choice:
+    """Holds it on one call's arguments; random number generators are put back afterwards. On a GPU it is held by calls,
+    and again by replays of CUDA graphs."""
+    copies = _Copies(arguments, written)
+    devices = list({x.device.index for x in arguments if isinstance(x, torch.Tensor) and x.is_cuda})
+    with torch.random.fork_rng(devices):
+        chosen = _held(Contest(contestants, on_gpu), copies, copies.given)
+        graphs = _graphs(contestants, copies.given) if on_gpu else {}
+        if len(graphs) > 1:
+            replayed = _held(Contest(graphs, on_gpu), copies, ())
+            chosen = replace(
+                chosen, busy=chosen.busy or replayed.busy, replays_on=replayed.runs_on, replay_us=replayed.us
+            )
+    return chosen
+
+
+class _Copies:
+    """One call's arguments for many calls: those that the graph writes (their positions are `written`) are copies, in
+    the layout that it was compiled for.
+
+    Positions and other small state are put back before every call, or a counter would walk out of its cache; of large
+    floating tensors only the values change, which nobody looks at.
+    """
+
+    def __init__(self, arguments: Sequence[Any], written: Sequence[int]) -> None:
+        self.given = list(arguments)
+        self._again: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in written:
+            one = arguments[i]
+            copy = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device).copy_(one)
+            if not one.is_floating_point() or one.numel() <= _SMALL:
+                self._again.append((copy, copy.clone()))
+            self.given[i] = copy
+
+    def put_back(self) -> None:
+        for copy, was in self._again:
+            copy.copy_(was)
+
+
+def _held(contest: Contest, copies: _Copies, arguments: Sequence[Any]) -> Choice:
+    while contest.choice is None:
+        if contest.turn == PAUSE:
+            contest.go_on()
+            continue
+        copies.put_back()
+        contest.call(arguments)
+    return contest.choice
+
+
+def _graphs(contestants: Mapping[str, Contestant], arguments: Sequence[Any]) -> dict[str, Contestant]:
+    """Each as the replay of a CUDA graph of one call; without those that cannot be captured."""
+    made: dict[str, Contestant] = {}
+    for name, run in contestants.items():
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                run(*arguments)
+        except RuntimeError as error:
+            log.debug("%s cannot be captured in a CUDA graph: %s", name, error)
+            continue
+        made[name] = graph.replay
+    return made

@@ -1,0 +1,206 @@
+"""What torch._dynamo calls for a graph of which it is not decided yet who runs it.
+
+Serving: Inductor's function serves from the first call on. From the second call on ark's regions are compiled on
+another thread; then the contestants serve some calls in turns, each timed, and the fastest one serves all others.
+Everything happens between two calls, on the thread that calls, and never while a CUDA graph is captured. Threads that
+call at the same time are served by Inductor until it is decided, and spoil what is timed meanwhile.
+
+Rehearsed: all are compiled, and the first call decides, on copies of its arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ark_torch.compile import background, choice, rest
+from ark_torch.compile.capture import Captured
+from ark_torch.compile.contest import PAUSE, Contest, Contestant, rehearse
+from ark_torch.compile.report import log
+
+_PAUSE_S = 10.0
+_MOST_SPOILT = 1000
+Tell = Callable[[choice.Choice], None]
+
+
+def taken(contestants: Mapping[str, Contestant], chosen: choice.Choice) -> Contestant:
+    """What calls go to from now on."""
+    run = contestants[chosen.runs_on]
+    replayed = contestants[chosen.replays_on or chosen.runs_on]
+    if replayed is run:
+        return run
+
+    def by_stream(*arguments: Any) -> Any:
+        return (replayed if torch.cuda.is_current_stream_capturing() else run)(*arguments)
+
+    return by_stream
+
+
+class _Served:
+    """`run` is what calls go to."""
+
+    run: Contestant
+
+    def __init__(self, title: str, contestants: Mapping[str, Contestant], name: str, tell: Tell, on_gpu: bool) -> None:
+        self._title, self._contestants, self._name = title, dict(contestants), name
+        self._tell, self._on_gpu = tell, on_gpu
+        self._lock = threading.Lock()
+
+    def function(self) -> Contestant:
+        def call(*arguments: Any) -> Any:
+            return self.run(*arguments)
+
+        return call
+
+    def _captures(self) -> bool:
+        """A CUDA graph keeps what it captures, and nothing can be timed."""
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+    def _decide(self, chosen: choice.Choice) -> None:
+        self.run = taken(self._contestants, chosen)
+        self._contestants.clear()
+        self._tell(chosen)
+
+
+class Rehearsed(_Served):
+    def __init__(
+        self,
+        title: str,
+        contestants: Mapping[str, Contestant],
+        written: Sequence[int],
+        name: str,
+        tell: Tell,
+        on_gpu: bool,
+    ) -> None:
+        super().__init__(title, contestants, name, tell, on_gpu)
+        self._written = written
+        self.run = self._first
+
+    def _first(self, *arguments: Any) -> Any:
+        with self._lock:
+            if self._contestants:
+                chosen = choice.recall(self._name)  # another process may have been quicker
+                if chosen is None and self._captures():
+                    return self._contestants["ark"](*arguments)
+                if chosen is None:
+                    try:
+                        measured = rehearse(self._contestants, arguments, self._written, self._on_gpu)
+                    except Exception as error:  # these arguments cannot be run, which the call itself says better
+                        log.info("%s was not measured: %s", self._title, error)
+                        return self._contestants["ark"](*arguments)
+                    chosen = choice.remember(self._name, measured)
+                self._decide(chosen)
+        return self.run(*arguments)
+
+
+class Serving(_Served):
+    def __init__(
+        self,
+        title: str,
+        captured: Captured,
+        contestants: Mapping[str, Contestant],
+        name: str,
+        tell: Tell,
+        on_gpu: bool,
+    ) -> None:
+        super().__init__(title, contestants, name, tell, on_gpu)
+        self._captured: Captured | None = captured
+        self._job: background.Job | None = background.Job(captured.compile_regions, title)
+        self._inductor = self._contestants["inductor"]
+        self._contest: Contest | None = None
+        self._resumes = 0.0
+        self._disturbed, self._spoilt = False, 0
+        self.run = self._first
+
+    def _first(self, *arguments: Any) -> Any:
+        self.run = self._waiting
+        return self._inductor(*arguments)
+
+    def _waiting(self, *arguments: Any) -> Any:
+        if self._captures():
+            _warn_of_capture(self._title)
+        elif self._lock.acquire(blocking=False):
+            try:
+                if self.run == self._waiting:
+                    self._advance()
+            finally:
+                self._lock.release()
+        return self._inductor(*arguments)
+
+    def _advance(self) -> None:
+        """One step towards the contest: at most one piece is compiled by Inductor in a call."""
+        assert self._job is not None and self._captured is not None
+        if self._job.state == "new":
+            self._job.submit()
+        elif self._job.state == "failed":
+            self._stay()
+        elif self._job.state == "done" and not background.active():
+            try:
+                with rest.between_calls() as may_compile:
+                    if not may_compile:
+                        return
+                    if self._captured.to_assemble():
+                        self._captured.assemble_next()
+                    if self._captured.to_assemble():
+                        return
+                    self._contestants["ark"] = self._captured.finish()
+            except Exception as error:
+                log.warning("%s stays on Inductor: %s", self._title, rest.first_line(error))
+                self._stay()
+                return
+            self._captured = self._job = None
+            if (chosen := choice.recall(self._name)) is not None:  # another process was quicker
+                self._decide(chosen)
+            else:
+                self._contest = Contest(self._contestants, self._on_gpu)
+                self.run = self._contested
+
+    def _contested(self, *arguments: Any) -> Any:
+        if self._captures():
+            _warn_of_capture(self._title)
+            return self._inductor(*arguments)
+        if not self._lock.acquire(blocking=False):
+            self._disturbed = True
+            return self._inductor(*arguments)
+        try:
+            contest = self._contest
+            if contest is None or background.active():
+                return self._inductor(*arguments)
+            if contest.turn == PAUSE:
+                if time.monotonic() < self._resumes:
+                    return self._inductor(*arguments)
+                contest.go_on()
+            self._disturbed = False
+            result = contest.call(arguments, lambda: not self._disturbed)
+            if self._disturbed:
+                self._spoilt += 1
+                if self._spoilt > _MOST_SPOILT:
+                    log.info("%s stays on Inductor: several threads call it, and no call can be timed", self._title)
+                    self._stay()
+            elif contest.choice is not None:
+                self._contest = None
+                self._decide(choice.remember(self._name, contest.choice))
+            elif contest.turn == PAUSE:
+                self._resumes = time.monotonic() + _PAUSE_S
+            return result
+        finally:
+            self._lock.release()
+
+    def _stay(self) -> None:
+        self.run = self._inductor
+        self._captured = self._job = self._contest = None
+        self._contestants.clear()
+
+
+@functools.cache
+def _warn_of_capture(title: str) -> None:
+    log.warning(
+        "%s: a CUDA graph captures Inductor's kernels, before it is known whether ark's are faster; "
+        'options={"wait": True} decides that in the first call.',
+        title,
+    )

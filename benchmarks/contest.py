@@ -1,0 +1,190 @@
+"""Whether the default of torch.compile(backend="ark") is as fast as the fastest of what it chooses from, on a CPU.
+
+    python benchmarks/contest.py [--models llama t5 ...] [--seconds 90] [--output FOLDER]
+
+A row is a small model (contest_models.py). With caches of its own, first plain torch.compile is called once in a
+process; then another calls ark's default until it has chosen, --seconds at most, and times it beside eager PyTorch,
+plain torch.compile and ark's regions alone ({"choose": "ark"}): in turns, round by round, the least median of a turn.
+The ratio is that of the default to the best of these three; of two that run the same code it is noise. First calls
+include torch._dynamo's tracing. On two cores that nobody else uses a row takes about half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import contest_models
+import cpu_tables
+import torch
+
+from ark_torch.compile import background
+from ark_torch.tools.bench import report as bench
+
+FOLDER = Path(__file__).resolve().parent
+ROUNDS, TURN_S, MOST_CALLS = 7, 0.1, 200
+SETTLED_S = 1.0  # without a graph's choice: all graphs have theirs
+LIMIT_S = 900.0
+
+Call = Callable[[], Any]
+
+
+class Choices(logging.Handler):
+    """Hears which graph runs on what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[str] = []
+        self.last = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        said = record.getMessage()
+        for what in ("ark", "Inductor", "eager PyTorch"):
+            if f" runs on {what}: " in said and "piece" not in said:
+                self.chosen.append(what)
+                self.last = time.monotonic()
+
+
+def called(run: Any, given: dict[str, Any]) -> Call:
+    return lambda: run(**given)
+
+
+def seconds(call: Call) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def beside(calls: dict[str, Call]) -> dict[str, float]:
+    """Milliseconds of a call of each."""
+    medians: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(ROUNDS):
+        for name in list(calls) if number % 2 == 0 else list(calls)[::-1]:
+            call = calls[name]
+            call()
+            each = seconds(call)
+            runs = max(3, min(MOST_CALLS, int(TURN_S / max(each, 1e-6))))
+            medians[name].append(statistics.median(seconds(call) for _ in range(runs)) * 1e3)
+    return {name: min(times) for name, times in medians.items()}
+
+
+def plain(name: str) -> dict[str, Any]:
+    model, given = contest_models.make(name)
+    return {"inductor_first_s": seconds(called(torch.compile(model), given))}
+
+
+def chosen(name: str, limit: float) -> dict[str, Any]:
+    heard = Choices()
+    log = logging.getLogger("ark_torch.compile")
+    log.addHandler(heard)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    model, given = contest_models.make(name)
+    default = called(torch.compile(model, backend="ark"), given)
+    first = seconds(default)
+    deadline = time.monotonic() + limit
+    slowest = 0.0
+    while time.monotonic() < deadline:
+        slowest = max(slowest, seconds(default))
+        if not background.active() and heard.chosen and time.monotonic() - heard.last > SETTLED_S:
+            break
+    decided = not background.active() and bool(heard.chosen)
+    by = " + ".join(dict.fromkeys(heard.chosen)) if decided else "not decided"
+    ways: dict[str, Call] = {"eager": called(model, given)}
+    for way, options in (("inductor", {}), ("ark", {"backend": "ark", "options": {"choose": "ark"}})):
+        ways[way] = called(torch.compile(model, **options), given)
+        ways[way]()
+    ways["default"] = default
+    milliseconds = beside(ways)
+    best = min(milliseconds[way] for way in ("eager", "inductor", "ark"))
+    return {
+        "model": name,
+        "chosen": by,
+        "milliseconds": milliseconds,
+        "ratio": milliseconds["default"] / best,
+        "ark_first_s": first,
+        "slowest_call_until_chosen_s": slowest,
+    }
+
+
+def child(work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], folder: str, sender: Any) -> None:
+    os.environ["ARK_CACHE"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/ark", f"{folder}/inductor"
+    with torch.no_grad():
+        sender.send(work(*arguments))
+
+
+def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """With caches that nobody has used. Forked: the parent has imported what takes long, and computes nothing."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="ark-contest-") as folder:
+        process = context.Process(target=child, args=(work, arguments, folder, sender))
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(LIMIT_S):
+                raise TimeoutError(f"{work.__name__}{arguments} takes longer than {LIMIT_S:.0f} s")
+            return receiver.recv()  # type: ignore[no-any-return]
+        finally:
+            process.join(30)
+            with contextlib.suppress(ValueError):
+                process.kill()
+
+
+HEAD = """\
+| model | eager, ms | plain | ark alone | default | chosen | default / best | first call: default, s | plain |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+
+def line(row: dict[str, Any]) -> str:
+    ms = row["milliseconds"]
+    times = " | ".join(f"{ms[way]:.2f}" for way in ("eager", "inductor", "ark", "default"))
+    firsts = f"{row['ark_first_s']:.1f} | {row['inductor_first_s']:.1f}"
+    return f"| {row['model']} | {times} | {row['chosen']} | {row['ratio']:.2f} | {firsts} |"
+
+
+def table(about: dict[str, Any]) -> str:
+    """docs/performance-cpu.md's."""
+    rows = about["rows"]
+    worst = max(rows, key=lambda row: row["ratio"])
+    firsts = [row["ark_first_s"] / row["inductor_first_s"] for row in rows]
+    told = (
+        f"Worst default: {worst['ratio']:.2f} times the best ({worst['model']}). First call, default to plain: "
+        f"{statistics.geometric_mean(firsts):.2f} (geometric mean), {max(firsts):.2f} at most."
+    )
+    return f"{cpu_tables.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in rows) + f"\n{told}\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(contest_models.MODELS), choices=list(contest_models.MODELS))
+    parser.add_argument("--seconds", type=float, default=90.0, help="at most, until the default has chosen")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    arguments = parser.parse_args()
+    import transformers  # for all children
+
+    about = bench.surroundings(bench.shown_command("benchmarks/contest.py"))
+    about["versions"]["transformers"] = transformers.__version__
+    print(HEAD, end="", flush=True)
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        row = {**in_a_process(plain, name), **in_a_process(chosen, name, arguments.seconds)}
+        rows.append(row)
+        print(line(row), flush=True)
+        bench.write_json(arguments.output / "contest.json", about, rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
