@@ -32,8 +32,9 @@ struct MatmulCall {
   MatmulKind kind;
   at::Tensor a, b;
   std::string group;
-  std::string form;       // "auto", "unfused" (product first), "fused" or "paired" (one kernel; of blocks in pairs)
-  int64_t trained = 0;    // bit 0: a takes gradients; bit 1: b
+  std::string form;     // "auto", "unfused" (product first), "overlapped" (all_gather: own rows meanwhile), "fused" or
+                        // "paired" (one kernel; of blocks in pairs)
+  int64_t trained = 0;  // bit 0: a takes gradients; bit 1: b
   bool gathered = false;  // all_gather: gives a of all ranks, too
 
   int64_t rows() const { return a.size(0); }
@@ -55,8 +56,8 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
 
 // Why one kernel cannot take the call, from what all ranks share and from the device; empty: it can.
 std::string why_not_fused(const MatmulCall& call, int ranks);
-// Whether it is to be expected to be faster: the same on all ranks that agree.
-bool prefers_fused(const MatmulCall& call, int ranks);
+// The form that "auto" stands for: from what all ranks share alone.
+std::string preferred_form(const MatmulCall& call);
 
 // Different calls that a launch must not mistake for each other have different ones.
 uint64_t fingerprint(const MatmulCall& call);

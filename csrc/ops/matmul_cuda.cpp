@@ -1,6 +1,7 @@
 // On CUDA tensors, product first: PyTorch's product straight into memory that the group has registered, where it has
-// any, and the group's collective from there to the result. Nothing is copied in between. One kernel that does both:
-// matmul_fused.cpp.
+// any, and the group's collective from there to the result. Nothing is copied in between. Overlapped: own rows are
+// multiplied while the others come (by copy engines, which take no multiprocessor from the product). One kernel that
+// does both: matmul_fused.cpp.
 #include <c10/core/DeviceGuard.h>
 
 #include "ops/matmul.hpp"
@@ -42,9 +43,24 @@ MatmulResult matmul_cuda(const MatmulCall& call, ProcessGroupArk& group) {
     default: {
       at::Tensor gathered = place(size * call.rows(), call.depth()), mine = call.a.contiguous();
       c10d::AllgatherOptions options;
-      options.asyncOp = false;
-      group._allgather_base(gathered, mine, options)->wait();
-      at::Tensor out = at::mm(gathered, call.b);
+      options.asyncOp = call.form == "overlapped";
+      const auto gathering = group._allgather_base(gathered, mine, options);
+      if (!options.asyncOp) {
+        gathering->wait();
+        at::Tensor out = at::mm(gathered, call.b);
+        return {out, call.gathered ? gathered : none()};
+      }
+      at::Tensor out = at::empty({size * call.rows(), call.columns()}, call.a.options());
+      const auto multiply = [&](const at::Tensor& from, int64_t first, int64_t count) {
+        if (count == 0) return;
+        at::Tensor to = out.narrow(0, first, count);
+        at::mm_out(to, from, call.b);
+      };
+      const int64_t begin = group.getRank() * call.rows(), end = begin + call.rows();
+      multiply(mine, begin, call.rows());
+      gathering->wait();
+      multiply(gathered.narrow(0, 0, begin), 0, begin);
+      multiply(gathered.narrow(0, end, gathered.size(0) - end), end, gathered.size(0) - end);
       return {out, call.gathered ? gathered : none()};
     }
   }

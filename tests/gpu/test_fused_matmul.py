@@ -18,7 +18,7 @@ from ark_torch.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 HALVES = (torch.bfloat16, torch.float16)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 of_one_kernel = pytest.mark.skipif(not HOPPER or WORLD < 2, reason="needs Hopper GPUs, and peers")
-FORMS = ["unfused", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
+FORMS = ["unfused", "overlapped", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
 
 
 def _check(case: Case, form: str, device: torch.device, group: Any = None) -> None:
