@@ -30,10 +30,10 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
         b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
             `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
-        form: "unfused": PyTorch's product, then ark's collective; "overlapped" (all_gather_matmul; else as that): own
-            rows are multiplied while the others come. "fused": one kernel whose tiles leave as they are
-            finished (float16 and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where
-            the rows allow that. "auto": what was measured to be faster.
+        form: "unfused": PyTorch's product, then ark's collective; "overlapped": both in parts, one a rank, of which
+            some are multiplied while others travel. "fused": one kernel whose tiles leave as they are finished (float16
+            and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where the rows allow
+            that. "auto": what was measured to be faster.
 
     Returns:
         `[m, n]`, the same on all ranks.
