@@ -1,13 +1,13 @@
 // Products with a collective over a group's ranks: matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul.
 // Registered with PyTorch as ark::* (registration.cpp); what users call is ark_torch.ops.
 //
-// The bits are those of torch.mm followed or preceded by the group's collective: a rank's product is rounded to the
-// dtype, products are added in float32 in rank order and rounded once. Two forms give them:
+// A rank's product is rounded to the dtype; products are added in float32 in rank order and rounded once. Forms:
 //
-//   product first  PyTorch's own product, into registered memory where the group has any, and the group's collective
-//                  from there to the result (matmul_cpu.cpp, matmul_cuda.cpp)
-//   one kernel     tiles leave for their rank as they are finished, or rows are multiplied as they come
-//                  (matmul_fused.cpp; cuda/fused/matmul.cuh)
+//   unfused        PyTorch's own product, into registered memory where the group has any, and the group's collective
+//                  from there to the result: the bits of torch.mm and the collective (matmul_cpu.cpp, matmul_cuda.cpp)
+//   overlapped     both in parts, of which some are multiplied while others travel (matmul_cuda.cpp)
+//   fused, paired  one kernel: tiles leave for their rank as they are finished, or rows are multiplied as they come
+//                  (matmul_fused.cpp; cuda/fused/matmul.cuh); the second of blocks in pairs
 //
 // Everything is checked before a byte moves, and all ranks must mean the same product. On the CPU they tell each other
 // in every call. On GPUs they do so before the first call of a kind and shape: a host that waited for others in each
@@ -32,9 +32,8 @@ struct MatmulCall {
   MatmulKind kind;
   at::Tensor a, b;
   std::string group;
-  std::string form;     // "auto", "unfused" (product first), "overlapped" (all_gather: own rows meanwhile), "fused" or
-                        // "paired" (one kernel; of blocks in pairs)
-  int64_t trained = 0;  // bit 0: a takes gradients; bit 1: b
+  std::string form;       // or "auto"
+  int64_t trained = 0;    // bit 0: a takes gradients; bit 1: b
   bool gathered = false;  // all_gather: gives a of all ranks, too
 
   int64_t rows() const { return a.size(0); }
