@@ -21,8 +21,9 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The sum of all ranks' products `a @ b`: of a linear layer that is split along its inputs.
 
-    The bits of `torch.mm(a, b)` followed by the group's `all_reduce`: products rounded to the dtype, added in float32
-    in rank order, rounded once. Collective: all ranks call it, in the same order.
+    Products are rounded to the dtype, added in float32 in rank order and rounded once; form "unfused", and CPU ranks,
+    give the bits of `torch.mm(a, b)` followed by the group's `all_reduce`. Collective: all ranks call it, in the same
+    order.
 
     Args:
         a: `[m, k]`, float32, float16, bfloat16 or float64, on the CPU or a CUDA device; any strides. k may be another
@@ -30,9 +31,10 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
         b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
             `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
-        form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
-            finished (float16 and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where
-            the rows allow that. "auto": what was measured to be faster.
+        form: "unfused": PyTorch's product, then ark's collective; "overlapped": both in parts, one a rank, of which
+            some are multiplied while others travel. "fused": one kernel whose tiles leave as they are finished (float16
+            and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where the rows allow
+            that. "auto": what was measured to be faster.
 
     Returns:
         `[m, n]`, the same on all ranks.
@@ -56,7 +58,7 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """The sum of all ranks' products `a @ b`, of which each rank gets its part of the rows.
 
-    As `matmul_all_reduce`, with the bits of `reduce_scatter_tensor`.
+    As `matmul_all_reduce`, with `reduce_scatter_tensor` in the place of `all_reduce`.
 
     Args:
         a: `[m, k]`; m is a multiple of the group's size. k may be another on each rank.
@@ -79,8 +81,8 @@ def matmul_reduce_scatter(
 def all_gather_matmul(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The product of all ranks' rows with this rank's `b`.
 
-    The bits of `all_gather_into_tensor` followed by `torch.mm`. The one kernel begins with the rank's own rows, and
-    goes on as others arrive.
+    Form "unfused", and CPU ranks, give the bits of `all_gather_into_tensor` followed by `torch.mm`; other forms begin
+    with the rank's own rows, and go on as others arrive.
 
     Args:
         a: `[m, k]`, the same shape on all ranks.

@@ -18,8 +18,8 @@ struct Field {
 };
 
 int64_t number_of_form(const std::string& form) {
-  constexpr const char* kForms[] = {"auto", "unfused", "fused", "paired"};
-  for (int64_t i = 0; i < 4; ++i)
+  constexpr const char* kForms[] = {"auto", "unfused", "overlapped", "fused", "paired"};
+  for (int64_t i = 0; i < 5; ++i)
     if (form == kForms[i]) return i;
   return -1;
 }
@@ -37,7 +37,7 @@ std::string shape_of(const at::Tensor& tensor) {
 void check(const CallSite& site, const MatmulCall& call, int size) {
   if (number_of_form(call.form) < 0)
     refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'",
-           "Pass 'auto', 'unfused', 'fused' or 'paired'.");
+           "Pass 'auto', 'unfused', 'overlapped', 'fused' or 'paired'.");
   check_tensor(site, "a", call.a);
   check_tensor(site, "b", call.b);
   const at::ScalarType type = call.a.scalar_type();
@@ -89,8 +89,8 @@ std::vector<int64_t> values_of(const std::vector<Field>& fields) {
 // A rank that refused a CUDA call cannot know whether the others came to tell each other, so it does not wait long.
 constexpr std::chrono::milliseconds kShort{5000};
 
-// Whether one kernel takes the call.
-bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
+// The form that takes the call.
+std::string agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
   std::optional<Error> refused;
   std::vector<Field> fields;
   std::vector<int64_t> words;
@@ -112,12 +112,14 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     }
     throw *refused;
   }
-  const bool fused = cuda && call.form != "unfused" && why_not_fused(call, size).empty() &&
-                     (is_one_kernel(call.form) || prefers_fused(call, size));
-  if (size == 1) return fused;
+  MatmulCall wanted = call;
+  if (call.form == "auto") wanted.form = cuda ? preferred_form(call) : "unfused";
+  const bool able = cuda && is_one_kernel(wanted.form) && why_not_fused(wanted, size).empty();
+  const auto taken = [&](bool all_able) { return is_one_kernel(wanted.form) && !all_able ? "unfused" : wanted.form; };
+  if (size == 1) return "unfused";
   const std::vector<int64_t> key = words;
-  if (const auto known = cuda ? group.agreed(key) : std::nullopt) return *known;
-  words.push_back(fused);
+  if (const auto known = cuda ? group.agreed(key) : std::nullopt) return taken(*known);
+  words.push_back(able);
   const auto told = tell_all(group, words);
   bool all = true;
   for (int r = 0; r < size; ++r) {
@@ -134,7 +136,7 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     }
   }
   if (cuda) group.agree(key, all);
-  return all;
+  return taken(all);
 }
 
 }  // namespace
@@ -156,18 +158,19 @@ uint64_t fingerprint(const MatmulCall& call) {
   return hash | 1;
 }
 
-MatmulResult matmul(const MatmulCall& call) {
+MatmulResult matmul(const MatmulCall& given) {
   return with_torch_errors([&]() -> MatmulResult {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const char* const name = name_of(call.kind);
-    ProcessGroupArk& group = backend_of(call.group, name);
-    const bool fused = agree(call, group, {group.getRank(), name});
+    const char* const name = name_of(given.kind);
+    ProcessGroupArk& group = backend_of(given.group, name);
+    MatmulCall call = given;
+    call.form = agree(given, group, {group.getRank(), name});
     if (group.getSize() == 1) {  // nothing to send
       if (call.a.is_cuda()) group.check_region(name, call.a.device());
       return {at::mm(call.a, call.b), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
     }
     if (!call.a.is_cuda()) return matmul_cpu(call, group);
-    if (fused) {
+    if (is_one_kernel(call.form)) {
       if (auto result = matmul_fused(call, group)) return *std::move(result);
     }
     return matmul_cuda(call, group);

@@ -55,6 +55,9 @@ def _one_kernel(rank: Rank) -> None:
         with pytest.raises(ValueError if rank.rank else dist.DistBackendError, match=r"columns of a|rank 1 refused"):
             operator(other[0], other[1] if rank.rank == 0 else other[0], group, form="fused")
         assert counted(call) == (1, 1)
+    large = _matrices(rank, m=4096, k=8, n=2048)
+    assert counted(lambda: matmul_all_reduce(*large, group)) == (1, 2)  # by the rule
+    assert counted(lambda: matmul_all_reduce(*large, group, form="paired")) == (1, 2)
 
 
 def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None:

@@ -18,7 +18,7 @@ from ark_torch.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 HALVES = (torch.bfloat16, torch.float16)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 of_one_kernel = pytest.mark.skipif(not HOPPER or WORLD < 2, reason="needs Hopper GPUs, and peers")
-FORMS = ["unfused", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
+FORMS = ["unfused", "overlapped", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
 
 
 def _check(case: Case, form: str, device: torch.device, group: Any = None) -> None:
@@ -32,16 +32,17 @@ def _check(case: Case, form: str, device: torch.device, group: Any = None) -> No
     close(got, exact(case, me, world), sum(case.k) if case.name != "all_gather_matmul" else case.k[0], (form, case))
 
 
-def _random(rank: Rank, seed: int, count: int) -> None:
+def _random(rank: Rank, form: str, seed: int, count: int) -> None:
     device = start(rank)
     random = Random(seed)
     for number in range(count):
         dtypes = (torch.float32, *HALVES)
-        _check(random_case(random, rank.world_size, 100 * seed + number, dtypes), "unfused", device)
+        _check(random_case(random, rank.world_size, 100 * seed + number, dtypes), form, device)
 
 
-def test_product_first() -> None:
-    run(_random, 1, 40)
+@pytest.mark.parametrize("form", FORMS[:2])
+def test_pytorchs_product(form: str) -> None:
+    run(_random, form, 1, 40)
 
 
 def _auto(rank: Rank) -> None:
@@ -121,8 +122,8 @@ def _sums_in_rank_order(rank: Rank, form: str) -> None:
                 same(OPERATORS[name](a, b, form=form), unfused(case, a, b, world), (name, dtype, n))
 
 
-@of_one_kernel
-@pytest.mark.parametrize("form", ["fused", "paired"])
+@pytest.mark.skipif(WORLD < 2, reason="needs peers")
+@pytest.mark.parametrize("form", FORMS[1:])
 def test_bits_of_the_unfused_form(form: str) -> None:
     run(_sums_in_rank_order, form)
 
