@@ -53,14 +53,14 @@ def between_calls() -> Iterator[bool]:
     compiles, and now is not the time."""
     from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.utils import preserve_rng_state
-    from torch.compiler import _compile_session_context
     from torch.utils._python_dispatch import _disable_current_modes
 
     if not compile_lock.acquire(blocking=False):
         yield False
         return
     try:
-        with _compile_session_context(), _disable_current_modes(), torch.inference_mode(False), preserve_rng_state():
+        session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)  # PyTorch 2.11 has none
+        with session(), _disable_current_modes(), torch.inference_mode(False), preserve_rng_state():
             yield True
     finally:
         compile_lock.release()
