@@ -147,7 +147,7 @@ def has_order_of_its_own(node: Node) -> bool:
     """Random numbers, collectives and other effects: they stay in program order among themselves."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return node.op == "call_function" and node.target is not operator.getitem
-    if node.target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor"):
+    if node.target.namespace in ("_c10d_functional", "c10d_functional", "_dtensor", "ark"):
         return True
     return torch.Tag.nondeterministic_seeded in node.target.tags or (
         bool(node.target._schema.is_mutable) and not written_arguments(node.target)

@@ -118,7 +118,8 @@ class Lowering:
     def lower(self, node: Node) -> None:
         rule = RULES.get(node.target)
         if rule is None:
-            raise Unsupported("no lowering for this operator")
+            own = getattr(node.target, "namespace", "") == "ark"
+            raise Unsupported("a kernel of its own" if own else "no lowering for this operator")
         for result in _results(node):
             check_tensor(result, self.device)
         self._origin = analysis.origin_of(node)

@@ -28,7 +28,7 @@ def whole(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[
     graphs = [one for one in graph_module.modules() if isinstance(one, GraphModule)]
     table = eager_values.table() if any(eager_values.concerns(one.graph) for one in graphs) else None
     try:
-        compiled: Any = compile_fx(graph_module, list(example_inputs), decompositions=table)
+        compiled: Any = compile_fx(graph_module, list(example_inputs), config_patches=_patches(), decompositions=table)
     except eager_values.Eager:
         return graph_module.forward  # type: ignore[no-any-return]
     return compiled  # type: ignore[no-any-return]
@@ -45,6 +45,15 @@ def copy_of(graph_module: GraphModule) -> GraphModule:
         if hasattr(node, "_dynamo_source"):  # no part of a node's meta (PyTorch issue 141640)
             copy._dynamo_source = node._dynamo_source
     return copied
+
+
+def _patches() -> dict[str, Any] | None:
+    """Products and collectives become one operator in Inductor's graphs, too, those of backward passes included."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from ark_torch.compile.inductor_pass import FuseProducts
+
+    return {"post_grad_custom_pre_pass": FuseProducts()}
 
 
 @contextlib.contextmanager

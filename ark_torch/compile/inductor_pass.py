@@ -1,0 +1,20 @@
+"""products.py as a pass of Inductor over graphs that it compiles whole: those that train, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph
+
+from ark_torch.compile import products
+from ark_torch.compile.report import log
+
+
+class FuseProducts(CustomGraphPass):  # type: ignore[misc]
+    def __call__(self, graph: Graph) -> None:
+        for line in products.fuse(graph):
+            log.info("Inductor's graph: %s", line)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__, products.__file__))
