@@ -12,8 +12,7 @@ inductor_nccl  the same through torch.compile
 symm_mem       PyTorch's symmetric memory: torch.ops.symm_mem.fused_matmul_reduce_scatter, fused_all_gather_matmul; for
                all_reduce torch.mm into symmetric memory and its one-shot, from 256 KB its two-shot all-reduce
 unfused        ark_torch.ops, torch.mm and ark's collective
-overlapped     ark_torch.ops, both in parts, of which some are multiplied while others travel
-fused, paired  ark_torch.ops, one kernel; of blocks in pairs
+fused          ark_torch.ops, one kernel
 
 On GPUs each way is captured in a CUDA graph of two calls with different matrices and replayed back to back; a figure is
 the median over rounds of the slowest rank's time for a call. `eager_us`: the same calls outside of a graph. Results are
@@ -129,8 +128,7 @@ class Product:
             f"inductor_{rival}": lambda i: self.compiled(self.a[i], self.weights[i]),
             "unfused": self.ark("unfused"),
         }
-        alone = {"symm_mem": self.symm_mem} | {form: self.ark(form) for form in ("overlapped", "fused", "paired")}
-        return ways | (alone if self.cuda else {})
+        return ways | ({"symm_mem": self.symm_mem, "fused": self.ark("fused")} if self.cuda else {})
 
 
 def measured(rank: Rank, call: Call, rounds: int, row: Row, name: str) -> Tensor | None:
@@ -174,7 +172,7 @@ def compare(rank: Rank, work: Product, arguments: argparse.Namespace) -> Row:
         wrong = int((~torch.isclose(result.float(), wanted.float(), rtol=2e-2, atol=5e-2)).sum())
         row["wrong"][name] = max(rank.share(wrong))
     us = row["us"] or row["eager_us"]
-    ours = {name: us[name] for name in ("unfused", "overlapped", "fused", "paired") if name in us}
+    ours = {name: us[name] for name in ("unfused", "fused") if name in us}
     rivals = {name: value for name, value in us.items() if name not in ours and name != "product"}
     if ours and rivals:
         row["best_rival"] = min(rivals, key=lambda name: rivals[name])

@@ -31,10 +31,8 @@ def matmul_all_reduce(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = No
         b: `[k, n]`, of the dtype and device of `a`; any strides: a weight of `torch.nn.Linear` is passed as
             `weight.t()`.
         group: a group of the backend "ark"; None: the default group.
-        form: "unfused": PyTorch's product, then ark's collective; "overlapped": both in parts, one a rank, of which
-            some are multiplied while others travel. "fused": one kernel whose tiles leave as they are finished (float16
-            and bfloat16 on Hopper); "paired": in which two blocks share what they read of `b`, where the rows allow
-            that. "auto": what was measured to be faster.
+        form: "unfused": PyTorch's product, then ark's collective. "fused": one kernel whose tiles leave as they are
+            finished (float16 and bfloat16 on Hopper). "auto": what was measured to be faster.
 
     Returns:
         `[m, n]`, the same on all ranks.
@@ -81,8 +79,8 @@ def matmul_reduce_scatter(
 def all_gather_matmul(a: Tensor, b: Tensor, group: dist.ProcessGroup | None = None, *, form: str = "auto") -> Tensor:
     """The product of all ranks' rows with this rank's `b`.
 
-    Form "unfused", and CPU ranks, give the bits of `all_gather_into_tensor` followed by `torch.mm`; other forms begin
-    with the rank's own rows, and go on as others arrive.
+    Form "unfused", and CPU ranks, give the bits of `all_gather_into_tensor` followed by `torch.mm`; the one
+    kernel begins with the rank's own rows, and goes on as others arrive.
 
     Args:
         a: `[m, k]`, the same shape on all ranks.

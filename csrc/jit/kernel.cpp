@@ -153,20 +153,14 @@ void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_b
     throw Error(ErrorKind::invalid_argument, "kernel " + kernel.entry + " takes a struct of " +
                                                  std::to_string(kernel.param_bytes) + " bytes, and was given " +
                                                  std::to_string(bytes));
-  CUlaunchAttribute attributes[3] = {};
+  CUlaunchAttribute attributes[2] = {};
   unsigned count = 0;
-  const bool pairs = mode == LaunchMode::cooperative_pairs;
-  if (mode == LaunchMode::cooperative || pairs) {
+  if (mode == LaunchMode::cooperative) {
     attributes[0].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
     attributes[0].value.cooperative = 1;
     attributes[1].id = CU_LAUNCH_ATTRIBUTE_PRIORITY;
     attributes[1].value.priority = 0;
     count = 2;
-    if (pairs) {
-      attributes[2].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-      attributes[2].value.clusterDim = {2, 1, 1};
-      count = 3;
-    }
   } else if (mode == LaunchMode::overlapped && kernel.can_overlap) {
     attributes[0].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attributes[0].value.programmaticStreamSerializationAllowed = 1;
@@ -185,9 +179,7 @@ void launch(const Kernel& kernel, Dim3 grid, Dim3 block, size_t dynamic_shared_b
   auto shape = [](Dim3 d) { return std::to_string(d.x) + "x" + std::to_string(d.y) + "x" + std::to_string(d.z); };
   check(result, "launching " + kernel.entry + " (grid " + shape(grid) + ", block " + shape(block) + ", " +
                     std::to_string(dynamic_shared_bytes) + " bytes of shared memory" +
-                    (mode == LaunchMode::cooperative ? ", cooperative)"
-                     : pairs                         ? ", cooperative, in pairs)"
-                                                     : ")"));
+                    (mode == LaunchMode::cooperative ? ", cooperative)" : ")"));
 }
 
 }  // namespace ark::jit

@@ -77,9 +77,8 @@ enum class LaunchMode {
   plain,
   cooperative,  // all blocks are resident at once, or the launch is an error; of the priority of a usual stream,
                 // whatever its stream's, so that of two such kernels neither comes between the blocks of the other
-  cooperative_pairs,  // the same in clusters of two blocks (from compute capability 9.0)
-  overlapped,  // may start while the kernel before it on the stream ends; it waits for that itself (begin_kernel() in
-               // cuda/packet.cuh). Programmatic dependent launch, from compute capability 9.0; plain before that.
+  overlapped,   // may start while the kernel before it on the stream ends; it waits for that itself (begin_kernel() in
+                // cuda/packet.cuh). Programmatic dependent launch, from compute capability 9.0; plain before that.
 };
 
 // Asynchronous on `stream`, capturable. `params` is the kernel's one struct.

@@ -17,17 +17,6 @@ struct Field {
   int64_t value;
 };
 
-int64_t number_of_form(const std::string& form) {
-  constexpr const char* kForms[] = {"auto", "unfused", "overlapped", "fused", "paired"};
-  for (int64_t i = 0; i < 5; ++i)
-    if (form == kForms[i]) return i;
-  return -1;
-}
-
-bool is_one_kernel(const std::string& form) {
-  return form == "fused" || form == "paired";
-}
-
 std::string shape_of(const at::Tensor& tensor) {
   std::string text = "[";
   for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + to_string(tensor.size(d));
@@ -35,9 +24,8 @@ std::string shape_of(const at::Tensor& tensor) {
 }
 
 void check(const CallSite& site, const MatmulCall& call, int size) {
-  if (number_of_form(call.form) < 0)
-    refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'",
-           "Pass 'auto', 'unfused', 'overlapped', 'fused' or 'paired'.");
+  if (call.form != "auto" && call.form != "fused" && call.form != "unfused")
+    refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'", "Pass 'auto', 'fused' or 'unfused'.");
   check_tensor(site, "a", call.a);
   check_tensor(site, "b", call.b);
   const at::ScalarType type = call.a.scalar_type();
@@ -59,11 +47,10 @@ void check(const CallSite& site, const MatmulCall& call, int size) {
     refuse(site, ErrorKind::invalid_argument,
            "a has " + to_string(call.rows()) + " rows, which " + to_string(size) + " ranks cannot share evenly",
            "Pad a to a multiple of the group's size.");
-  if (is_one_kernel(call.form)) {
+  if (call.form == "fused") {
     const std::string why = why_not_fused(call, size);
     if (!why.empty())
-      refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "', and " + why,
-             "Pass form='auto', or another shape.");
+      refuse(site, ErrorKind::invalid_argument, "form is 'fused', and " + why, "Pass form='auto', or another shape.");
   }
 }
 
@@ -76,7 +63,9 @@ std::vector<Field> fields_of(const MatmulCall& call) {
           {gathers ? "number of columns of a" : "number of columns of b", gathers ? call.depth() : call.columns()},
           {"dtype", static_cast<int64_t>(call.a.scalar_type())},
           {"kind of device", static_cast<int64_t>(call.a.device().type())},
-          {"form", number_of_form(call.form)},
+          {"form", call.form == "auto"    ? 0
+                   : call.form == "fused" ? 1
+                                          : 2},
           {"answer to which of a and b take gradients", trained}};
 }
 
@@ -89,8 +78,8 @@ std::vector<int64_t> values_of(const std::vector<Field>& fields) {
 // A rank that refused a CUDA call cannot know whether the others came to tell each other, so it does not wait long.
 constexpr std::chrono::milliseconds kShort{5000};
 
-// The form that takes the call.
-std::string agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
+// Whether one kernel takes the call, on all ranks alike.
+bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site) {
   std::optional<Error> refused;
   std::vector<Field> fields;
   std::vector<int64_t> words;
@@ -112,14 +101,12 @@ std::string agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite
     }
     throw *refused;
   }
-  MatmulCall wanted = call;
-  if (call.form == "auto") wanted.form = cuda ? preferred_form(call) : "unfused";
-  const bool able = cuda && is_one_kernel(wanted.form) && why_not_fused(wanted, size).empty();
-  const auto taken = [&](bool all_able) { return is_one_kernel(wanted.form) && !all_able ? "unfused" : wanted.form; };
-  if (size == 1) return "unfused";
+  const bool fused =
+      cuda && (call.form == "auto" ? prefers_fused(call) : call.form == "fused") && why_not_fused(call, size).empty();
+  if (size == 1) return fused;
   const std::vector<int64_t> key = words;
-  if (const auto known = cuda ? group.agreed(key) : std::nullopt) return taken(*known);
-  words.push_back(able);
+  if (const auto known = cuda ? group.agreed(key) : std::nullopt) return *known;
+  words.push_back(fused);
   const auto told = tell_all(group, words);
   bool all = true;
   for (int r = 0; r < size; ++r) {
@@ -136,7 +123,7 @@ std::string agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite
     }
   }
   if (cuda) group.agree(key, all);
-  return taken(all);
+  return all;
 }
 
 }  // namespace
@@ -158,19 +145,18 @@ uint64_t fingerprint(const MatmulCall& call) {
   return hash | 1;
 }
 
-MatmulResult matmul(const MatmulCall& given) {
+MatmulResult matmul(const MatmulCall& call) {
   return with_torch_errors([&]() -> MatmulResult {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const char* const name = name_of(given.kind);
-    ProcessGroupArk& group = backend_of(given.group, name);
-    MatmulCall call = given;
-    call.form = agree(given, group, {group.getRank(), name});
+    const char* const name = name_of(call.kind);
+    ProcessGroupArk& group = backend_of(call.group, name);
+    const bool fused = agree(call, group, {group.getRank(), name});
     if (group.getSize() == 1) {  // nothing to send
       if (call.a.is_cuda()) group.check_region(name, call.a.device());
       return {at::mm(call.a, call.b), call.gathered ? call.a.clone() : at::empty({0}, call.a.options())};
     }
     if (!call.a.is_cuda()) return matmul_cpu(call, group);
-    if (is_one_kernel(call.form)) {
+    if (fused) {
       if (auto result = matmul_fused(call, group)) return *std::move(result);
     }
     return matmul_cuda(call, group);

@@ -3,11 +3,10 @@
 //
 // A rank's product is rounded to the dtype; products are added in float32 in rank order and rounded once. Forms:
 //
-//   unfused        PyTorch's own product, into registered memory where the group has any, and the group's collective
-//                  from there to the result: the bits of torch.mm and the collective (matmul_cpu.cpp, matmul_cuda.cpp)
-//   overlapped     both in parts, of which some are multiplied while others travel (matmul_cuda.cpp)
-//   fused, paired  one kernel: tiles leave for their rank as they are finished, or rows are multiplied as they come
-//                  (matmul_fused.cpp; cuda/fused/matmul.cuh); the second of blocks in pairs
+//   unfused  PyTorch's own product, into registered memory where the group has any, and the group's collective from
+//            there to the result: the bits of torch.mm and the collective (matmul_cpu.cpp, matmul_cuda.cpp)
+//   fused    one kernel: tiles leave for their rank as they are finished, or rows are multiplied as they come; it adds
+//            up a product in an order of its own, the same in every run (matmul_fused.cpp; cuda/fused/matmul.cuh)
 //
 // Everything is checked before a byte moves, and all ranks must mean the same product. On the CPU they tell each other
 // in every call. On GPUs they do so before the first call of a kind and shape: a host that waited for others in each
@@ -32,7 +31,7 @@ struct MatmulCall {
   MatmulKind kind;
   at::Tensor a, b;
   std::string group;
-  std::string form;       // or "auto"
+  std::string form;       // "auto", "unfused" (product first) or "fused" (one kernel)
   int64_t trained = 0;    // bit 0: a takes gradients; bit 1: b
   bool gathered = false;  // all_gather: gives a of all ranks, too
 
@@ -55,8 +54,8 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
 
 // Why one kernel cannot take the call, from what all ranks share and from the device; empty: it can.
 std::string why_not_fused(const MatmulCall& call, int ranks);
-// The form that "auto" stands for: from what all ranks share alone.
-std::string preferred_form(const MatmulCall& call);
+// Whether it is to be expected to be faster: what "auto" asks, from what all ranks share alone.
+bool prefers_fused(const MatmulCall& call);
 
 // Different calls that a launch must not mistake for each other have different ones.
 uint64_t fingerprint(const MatmulCall& call);

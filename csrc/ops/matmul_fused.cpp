@@ -34,18 +34,17 @@ MatmulMode mode_of(MatmulKind kind) {
 
 // How the result is cut. Of sums it depends on nothing but what all ranks share.
 struct Cut {
-  MatmulMode mode;
   MatmulShape shape;
   int64_t part_rows, row_tiles, column_tiles, part_tiles, tiles;
 };
 
 Cut cut_by(MatmulShape shape, const MatmulCall& call, int64_t ranks) {
-  Cut cut{mode_of(call.kind), shape, call.rows(), 0, 0, 0, 0};
+  Cut cut{shape, call.rows(), 0, 0, 0, 0};
   if (call.kind == MatmulKind::reduce_scatter) cut.part_rows /= ranks;
   cut.row_tiles = in_wholes(cut.part_rows, shape.rows);
   cut.column_tiles = in_wholes(std::max<int64_t>(call.columns(), 1), shape.columns);
   const int64_t tiles = cut.row_tiles * cut.column_tiles;
-  cut.part_tiles = call.kind == MatmulKind::all_reduce ? in_wholes(tiles / shape.blocks, ranks) * shape.blocks : tiles;
+  cut.part_tiles = call.kind == MatmulKind::all_reduce ? in_wholes(tiles, ranks) : tiles;
   cut.tiles = call.kind == MatmulKind::all_reduce ? tiles : tiles * ranks;
   return cut;
 }
@@ -54,28 +53,17 @@ Cut cut_by(MatmulShape shape, const MatmulCall& call, int64_t ranks) {
 // cycle, of which nine tenths are to be had), or those of its bytes, of which the second-level cache gives a
 // multiprocessor some 45 a cycle.
 Cut cut_of(const MatmulCall& call, int64_t ranks) {
-  if (call.kind == MatmulKind::all_reduce && call.rows() <= kMatmulFew.rows) {
-    Cut few = cut_by(kMatmulFew, call, ranks);
-    // 16 rows of a tile travel together, in packets of which half is data.
-    const int64_t bytes = few.tiles * in_wholes(call.rows(), 16) * 16 * kMatmulFew.columns * 2 * 2;
-    few.mode = MatmulMode::all_reduce_few, few.part_tiles = few.tiles;
-    if (bytes <= static_cast<int64_t>(device::kTilePacketBytes)) return few;
-  }
   constexpr int64_t kMultiprocessors = 132;  // of every Hopper that is linked to others; any number is right
   std::optional<Cut> best;
   double least = 0;
-  const auto look_at = [&](MatmulShape shape) {
+  for (const MatmulShape& shape : kMatmulShapes) {
     const Cut cut = cut_by(shape, call, ranks);
-    if (cut.row_tiles % shape.blocks != 0) return;
     const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
-    const double bytes = (shape.rows + shape.columns / shape.blocks) * 128;
     const double cycles =
-        std::max(multiplies, bytes / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
-    if (best && cycles >= least) return;
+        std::max(multiplies, shape.stage_bytes() / 45.0) * static_cast<double>(in_wholes(cut.tiles, kMultiprocessors));
+    if (best && cycles >= least) continue;
     best = cut, least = cycles;
-  };
-  if (call.form == "paired") std::for_each(std::begin(kMatmulPairs), std::end(kMatmulPairs), look_at);
-  if (!best) std::for_each(std::begin(kMatmulShapes), std::end(kMatmulShapes), look_at);
+  }
   return *best;
 }
 
@@ -146,15 +134,15 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   return {};
 }
 
-// As measured on two H200 (benchmarks/results/fused_products.json). The library's products are quicker than the one
-// kernel's by up to a tenth, so that wins where there is much to send for what is to be computed: large sums to all
-// ranks, and gathered rows of little depth.
-std::string preferred_form(const MatmulCall& call) {
+// As measured on two H200 (benchmarks/results/fused_products.json). The library's products are quicker than this one's
+// by up to a tenth, so the kernel wins where there is much to send for what is to be computed, and from where its waits
+// for peers (20 us) no longer count: at most 14 us slower and 75 quicker than the product first at the shapes there.
+bool prefers_fused(const MatmulCall& call) {
   const int64_t shared = call.rows() * (call.kind == MatmulKind::all_gather ? call.depth() : call.columns());
   switch (call.kind) {
-    case MatmulKind::all_reduce: return shared >= 8 << 20 ? "fused" : "unfused";
-    case MatmulKind::all_gather: return shared >= 1 << 20 && shared <= 4 << 20 ? "fused" : "unfused";
-    default: return "unfused";
+    case MatmulKind::all_reduce: return shared >= 8 << 20;
+    case MatmulKind::reduce_scatter: return shared >= 4 << 20 && shared <= 8 << 20;
+    default: return shared >= 1 << 20 && shared <= 4 << 20;
   }
 }
 
@@ -165,10 +153,9 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   if (const auto report = group.tile_failure()) raise_report(*report, rank, name);
   const c10::OptionalDeviceGuard guard(device);
   const CurrentContext context(device.index());  // autograd's threads have none
+  const bool gathers = call.kind == MatmulKind::all_gather, reduces = call.kind == MatmulKind::all_reduce;
   const int64_t depth = call.depth(), columns = call.columns();
   const Cut cut = cut_of(call, size);
-  const bool gathers = cut.mode == MatmulMode::all_gather, few = cut.mode == MatmulMode::all_reduce_few;
-  const bool everywhere = cut.mode == MatmulMode::all_reduce;  // all ranks store into the result
   const at::ScalarType dtype = call.a.scalar_type();
 
   bool across = false;
@@ -178,18 +165,17 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
   // Rows of a result of their own begin at multiples of 16 bytes, too.
   const int64_t wide = in_wholes(std::max<int64_t>(columns, 1), 8) * 8;
   const int64_t sizes[] = {gathers ? size * call.rows() : cut.part_rows, wide};
-  at::Tensor out = everywhere ? allocate_result(group, sizes, dtype, device) : at::empty(sizes, call.a.options());
+  at::Tensor out = reduces ? allocate_result(group, sizes, dtype, device) : at::empty(sizes, call.a.options());
   at::Tensor gathered = at::empty({0}, call.a.options());
   if (call.gathered) gathered = at::empty({size * call.rows(), depth}, call.a.options());
 
-  const uint64_t result_bytes = everywhere ? in_wholes(sizes[0] * wide * 2, kSlotsAlign) * kSlotsAlign : 0;
+  const uint64_t result_bytes = reduces ? in_wholes(sizes[0] * wide * 2, kSlotsAlign) * kSlotsAlign : 0;
   const uint64_t scratch_bytes = gathers ? static_cast<uint64_t>(size * call.rows() * depth * 2)
-                                 : few   ? 1
                                          : static_cast<uint64_t>(size * cut.part_tiles) * cut.shape.tile_bytes();
   device::MatmulParams params{};
   params.a = map_of(a.const_data_ptr(), depth, call.rows(), a.stride(0), cut.shape.rows);
   params.b = across ? map_of(b.const_data_ptr(), b.size(1), depth, b.stride(0), MatmulShape::kDepth)
-                    : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns / cut.shape.blocks);
+                    : map_of(b.const_data_ptr(), depth, b.size(1), b.stride(1), cut.shape.columns);
   params.rows = static_cast<const char*>(a.const_data_ptr());
   params.row_bytes = static_cast<uint64_t>(a.stride(0)) * 2;
   params.out_bytes = static_cast<uint64_t>(wide) * 2;
@@ -211,25 +197,23 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
     if (capture.id != 0) keep_with_graph(capture, staging.keep);
     for (int r = 0; r < size; ++r) params.scratch[r] = staging.peers[r] + result_bytes;
     TileResult result{out, staging, false};
-    if (everywhere) result = place_result(out, sizes, dtype, device, communicator, *tiles, capture);
+    if (reduces) result = place_result(out, sizes, dtype, device, communicator, *tiles, capture);
     out = result.out;
     params.out = static_cast<char*>(out.data_ptr());
     params.links = tiles->links(result.place);
     params.links.layout = fingerprint(call);
     params.links.limit_ns = nanoseconds_of(operation.context);
     if (gathers) params.gathered = map_of(params.scratch[rank], depth, size * call.rows(), depth, cut.shape.rows);
-    const jit::Kernel& kernel =
-        jit::KernelLibrary::of(device.index()).get(matmul_stub(dtype_of(dtype), cut.shape, across, cut.mode), "matmul");
+    const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
+                                    .get(matmul_stub(dtype_of(dtype), cut.shape, across, mode_of(call.kind)), "matmul");
     const unsigned threads = static_cast<unsigned>(cut.shape.threads());
     const size_t shared = static_cast<size_t>(cut.shape.shared_bytes());
     // Rows are sent by two warps of a block, some rows at a time each.
     const int64_t wanted = gathers ? std::max(cut.tiles, in_wholes(cut.part_rows, device::kPushRows * 2)) : cut.tiles;
-    const bool pairs = cut.shape.blocks == 2;
-    int64_t blocks = std::min<int64_t>(
+    const int64_t blocks = std::min<int64_t>(
         {wanted, resident_blocks(kernel, static_cast<int>(threads), shared), communicator.most_blocks()});
-    if (pairs) blocks = std::max<int64_t>(blocks / 2 * 2, 2);
     jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params,
-                pairs ? jit::LaunchMode::cooperative_pairs : jit::LaunchMode::cooperative);
+                jit::LaunchMode::cooperative);
     copy_result(result, stream);
     if (call.gathered) {
       const size_t part = static_cast<size_t>(call.rows() * depth * 2);

@@ -57,7 +57,6 @@ def _one_kernel(rank: Rank) -> None:
         assert counted(call) == (1, 1)
     large = _matrices(rank, m=4096, k=8, n=2048)
     assert counted(lambda: matmul_all_reduce(*large, group)) == (1, 2)  # by the rule
-    assert counted(lambda: matmul_all_reduce(*large, group, form="paired")) == (1, 2)
 
 
 def test_ranks_meet_before_the_first_call_of_a_shape(pretended_gpu: Any) -> None:

@@ -17,8 +17,7 @@ from ark_torch.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_sc
 
 HALVES = (torch.bfloat16, torch.float16)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-of_one_kernel = pytest.mark.skipif(not HOPPER or WORLD < 2, reason="needs Hopper GPUs, and peers")
-FORMS = ["unfused", "overlapped", *(pytest.param(form, marks=of_one_kernel) for form in ("fused", "paired"))]
+FORMS = ["unfused", pytest.param("fused", marks=pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers"))]
 
 
 def _check(case: Case, form: str, device: torch.device, group: Any = None) -> None:
@@ -32,17 +31,16 @@ def _check(case: Case, form: str, device: torch.device, group: Any = None) -> No
     close(got, exact(case, me, world), sum(case.k) if case.name != "all_gather_matmul" else case.k[0], (form, case))
 
 
-def _random(rank: Rank, form: str, seed: int, count: int) -> None:
+def _random(rank: Rank, seed: int, count: int) -> None:
     device = start(rank)
     random = Random(seed)
     for number in range(count):
         dtypes = (torch.float32, *HALVES)
-        _check(random_case(random, rank.world_size, 100 * seed + number, dtypes), form, device)
+        _check(random_case(random, rank.world_size, 100 * seed + number, dtypes), "unfused", device)
 
 
-@pytest.mark.parametrize("form", FORMS[:2])
-def test_pytorchs_product(form: str) -> None:
-    run(_random, form, 1, 40)
+def test_product_first() -> None:
+    run(_random, 1, 40)
 
 
 def _auto(rank: Rank) -> None:
@@ -93,19 +91,18 @@ def kernel_cases(world: int) -> list[Case]:
     return cases
 
 
-def _cases(rank: Rank, form: str) -> None:
+def _cases(rank: Rank) -> None:
     device = start(rank)
     for case in kernel_cases(rank.world_size):
-        _check(case, form, device)
+        _check(case, "fused", device)
 
 
-@of_one_kernel
-@pytest.mark.parametrize("form", ["fused", "paired"])
-def test_one_kernel(form: str) -> None:
-    run(_cases, form)
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+def test_one_kernel() -> None:
+    run(_cases)
 
 
-def _sums_in_rank_order(rank: Rank, form: str) -> None:
+def _sums_in_rank_order(rank: Rank) -> None:
     """Products of small integers are the same whoever multiplies: so are the bits of what is added and rounded."""
     device = start(rank)
     me, world = rank.rank, rank.world_size
@@ -119,13 +116,12 @@ def _sums_in_rank_order(rank: Rank, form: str) -> None:
                 generator.manual_seed(50 + me * (name != "all_gather_matmul"))
                 b = torch.randint(-3, 4, (96, n), generator=generator, device=device).to(dtype) * 17.0**-me
                 case = Case(name, m, [96] * world, [n] * world)
-                same(OPERATORS[name](a, b, form=form), unfused(case, a, b, world), (name, dtype, n))
+                same(OPERATORS[name](a, b, form="fused"), unfused(case, a, b, world), (name, dtype, n))
 
 
-@pytest.mark.skipif(WORLD < 2, reason="needs peers")
-@pytest.mark.parametrize("form", FORMS[1:])
-def test_bits_of_the_unfused_form(form: str) -> None:
-    run(_sums_in_rank_order, form)
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
+def test_bits_of_the_unfused_form() -> None:
+    run(_sums_in_rank_order)
 
 
 def _captured(rank: Rank, form: str) -> None:
@@ -335,7 +331,7 @@ def _late_disagreement(rank: Rank, form: str) -> str:
     return str(caught.value)
 
 
-@of_one_kernel
+@pytest.mark.skipif(not HOPPER or WORLD < 2, reason="Hopper, peers")
 def test_operators_that_differ() -> None:
     for told in run(_late_disagreement, "fused", own=True, destroy=False):
         assert "another fused operator" in told or "matmul_" in told, told

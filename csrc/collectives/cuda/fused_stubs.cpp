@@ -32,7 +32,6 @@ std::string name_of_stub(const char* kind, DType dtype, bool narrow, bool wide, 
 
 const char* name_of_mode(device::MatmulMode mode) {
   return mode == device::MatmulMode::all_reduce       ? "all_reduce"
-         : mode == device::MatmulMode::all_reduce_few ? "all_reduce_few"
          : mode == device::MatmulMode::reduce_scatter ? "reduce_scatter"
                                                       : "all_gather";
 }
@@ -40,8 +39,7 @@ const char* name_of_mode(device::MatmulMode mode) {
 void add_matmul(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool across,
                 device::MatmulMode mode) {
   stubs.push_back({std::string("matmul_") + name_of_mode(mode) + "_" + name_of(dtype) + "_" +
-                       std::to_string(shape.rows) + "x" + std::to_string(shape.columns) +
-                       (shape.blocks == 2 ? "_pairs" : "") + (across ? "_across" : ""),
+                       std::to_string(shape.rows) + "x" + std::to_string(shape.columns) + (across ? "_across" : ""),
                    matmul_stub(dtype, shape, across, mode), 90});
 }
 
@@ -85,7 +83,7 @@ std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, dev
   return "#include \"cuda/fused/matmul.cuh\"\n" +
          fused_entry("matmul", "MatmulParams",
                      std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
-                         std::to_string(shape.columns) + ", " + std::to_string(shape.blocks) + ", " + boolean(across) +
+                         std::to_string(shape.columns) + ", " + boolean(across) +
                          ", ark::device::MatmulMode::" + name_of_mode(mode),
                      shape.threads());
 }
@@ -99,9 +97,7 @@ std::vector<Stub> representative_fused_stubs() {
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
   add_matmul(stubs, DType::f16, kMatmulShapes[1], false, device::MatmulMode::all_gather);
-  add_matmul(stubs, DType::bf16, kMatmulShapes[3], true, device::MatmulMode::reduce_scatter);
-  add_matmul(stubs, DType::bf16, kMatmulPairs[0], false, device::MatmulMode::reduce_scatter);
-  add_matmul(stubs, DType::bf16, kMatmulFew, false, device::MatmulMode::all_reduce_few);
+  add_matmul(stubs, DType::bf16, kMatmulShapes[3], false, device::MatmulMode::all_reduce);
   return stubs;
 }
 
@@ -113,16 +109,12 @@ std::vector<Stub> every_fused_stub() {
       add_fused(stubs, dtype, narrow, false, 32);
     }
   }
-  for (const DType dtype : {DType::bf16, DType::f16}) {
-    for (const bool across : {false, true}) {
-      for (const auto mode :
-           {device::MatmulMode::all_reduce, device::MatmulMode::reduce_scatter, device::MatmulMode::all_gather}) {
-        for (const device::MatmulShape& shape : kMatmulShapes) add_matmul(stubs, dtype, shape, across, mode);
-        for (const device::MatmulShape& shape : kMatmulPairs) add_matmul(stubs, dtype, shape, across, mode);
-      }
-      add_matmul(stubs, dtype, kMatmulFew, across, device::MatmulMode::all_reduce_few);
-    }
-  }
+  for (const DType dtype : {DType::bf16, DType::f16})
+    for (const device::MatmulShape& shape : kMatmulShapes)
+      for (const bool across : {false, true})
+        for (const auto mode :
+             {device::MatmulMode::all_reduce, device::MatmulMode::reduce_scatter, device::MatmulMode::all_gather})
+          add_matmul(stubs, dtype, shape, across, mode);
   return stubs;
 }
 

@@ -27,8 +27,6 @@ std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide,
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);
 // Tiles' shapes that there are.
 inline constexpr device::MatmulShape kMatmulShapes[] = {{128, 256}, {128, 128}, {64, 128}, {64, 64}};
-inline constexpr device::MatmulShape kMatmulPairs[] = {{128, 256, 2}, {128, 128, 2}};
-inline constexpr device::MatmulShape kMatmulFew{64, 64};  // of all_reduce_few
 
 std::vector<Stub> representative_fused_stubs();
 std::vector<Stub> every_fused_stub();

@@ -17,8 +17,7 @@ constexpr uint64_t kMostPlaces = 8;  // besides the staging place
 }  // namespace
 
 std::unique_ptr<TileMemory> TileMemory::create(CudaCommunicator& communicator, std::string& why) {
-  const uint64_t packets = device::kTilePacketBytes * static_cast<uint64_t>(communicator.size());
-  auto control = communicator.share(sizeof(device::TileControl) + packets, kControlPrint, why);
+  auto control = communicator.share(sizeof(device::TileControl), kControlPrint, why);
   if (!control) return nullptr;
   return std::unique_ptr<TileMemory>(new TileMemory(communicator, std::move(control)));
 }

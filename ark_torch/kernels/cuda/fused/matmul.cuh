@@ -7,17 +7,11 @@
 // tile at about the same time, and the link to a peer takes longer for all those than for one. What a block does in
 // which order is fixed by its number, so that bits and waits are the same in every run.
 //
-// Two blocks of a cluster may share the columns of b: each brings half of them for both, which leaves the second-level
-// cache two thirds of the reading. Their tiles stand one above the other, so they take as many steps.
-//
 // Sums. Each tile of the result has an owner. A block computes tiles of the peers' first, and stores them, rounded, in
 // a slot of the owner's scratch memory: in the order in which threads hold them, since the same threads of the owner's
 // block will load them. Tiles of its own come last: there a warp waits for the peers' shares of just its 16 rows, adds
 // all ranks' in float32 in rank order, rounds once, and the result is stored: in this rank's memory (reduce_scatter),
 // or in every rank's (all_reduce). Peers computed those shares first of all, so the wait is short.
-//
-// Few rows. Every rank sends its share of every tile to all, in packets that each hold their epoch, and adds all tiles
-// itself: one way over the link, and no flag.
 //
 // Gathered rows. Two warps of each block copy this rank's rows to the peers, some rows at a time. Blocks multiply own
 // rows first; before the copy engine reads others, its warp waits for their flags.
@@ -50,34 +44,6 @@ __device__ __forceinline__ void tensor_load(uint32 to, const TensorMap& map, int
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
           "r"(to),
       "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// The same, to shared memory of both blocks of a cluster, and to the barrier of each.
-__device__ __forceinline__ void tensor_load_both(uint32 to, const TensorMap& map, int at, int line, uint64* barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
-      "{%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(at), "r"(line), "r"(shared_address(barrier)), "h"(static_cast<uint16>(3))
-      : "memory");
-}
-__device__ __forceinline__ uint32 block_of_cluster() {
-  uint32 number;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(number));
-  return number;
-}
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// At the barrier of that place in one of the cluster's blocks.
-__device__ __forceinline__ void arrive_at(uint64* barrier, uint32 block) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(block)
       : "memory");
 }
 
@@ -137,14 +103,12 @@ struct MatmulElement<Float16> {
 };
 
 // `kAcross`: columns of b are adjacent elements, else its depth is.
-template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
+template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
 struct Matmul {
-  static constexpr MatmulShape kShape{kRows, kColumns, kBlocks};
-  static constexpr int kShared = kColumns / kBlocks;  // columns that a block brings
-  static_assert(kBlocks == 1 || (kBlocks == 2 && kShared % 64 == 0));
+  static constexpr MatmulShape kShape{kRows, kColumns};
   static constexpr int kStages = kShape.stages(), kGroups = kShape.groups(), kWarps = kShape.warps();
   static constexpr int kOver = kColumns / 8;
-  static constexpr bool kSums = kMode != MatmulMode::all_gather, kFew = kMode == MatmulMode::all_reduce_few;
+  static constexpr bool kSums = kMode != MatmulMode::all_gather;
   static constexpr uint32 kAll = ~0u;
   using Shared = MatmulShared<kStages, kWarps>;
   using Element = typename MatmulElement<Format>::Type;
@@ -155,9 +119,7 @@ struct Matmul {
   const uint32 ring;  // address in shared memory; behind it is what warps lay out
 
   static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const {
-    return matmul_tile<kRows, kColumns, kBlocks, kMode>(p, v);
-  }
+  __device__ __forceinline__ MatmulTile tile_at(uint32 v) const { return matmul_tile<kRows, kColumns, kMode>(p, v); }
   __device__ __forceinline__ uint32 steps() const { return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth; }
 
   __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
@@ -200,18 +162,11 @@ struct Matmul {
           const int depth = static_cast<int>(step * MatmulShape::kDepth);
           barrier_expect(full, kShape.stage_bytes());
           tensor_load(at, *a, depth, static_cast<int>(row), full);
-          const int from = kBlocks == 1 ? 0 : static_cast<int>(block_of_cluster()) * kShared;
-          const int column = static_cast<int>(tile.column) + from;
-          const auto load = [&](int c, int at, int line) {
-            if constexpr (kBlocks == 1)
-              tensor_load(columns + c * 128, p.b, at, line, full);
-            else
-              tensor_load_both(columns + c * 128, p.b, at, line, full);
-          };
           if constexpr (kAcross) {
-            ARK_UNROLL for (int c = 0; c < kShared; c += 64) load(from + c, column + c, depth);
+            ARK_UNROLL for (int c = 0; c < kColumns; c += 64)
+                tensor_load(columns + c * 128, p.b, static_cast<int>(tile.column) + c, depth, full);
           } else {
-            load(from, depth, column);
+            tensor_load(columns, p.b, depth, static_cast<int>(tile.column), full);
           }
         }
         __syncwarp();
@@ -362,67 +317,6 @@ struct Matmul {
     }
   }
 
-  // Sums 2 * i and 2 * i + 1, as they travel in a packet.
-  static __device__ __forceinline__ uint64 packet_of(const float (&sums)[kOver][4], int i, int h) {
-    return Format::encode(&sums[2 * i][2 * h]) | uint64{Format::encode(&sums[2 * i + 1][2 * h])} << 32;
-  }
-
-  // Few rows: to all peers, and from them; adds in rank order and stores. False: time to leave.
-  __device__ __forceinline__ bool exchange_few(const float (&sums)[kOver][4], const MatmulTile& tile, uint32 warp) {
-    constexpr int kPackets = kOver;  // of a lane: kOver / 2 for each of its two rows
-    const uint32 row = warp * 16 + lane() / 4, warps = (p.part_rows + 15) / 16;
-    const bool has[2] = {row < p.part_rows, row + 8 < p.part_rows};
-    const uint64 at = uint64{tile.number * warps + warp} * (kPackets * 512) + lane() * 16;
-    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
-      if (r == p.links.rank) continue;
-      char* const to = exchange.packets_to(r) + at;
-      ARK_UNROLL for (int k = 0; k < kPackets; ++k) if (has[k % 2])
-          protocol::store_packet(to + k * 512, packet_of(sums, k / 2, k % 2), exchange.epoch());
-    }
-    float total[kPackets][4];
-    ARK_ROLLED for (int r = 0; r < p.links.ranks; ++r) {
-      uint64 data[kPackets];
-      if (r == p.links.rank) {
-        ARK_UNROLL for (int k = 0; k < kPackets; ++k) data[k] = packet_of(sums, k / 2, k % 2);
-      } else {
-        const char* const from = exchange.packets_from(r) + at;
-        for (;;) {
-          uint64 epochs[kPackets];
-          ARK_UNROLL for (int k = 0; k < kPackets; ++k) {
-            data[k] = 0, epochs[k] = exchange.epoch();
-            if (has[k % 2]) protocol::load_packet(from + k * 512, data[k], epochs[k]);
-          }
-          bool all = true;
-          ARK_UNROLL for (int k = 0; k < kPackets; ++k) all = all && epochs[k] == exchange.epoch();
-          if (all) break;
-          if (exchange.over(r)) return false;
-        }
-      }
-      ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
-        float pair[2];
-        Format::decode(static_cast<uint32>(data[k] >> (32 * w)), pair);
-        ARK_UNROLL for (int e = 0; e < 2; ++e) total[k][2 * w + e] =
-            r == 0 ? pair[e] : add(total[k][2 * w + e], pair[e]);
-      }
-    }
-    ARK_UNROLL for (int k = 0; k < kPackets; ++k) ARK_UNROLL for (int w = 0; w < 2; ++w) {
-      const uint32 column = tile.column + (k / 2 * 2 + w) * 8 + lane() % 4 * 2;
-      if (has[k % 2] && column < p.columns)
-        *reinterpret_cast<uint32*>(p.out + (row + k % 2 * 8) * p.out_bytes + column * 2) =
-            Format::encode(&total[k][2 * w]);
-    }
-    return true;
-  }
-
-  // This warp has multiplied what a stage holds: all who load there may go on.
-  __device__ __forceinline__ void give_back(uint32 stage) const {
-    if constexpr (kBlocks == 1) {
-      if (lane() == 0) barrier_arrive(&shared.empty[stage]);
-    } else {
-      if (lane() < kBlocks) arrive_at(&shared.empty[stage], lane());
-    }
-  }
-
   // A group of four warps.
   __device__ __forceinline__ void multiply(uint32 group) {
     using namespace ark::loop;
@@ -444,18 +338,13 @@ struct Matmul {
             moved_matrix(columns, stage * kShape.stage_bytes() + k * (kAcross ? 2048 : 32)));
         end_group_multiply();
         wait_group_multiply<1>();
-        if (step != 0) give_back(before);
+        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
         before = stage;
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
       wait_group_multiply(sums);
-      if (steps() != 0) give_back(before);
+      if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
       const MatmulTile tile = tile_at(v);
-      if constexpr (kFew) {
-        char* place = nullptr;
-        if (well && has_rows(tile, warp)) well = meet(place) && __all_sync(kAll, exchange_few(sums, tile, warp)) != 0;
-        continue;
-      }
       ++count;
       const bool share = kSums && tile.part != p.links.rank;
       if (well && has_rows(tile, warp)) {
@@ -488,12 +377,11 @@ __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory; `grid`: a multiple of
-// kBlocks, in clusters of as many.
-template <class Format, int kRows, int kColumns, int kBlocks, bool kAcross, MatmulMode kMode>
+// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
+template <class Format, int kRows, int kColumns, bool kAcross, MatmulMode kMode>
 __device__ __forceinline__ void matmul(const MatmulParams& p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Matmul<Format, kRows, kColumns, kBlocks, kAcross, kMode>;
+  using Kernel = Matmul<Format, kRows, kColumns, kAcross, kMode>;
   constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
   extern __shared__ char memory[];
   __shared__ typename Kernel::Shared shared;
@@ -501,21 +389,20 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
   TileExchange exchange(p.links);
   if (threadIdx.x < Kernel::kStages) {
     barrier_init(&shared.full[threadIdx.x], 1);
-    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps * kBlocks);
+    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (threadIdx.x < Kernel::kWarps) shared.laid[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.left = 0;
   asm volatile("fence.proxy.async;" ::: "memory");
   __syncthreads();
-  if constexpr (kBlocks != 1) meet_cluster();  // barriers are there
   Kernel kernel{p, exchange, shared, (shared_address(memory) + 1023) / 1024 * 1024};
   const uint32 group = threadIdx.x / 128, warp = threadIdx.x / 32;
   if (group == 0) {
     if constexpr (kMoves) give_registers<72>();
     if (warp == 0)
       kernel.bring();
-    else if (warp == 1 && !Kernel::kFew)
+    else if (warp == 1)
       kernel.store();
     else if constexpr (!Kernel::kSums)
       kernel.push();
@@ -524,7 +411,6 @@ __device__ __forceinline__ void matmul(const MatmulParams& p) {
     kernel.multiply(group - 1);
   }
   exchange.finish(kMode == MatmulMode::all_reduce);
-  if constexpr (kBlocks != 1) meet_cluster();  // nobody arrives at a barrier of a block that has ended
 #endif
 }
 

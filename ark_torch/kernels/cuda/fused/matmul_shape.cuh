@@ -6,8 +6,7 @@
 
 namespace ark::device {
 
-// all_reduce_few: of so few rows that every rank sends its tiles to all, as packets, and adds them all itself.
-enum class MatmulMode : int { all_reduce, all_reduce_few, reduce_scatter, all_gather };
+enum class MatmulMode : int { all_reduce, reduce_scatter, all_gather };
 
 // What the driver makes of a matrix for the copy engine (CUtensorMap).
 struct alignas(64) TensorMap {
@@ -19,7 +18,7 @@ struct MatmulParams {
   TileLinks links;           // of all_reduce's result; else of scratch
   char* scratch[kMaxRanks];  // of every rank, as mapped here: slots for sums, or gathered rows
   const char* rows;          // all_gather: this rank's a
-  char* out;                 // of this rank alone: all but all_reduce
+  char* out;                 // of reduce_scatter and all_gather
   uint64 row_bytes;          // from one row of a to the next; gathered ones stand side by side
   uint64 out_bytes;          // from one row of the result to the next
   uint32 part_rows;          // rows that a rank owns or sends; all_reduce: all rows
@@ -32,7 +31,6 @@ struct MatmulParams {
 // Of an instantiation, for host and device.
 struct MatmulShape {
   int rows, columns;  // of a tile
-  int blocks = 1;     // that share columns of b: 2: a cluster's, whose tiles stand one above the other
 
   static constexpr int kDepth = 64;        // of a stage: lines of 128 bytes
   static constexpr int kMost = 224 << 10;  // bytes of shared memory
@@ -59,23 +57,18 @@ struct MatmulTile {
   uint32 row, column;  // where it begins, in the part (all_reduce: in the matrix)
 };
 
-// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first. With kBlocks = 2 and
-// an even number of rows of tiles, numbers 2 * i and 2 * i + 1 are of one part and the same columns.
-template <int kRows, int kColumns, int kBlocks, MatmulMode kMode>
+// The v-th tile of this rank's order: sums, peers' parts first; gathered rows, the own part first.
+template <int kRows, int kColumns, MatmulMode kMode>
 __device__ __forceinline__ MatmulTile matmul_tile(const MatmulParams& p, uint32 v) {
   // Rows of tiles that are computed together: as many rows of a as columns of b, of all that run at once, are in the
   // second-level cache.
   constexpr uint32 kBand = 2048 / kRows;
   const uint32 ranks = static_cast<uint32>(p.links.ranks);
   MatmulTile tile;
-  if constexpr (kMode == MatmulMode::all_reduce_few) {
-    tile.part = p.links.rank, tile.number = v, tile.row = 0, tile.column = v * kColumns;
-    return tile;
-  }
   uint32 part = static_cast<uint32>(p.links.rank) + (kMode == MatmulMode::all_gather ? 0 : 1), in;
   if (part >= ranks) part -= ranks;
   if constexpr (kMode == MatmulMode::all_reduce) {
-    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles / kBlocks} * of / ranks) * kBlocks; };
+    const auto first = [&](uint32 of) { return static_cast<uint32>(uint64{p.tiles} * of / ranks); };
     for (;;) {
       const uint32 count = first(part + 1) - first(part);
       if (v < count) break;

@@ -30,9 +30,6 @@
 namespace ark::device {
 
 inline constexpr uint32 kMostFlags = 16384;  // of one launch, from one rank to another
-// Behind the control words, for each peer: packets of results so small that a flag would take longer. Nothing else is
-// ever stored there.
-inline constexpr uint64 kTilePacketBytes = 512 << 10;
 
 // Of one rank, in memory that all ranks of the node have mapped. Zero at first.
 struct alignas(128) TileControl {
@@ -149,17 +146,6 @@ class TileExchange {
       if (patience_.over_here(peer, epoch_)) return false;
     }
   }
-
-  // Where this rank stores packets for `peer`, and `peer` for this one; of this launch are those of the epoch.
-  __device__ __forceinline__ char* packets_to(int peer) const {
-    return reinterpret_cast<char*>(links_.control[peer] + 1) + links_.rank * kTilePacketBytes;
-  }
-  __device__ __forceinline__ const char* packets_from(int peer) const {
-    return reinterpret_cast<const char*>(links_.control[links_.rank] + 1) + peer * kTilePacketBytes;
-  }
-  __device__ __forceinline__ uint64 epoch() const { return epoch_; }
-  // Of a wait for such packets: true when it is time to leave.
-  __device__ __forceinline__ bool over(int peer) { return patience_.over_here(peer, epoch_); }
 
   // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there; unless
   // `waits`, because the kernel has awaited every peer's by their flags.
