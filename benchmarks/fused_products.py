@@ -13,6 +13,8 @@ symm_mem       PyTorch's symmetric memory: torch.ops.symm_mem.fused_matmul_reduc
                all_reduce torch.mm into symmetric memory and its one-shot, from 256 KB its two-shot all-reduce
 unfused        ark_torch.ops, torch.mm and ark's collective
 fused          ark_torch.ops, one kernel
+default        ark_torch.ops, whichever it chooses
+compiled       torch.compile(backend="ark") of the same code as inductor_nccl, over ark: what finds the operators
 
 On GPUs each way is captured in a CUDA graph of two calls with different matrices and replayed back to back; a figure is
 the median over rounds of the slowest rank's time for a call. `eager_us`: the same calls outside of a graph. Results are
@@ -47,6 +49,7 @@ SHAPES = (
 OPERATORS: dict[str, Callable[..., Tensor]] = {
     "all_reduce": matmul_all_reduce, "reduce_scatter": matmul_reduce_scatter, "all_gather": all_gather_matmul,
 }  # fmt: skip
+OURS = ("unfused", "fused", "default", "compiled")
 TWO_SHOT_BYTES = 256 << 10
 
 
@@ -69,6 +72,7 @@ class Product:
         self.weights = [draw(self.columns, self.depth) * self.depth**-0.5 for _ in range(CALLS)]
         self.whole = draw(self.rows, self.depth) if self.kind == "all_gather" else None
         self.compiled = torch.compile(self.functional, dynamic=False)
+        self.arks = torch.compile(lambda a, w: self.functional(a, w, "ark"), backend="ark", dynamic=False)
         self.symmetric: list[Tensor] = []
 
     def product(self, i: int) -> Tensor:
@@ -88,8 +92,8 @@ class Product:
         dist.reduce_scatter_tensor(out, made, group=group)
         return out
 
-    def functional(self, a: Tensor, weight: Tensor) -> Tensor:
-        group = self.groups["rival"]
+    def functional(self, a: Tensor, weight: Tensor, whose: str = "rival") -> Tensor:
+        group = self.groups[whose]
         if self.kind == "all_gather":
             return torch.mm(funcol.all_gather_tensor(a, 0, group), weight.t())
         made = torch.mm(a, weight.t())
@@ -127,6 +131,8 @@ class Product:
             f"eager_{rival}": self.eager,
             f"inductor_{rival}": lambda i: self.compiled(self.a[i], self.weights[i]),
             "unfused": self.ark("unfused"),
+            "default": self.ark("auto"),
+            "compiled": lambda i: self.arks(self.a[i], self.weights[i]),
         }
         return ways | ({"symm_mem": self.symm_mem, "fused": self.ark("fused")} if self.cuda else {})
 
@@ -172,13 +178,12 @@ def compare(rank: Rank, work: Product, arguments: argparse.Namespace) -> Row:
         wrong = int((~torch.isclose(result.float(), wanted.float(), rtol=2e-2, atol=5e-2)).sum())
         row["wrong"][name] = max(rank.share(wrong))
     us = row["us"] or row["eager_us"]
-    ours = {name: us[name] for name in ("unfused", "fused") if name in us}
-    rivals = {name: value for name, value in us.items() if name not in ours and name != "product"}
-    if ours and rivals:
+    rivals = {name: value for name, value in us.items() if name not in (*OURS, "product")}
+    if "default" in us and rivals:
         row["best_rival"] = min(rivals, key=lambda name: rivals[name])
-        row["faster_than_rival"] = rivals[row["best_rival"]] / min(ours.values())
-    if ours and "product" in us:
-        row["of_product"] = us["product"] / min(ours.values())
+        row["faster_than_rival"] = rivals[row["best_rival"]] / us["default"]
+    if "default" in us and "product" in us:
+        row["of_product"] = us["product"] / us["default"]
     return row
 
 

@@ -21,6 +21,7 @@ _NEED_TWO = [
     for name in (
         "channels",
         "compile_ranks",
+        "compile_fused",
         "copy_engines",
         "nccl_entry",
         "send_recv",

@@ -1,0 +1,77 @@
+"""torch.compile(backend="ark") of products next to collectives on GPUs: the operators are found, and give what eager has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from on_gpu import run, start
+from support.rank import Rank
+from torch import Tensor
+from torch.nn.functional import gelu, linear
+
+pytestmark = [pytest.mark.limit(300)]
+
+
+def _layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """A block of sequence parallelism, and a sum of all ranks behind it."""
+    rows = funcol.all_gather_tensor(x, 0, "0")
+    part = funcol.reduce_scatter_tensor(linear(gelu(linear(rows, up)), down), "sum", 0, "0")
+    return funcol.all_reduce(linear(part + x, up), "sum", "0").relu()
+
+
+def _found(rank: Rank, dtype: torch.dtype) -> None:
+    from ark_torch.compile import backend, options
+    from ark_torch.compile.report import Report
+
+    device = start(rank)
+    torch.manual_seed(rank.rank)
+    x, up, down = torch.randn(64, 256), torch.randn(512, 256) / 16, torch.randn(256, 512) / 32
+    x, up, down = (one.to(device, dtype) for one in (x, up, down))
+    report = Report()
+
+    def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
+        return backend.compile_graph(graph_module, example_inputs, options.parse(None, {"choose": "ark"}), report)
+
+    call = torch.compile(_layer, backend=compile_graph, dynamic=False)
+    close = {"rtol": 2e-2, "atol": 5e-2} if dtype != torch.float32 else {"rtol": 1e-3, "atol": 1e-3}
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, up, down), _layer(x, up, down), **close)
+        told = report.graphs[0].products
+        names = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+        assert [line.split(".")[1] for line in told] == names, told
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(x, up, down)
+        for _ in range(3):
+            x.copy_(torch.randn_like(x))
+            graph.replay()
+            torch.testing.assert_close(out, _layer(x, up, down), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_layer_of_three(dtype: torch.dtype) -> None:
+    run(_found, dtype)
+
+
+def _trains(rank: Rank) -> None:
+    device = start(rank)
+    torch.manual_seed(rank.rank)
+    x, w = torch.randn(32, 128, device=device), torch.randn(64, 128, device=device) / 12
+    x.requires_grad_(), w.requires_grad_()
+
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        rows = funcol.all_gather_tensor_autograd(x, 0, "0")
+        return funcol.reduce_scatter_tensor_autograd(linear(rows, w).sin(), "sum", 0, "0").square().sum()
+
+    step(x, w).backward()
+    wanted = [x.grad, w.grad]
+    x.grad = w.grad = None
+    torch.compile(step, backend="ark")(x, w).backward()
+    torch.testing.assert_close([x.grad, w.grad], wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_training() -> None:
+    run(_trains)
