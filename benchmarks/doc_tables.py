@@ -123,6 +123,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "training-in-line": lambda load: _scripts("training_report").table(load("training_in_line")),
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
+    "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),

@@ -250,8 +250,10 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     torch._dynamo.reset()
     call = torch.compile(step, backend="ark")
     x = torch.randn(64, 256, device=DEVICE)
-    captured = None
-    for number in range(1, 20000):
+    captured, number = None, 0
+    ends = time.monotonic() + 200
+    while time.monotonic() < ends:
+        number += 1
         got = call(x)
         if number % 50 == 1 or captured is None:
             torch.testing.assert_close(got, torch.tanh(x * number).softmax(-1) + torch.sin(x))
@@ -268,7 +270,7 @@ def test_inductor_serves_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         elif list((tmp_path / "choices").glob("*.json")):
             break
     else:
-        pytest.fail("no call was chosen in 20000")
+        pytest.fail(f"nobody was chosen in {number} calls")
     assert "a CUDA graph captures Inductor's kernels" in caplog.text
 
 
