@@ -1,4 +1,4 @@
-"""torch.compile(backend="ark") of products next to collectives on GPUs: operators are found, and give what eager has."""
+"""torch.compile(backend="ark") of products next to collectives on GPUs: operators are found, with eager results."""
 
 from __future__ import annotations
 
