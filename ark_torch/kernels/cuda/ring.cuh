@@ -65,9 +65,9 @@ struct Rings {
 struct Spread {
   uint32 lanes, rows;
 };
-// Longer messages are cut by the caller, a launch each: lanes drift apart by as much as they like, and over a message
-// of 256 MB that is more pages under way at once than address translation holds (H200: ten times slower).
-inline constexpr uint64 kMostMessageBytes = uint64{64} << 20;
+// Long messages are cut by the caller, a launch each (CudaDispatch::part_bytes): lanes drift apart by as much as they
+// like, and over a message of 256 MB that is more pages under way at once than address translation holds (H200: ten
+// times slower).
 template <class Protocol>
 ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {
   const uint64 rows = (bytes + Protocol::kRowData - 1) / Protocol::kRowData;

@@ -20,6 +20,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
           .relay_from = 1 << 20,
           .bulk_from = kNever,
           .ring_blocks = 16,
+          .part_bytes = uint64_t{ranks <= 2 ? 64u : ranks <= 4 ? 16u : 4u} << 20,
           .copy_engine_from = ranks <= 4 ? 24 << 20 : kNever,
           .in_line_to = ranks <= 2 ? 64 << 20 : 0,
           .reduce_scatter_engine_from = kNever,
@@ -42,6 +43,7 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   }
   options.dispatch->ring_blocks = std::clamp<uint64_t>(
       options.dispatch->ring_blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
