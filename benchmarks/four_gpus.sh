@@ -55,12 +55,12 @@ run_part() {
   tune) "$PYTHON" -m ark_torch tune --cuda --ranks "$RANKS" --rounds 3 --output "$FOLDER/dispatch.json" ;;
   dispatch)
     local each=() blocks
-    for blocks in 16 24 32 48; do
+    for blocks in 24 32 48 64; do
       each+=(--ark "bulk$blocks:copy_engine_from=$never,bulk_from=1048576,ring_blocks=$blocks")
     done
     benchmark interference --operations all_reduce --megabytes 8 16 25 64 256 1024 --rounds 3 --window-ms 8 $SMALL \
-      --seconds "$(at_most 200)" --ark "rings:copy_engine_from=$never" --ark "engine:copy_engine_from=1048576" \
-      "${each[@]}" --contenders nccl ark_rings ark_engine ark_bulk{16,24,32,48}
+      --seconds "$(at_most 200)" --ark "rings:bulk_from=$never" --ark "engine:copy_engine_from=1048576" \
+      "${each[@]}" --contenders nccl ark ark_rings ark_engine ark_bulk{24,32,48,64}
     ;;
   collectives) "$PYTHON" benchmarks/cuda_collectives.py --ranks "$RANKS" --output "$FOLDER/$PART.json" ;;
   interference) benchmark interference --rounds 3 --seconds "$(at_most 150)" $SMALL ;;
@@ -74,7 +74,7 @@ run_part() {
     ;;
   training)
     benchmark training --models gpt2-xl --modes graph ddp fsdp2 --rounds 2 --no-bandwidth --seconds "$(at_most 300)" \
-      --ark "bulk32:copy_engine_from=$never,bulk_from=16777216,ring_blocks=32"
+      --ark "engine:copy_engine_from=25165824"
     ;;
   products) benchmark fused_products --rounds 3 --seconds "$(at_most 200)" ;;
   embedding) benchmark fused --rounds 3 --seconds "$(at_most 120)" ;;

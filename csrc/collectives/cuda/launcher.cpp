@@ -30,7 +30,7 @@ void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Op
 }
 
 // What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
-uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most) {
+uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most = device::kMostMessageBytes) {
   return at < bytes ? std::min(bytes - at, most) : 0;
 }
 template <class Pointer>
@@ -186,13 +186,13 @@ void CudaLauncher::launch_move(const Operation& operation, const RingSet& set, d
 void CudaLauncher::move(const Operation& operation, const RingSet& set, const device::MoveParams& whole) {
   uint64_t most = 0;
   for (int r = 0; r < size_; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
-  for (uint64_t at = 0; at < most; at += part_bytes_) {
+  for (uint64_t at = 0; at < most; at += device::kMostMessageBytes) {
     device::MoveParams params = whole;
     for (int r = 0; r < size_; ++r) {
       params.send[r] = slice(whole.send[r], at);
       params.receive[r] = slice(whole.receive[r], at);
-      params.send_bytes[r] = slice(whole.send_bytes[r], at, part_bytes_);
-      params.receive_bytes[r] = slice(whole.receive_bytes[r], at, part_bytes_);
+      params.send_bytes[r] = slice(whole.send_bytes[r], at);
+      params.receive_bytes[r] = slice(whole.receive_bytes[r], at);
     }
     launch_move(operation, set, params);
   }
@@ -237,7 +237,8 @@ void CudaLauncher::set_rings(const Operation& operation, device::TwoShotParams& 
   if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
 }
 
-// The next launch does not begin before its end: it would hold as many SMs again all the while.
+// Its lanes keep step (BulkPace): no message is too long for one launch. Nor does the next launch begin before its end:
+// it would hold as many SMs again all the while.
 void CudaLauncher::launch_bulk(const Operation& operation, device::TwoShotParams& params) {
   set_rings(operation, params);
   const jit::Kernel& kernel = adding_in_bulk(operation);
@@ -265,11 +266,13 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams wh
     gather_words(operation, sizeof(double));
     whole.factors = reinterpret_cast<const double*>(words());
   }
-  const bool bulk = std::accumulate(whole.bytes, whole.bytes + size_, uint64_t{0}) >= bulk_from_;
+  if (std::accumulate(whole.bytes, whole.bytes + size_, uint64_t{0}) >= bulk_from_)
+    return launch_bulk(operation, whole);
   const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size_);
   // With one receiver ranks have unequal work and their lanes drift apart sooner (256 MB: 0.8 ms instead of 1.1).
-  const bool alike = whole.receivers == 0 || whole.receivers == kAllRanks;
-  const uint64_t each = alike ? part_bytes_ : part_bytes_ / 2;
+  const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
+                        : whole.receivers == kAllRanks ? part_bytes_
+                                                       : part_bytes_ / 2;
   for (uint64_t at = 0; at < most; at += each) {
     device::TwoShotParams params = whole;
     for (int r = 0; r < size_; ++r) {
@@ -277,7 +280,7 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams wh
       params.out[r] = slice(whole.out[r], at);
       params.bytes[r] = slice(whole.bytes[r], at, each);
     }
-    bulk ? launch_bulk(operation, params) : launch_two_shot(operation, params);
+    launch_two_shot(operation, params);
   }
 }
 
