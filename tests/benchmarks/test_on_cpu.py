@@ -38,6 +38,26 @@ def report(folder: Path) -> dict[str, Any]:
 
 
 @of_benchmarks
+def test_four_gpus_part_by_part(tmp_path: Path, leaves_nothing: None) -> None:
+    def call(*parts: str) -> subprocess.CompletedProcess[str]:
+        told = {"DEVICE": "cpu", "RANKS": "2", "SECONDS_ALL": "140", "PYTHON": sys.executable}
+        command = [FOLDER / "four_gpus.sh", tmp_path, *parts]
+        return subprocess.run(
+            command, env=start.base_environment(**told), capture_output=True, text=True, timeout=150, check=False
+        )
+
+    first = call("dispatch", "nonsense")
+    assert first.returncode == 1 and "# dispatch: exit code 0" in first.stdout, first.stdout + first.stderr
+    assert "# failed: nonsense" in first.stdout
+    assert "nonsense is no part" in (tmp_path / "nonsense.log").read_text()
+    rows = json.loads((tmp_path / "dispatch.json").read_text())["rows"]
+    assert {row["contender"] for row in rows} >= {f"{launcher.BACKEND}_rings", f"{launcher.BACKEND}_bulk24"}
+    assert all(row["wrong"] == 0 for row in rows)
+    again = call("dispatch")  # has ended, and is not begun again
+    assert again.returncode == 0 and again.stdout.strip() == "# failed: none", again.stdout + again.stderr
+
+
+@of_benchmarks
 @pytest.mark.parametrize("ranks", ["2", "3"])
 def test_interference(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     small = ["--megabytes", "0.02", "--rounds", "1", "--product", "32", "--window-ms", "5"]
