@@ -186,6 +186,10 @@ def test_timeline_of_one_step(file: Path, compiled: Any, tmp_path: Path) -> None
         assert (one.name, one.kind, one.worker) == (whole.name, whole.kind, whole.worker)
         assert abs(one.begin + step.begin - whole.begin) < 2e-3 and abs(one.length - whole.length) < 2e-3
         assert one.arguments.items() <= whole.arguments.items()
+    again = merge([read(packed)])
+    assert len(steps_of(again)) == 1
+    with pytest.raises(ValueError, match="has no clock"):
+        merge([again, again])
     packed.write_bytes(packed.read_bytes()[:40])
     with pytest.raises(ValueError, match="is not a timeline"):
         read(packed)
