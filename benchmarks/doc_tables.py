@@ -135,6 +135,12 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "models-h200": lambda load: real_sizes(load, "compile_models_h200"),
     "loop-account-h200": lambda load: loop_account(load, "loop_account_h200"),
     "loop-account-2-h100": lambda load: loop_account(load, "loop_account_2_ranks_h100"),
+    "decode-ranks-4-h200": lambda load: _scripts("decode_ranks").table(load("decode_ranks_4_h200")),
+    "loop-account-4-h200": lambda load: loop_account(load, "loop_account_4_ranks_h200"),
+    "dispatch-4-h200": lambda load: _scripts("interference").table(load("dispatch_4_h200")),
+    "training-4-h200": lambda load: _scripts("training_report").table(load("training_4_h200")),
+    "fused-4-h200": lambda load: _scripts("fused").table(load("fused_4_h200")),
+    "fused-products-4-h200": lambda load: _scripts("fused_products").table(load("fused_products_4_h200")),
     "overhead": overhead,
     "accuracy": accuracy,
 }

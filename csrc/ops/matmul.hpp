@@ -55,7 +55,7 @@ std::optional<MatmulResult> matmul_fused(const MatmulCall& call, ProcessGroupArk
 // Why one kernel cannot take the call, from what all ranks share and from the device; empty: it can.
 std::string why_not_fused(const MatmulCall& call, int ranks);
 // Whether it is to be expected to be faster: what "auto" asks, from what all ranks share alone.
-bool prefers_fused(const MatmulCall& call);
+bool prefers_fused(const MatmulCall& call, int ranks);
 
 // Different calls that a launch must not mistake for each other have different ones.
 uint64_t fingerprint(const MatmulCall& call);

@@ -134,14 +134,14 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   return {};
 }
 
-// As measured on two H200 (benchmarks/results/fused_products.json). The library's products are quicker than this one's
+// As measured on two and four H200 (benchmarks/results/fused_products*.json). The library's products are quicker than this one's
 // by up to a tenth, so the kernel wins where there is much to send for what is to be computed, and from where its waits
 // for peers (20 us) no longer count: at most 14 us slower and 75 quicker than the product first at the shapes there.
-bool prefers_fused(const MatmulCall& call) {
+bool prefers_fused(const MatmulCall& call, int ranks) {
   const int64_t shared = call.rows() * (call.kind == MatmulKind::all_gather ? call.depth() : call.columns());
   switch (call.kind) {
     case MatmulKind::all_reduce: return shared >= 8 << 20;
-    case MatmulKind::reduce_scatter: return shared >= 4 << 20 && shared <= 8 << 20;
+    case MatmulKind::reduce_scatter: return shared >= 4 << 20 && (ranks > 2 || shared <= 8 << 20);
     default: return shared >= 1 << 20 && shared <= 4 << 20;
   }
 }

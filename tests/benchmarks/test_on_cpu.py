@@ -17,6 +17,7 @@ import on_gpus
 import pytest
 import torch
 import training
+import training_report
 from support import launcher, start
 
 of_benchmarks = pytest.mark.changed("benchmarks/*")
@@ -106,7 +107,7 @@ def test_training(tmp_path: Path, leaves_nothing: None) -> None:
             assert row["ranks_alike"] and row["difference"] < 1e-3, row
     assert any(row.get("buckets", 0) > 1 for row in rows)
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert training.table(report(tmp_path)).count("\n| tiny") == len(rows)
+    assert training_report.table(report(tmp_path)).count("\n| tiny") == len(rows)
 
 
 @of_benchmarks

@@ -16,7 +16,7 @@ from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
 
-from ark_torch.compile import backend, build, options
+from ark_torch.compile import backend, build, capture, options
 from ark_torch.compile.lowering import Lowering
 from ark_torch.compile.report import Report
 
@@ -78,7 +78,7 @@ def _said(rank: Rank, version: int, capability: tuple[int, int]) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("ark_torch.compile").addHandler(handler)
-    assert [backend._runs_loop_kernels(0) for _ in range(3)] == [False] * 3
+    assert [capture._runs_loop_kernels(0) for _ in range(3)] == [False] * 3
     return said
 
 

@@ -42,8 +42,8 @@ FAULTS = (
     ),
     fault(
         "compile.choice_state",
-        HERE + "choice.py",
-        "            self._inputs[i] = copy\n",
+        HERE + "contest.py",
+        "            self.given[i] = copy\n",
         "",
         "measuring writes the user's cache over and over",
         "tests/compile/test_choice.py",

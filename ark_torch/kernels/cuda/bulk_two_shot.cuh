@@ -63,15 +63,20 @@ class BulkTwoShot {
         thread_(BulkWarp::thread()),
         peer_(thread_ < kRanks && thread_ != kRank) {
     if (peer_) contribution_ = *contributions_.state(thread_), result_ = *results_.state(thread_);
+    pace_ = *contributions_.pace(blockIdx.x);
   }
 
   // Every warp calls one of these.
   __device__ __forceinline__ void contribute() {
     const uint32 steps = most_steps(0);
+    BulkPace pace(contributions_, shared_.contributions, pace_, most_steps(0, 0));
     fence_async_global();
     const bool done = bulk_pump(
-        warp_, shared_.sent, shared_.sent_full, steps * kPeers, [](uint32) { return true; },
-        [](uint32) { return false; },
+        warp_, shared_.sent, shared_.sent_full, steps * kPeers, [&](uint32 i) { return pace.may_begin(i / kPeers); },
+        [&](uint32 i) {
+          warp_.publish<0>(shared_.contributions, i / kPeers);
+          return warp_.over();
+        },
         [&](uint32 i, char* stage, uint64* full) {
           const int to = receiver_of(i);
           warp_.load(stage, full, static_cast<const char*>(p_.in[to]) + share(to).at(i / kPeers),
@@ -92,11 +97,12 @@ class BulkTwoShot {
         });
     if (!done) return;
     warp_.publish<0>(shared_.contributions, steps);
+    pace.close();
     if (peer_) contributions_.state(thread_)->sent = contribution_.sent + share(thread_).steps();
   }
   __device__ __forceinline__ void tell_contributions() {
     bulk_tell(contributions_, shared_.contributions, contribution_.sent, peer_ ? share(thread_).steps() : 0,
-              most_steps(0));
+              most_steps(0), [&] { BulkPace::look(contributions_, shared_.contributions, pace_); });
   }
 
   // Every rank's part into a stage.
@@ -201,7 +207,7 @@ class BulkTwoShot {
   }
   __device__ __forceinline__ void tell_results() {
     const uint32 steps = share(kRank).steps();
-    bulk_tell(results_, shared_.results, result_.sent, peer_ && sends_to(thread_) ? steps : 0, steps);
+    bulk_tell(results_, shared_.results, result_.sent, peer_ && sends_to(thread_) ? steps : 0, steps, [] {});
   }
 
   __device__ __forceinline__ void take() {
@@ -231,17 +237,23 @@ class BulkTwoShot {
 
  private:
   __device__ __forceinline__ BulkShare share(int part) const {
-    return {p_.bytes[part], blockIdx.x, gridDim.x};
+    return share(part, blockIdx.x);
+  }
+  __device__ __forceinline__ BulkShare share(int part, uint32 block) const {
+    return {p_.bytes[part], block, gridDim.x};
   }
   __device__ __forceinline__ bool sends_to(int rank) const {
     return (p_.receivers >> rank & 1) != 0;
   }
   // Steps of the longest of the parts of peers that are not `without`.
   __device__ __forceinline__ uint32 most_steps(uint32 without) const {
+    return most_steps(without, blockIdx.x);
+  }
+  __device__ __forceinline__ uint32 most_steps(uint32 without, uint32 block) const {
     uint32 most = 0;
 #pragma unroll 1
     for (int r = 0; r < kRanks; r++) {
-      if (r != kRank && (without >> r & 1) == 0) most = max(most, share(r).steps());
+      if (r != kRank && (without >> r & 1) == 0) most = max(most, share(r, block).steps());
     }
     return most;
   }
@@ -366,6 +378,7 @@ class BulkTwoShot {
   const int thread_;
   const bool peer_;  // this thread's number is a peer's: it holds what is that peer's
   RingState contribution_{}, result_{};
+  uint64 pace_ = 0;
 };
 
 template <class Rule, int kRanks, int kRank>

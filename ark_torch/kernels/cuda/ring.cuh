@@ -66,7 +66,8 @@ struct Spread {
   uint32 lanes, rows;
 };
 // Longer messages are cut by the caller, a launch each: lanes drift apart by as much as they like, and over a message
-// of 256 MB that is more pages under way at once than address translation holds (H200: ten times slower).
+// of 256 MB that is more pages under way at once than address translation holds (H200: ten times slower). Sums whose
+// results go out in the same launch are cut sooner (CudaDispatch::part_bytes).
 inline constexpr uint64 kMostMessageBytes = uint64{64} << 20;
 template <class Protocol>
 ARK_HOST_DEVICE constexpr Spread spread_of(uint64 bytes, uint32 most_lanes) {

@@ -10,21 +10,22 @@
 namespace ark {
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // Measured on H200 (docs/measurements.md has the figures); what is not: relay_from, more than four ranks, rings in
-  // bulk. Large sums are taken beside computation, which rings slow down more than copy engines do, though rings alone
-  // are quicker from 16 to 64 MB.
-  const uint64_t one_shot_to = (ranks <= 2 ? 512 : ranks <= 4 ? 160 : 64) * 1024;
-  return {.one_shot_to = one_shot_to,
+  // Measured on H200 (docs/measurements.md has the figures); what is not: relay_from, more than four ranks. Large sums
+  // are taken beside computation, which rings of warps slow down more than what takes few multiprocessors or none: copy
+  // engines on two ranks, rings in bulk on four, where copy engines gain from 512 MB on.
+  const bool pair = ranks <= 2, four = ranks > 2 && ranks <= 4;
+  return {.one_shot_to = uint64_t{pair ? 512u : four ? 160u : 64u} << 10,
           .chunks_from = 8 << 20,
           .landings_from = 8 << 20,
           .relay_from = 1 << 20,
-          .bulk_from = kNever,
-          .ring_blocks = 16,
-          .copy_engine_from = ranks <= 4 ? 24 << 20 : kNever,
-          .in_line_to = ranks <= 2 ? 64 << 20 : 0,
+          .bulk_from = four ? 24 << 20 : kNever,
+          .ring_blocks = four ? 24u : 16u,
+          .part_bytes = uint64_t{pair ? 64u : four ? 8u : 4u} << 20,
+          .copy_engine_from = pair ? 24 << 20 : four ? 512 << 20 : kNever,
+          .in_line_to = pair ? 64u << 20 : 0u,
           .reduce_scatter_engine_from = kNever,
-          .all_gather_engine_from = ranks <= 2 ? 64 << 20 : kNever,
-          .registered_all_gather_engine_from = ranks <= 2 ? 12 << 20 : kNever,
+          .all_gather_engine_from = pair ? 64 << 20 : kNever,
+          .registered_all_gather_engine_from = pair ? 12 << 20 : kNever,
           .broadcast_engine_from = kNever,
           .all_to_all_engine_from = kNever,
           .buffer_bytes = 512 << 20};
@@ -42,6 +43,7 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   }
   options.dispatch->ring_blocks = std::clamp<uint64_t>(
       options.dispatch->ring_blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory

@@ -36,6 +36,7 @@ struct CudaDispatch {
   uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
   uint64_t bulk_from;         // sums of so many bytes from every rank: from here rings in bulk, of few blocks
   uint64_t ring_blocks;       // so many
+  uint64_t part_bytes;        // of one rank's part of an all_reduce by rings in one launch, at most: lanes drift apart
   uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
   uint64_t in_line_to;        // of these, eager ones up to here are on one stream, for the sake of the host
   // The same, by the bytes of one rank's part or message.

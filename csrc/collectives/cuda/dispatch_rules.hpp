@@ -32,6 +32,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"relay_from", &CudaDispatch::relay_from},
     {"bulk_from", &CudaDispatch::bulk_from},
     {"ring_blocks", &CudaDispatch::ring_blocks},
+    {"part_bytes", &CudaDispatch::part_bytes},
     {"copy_engine_from", &CudaDispatch::copy_engine_from},
     {"in_line_to", &CudaDispatch::in_line_to},
     {"reduce_scatter_engine_from", &CudaDispatch::reduce_scatter_engine_from},

@@ -29,12 +29,6 @@ void launch_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Op
               jit::LaunchMode::overlapped);
 }
 
-// Of parts that go out and come back in one launch, where lanes drift apart sooner than with messages alone. 4 H200,
-// 256 MB: parts of 64 and 32 MB take 39 and 30 ms, of 16 MB 1.6 ms, of 8 MB 1.55. For 8 ranks it is a guess.
-uint64_t most_part_bytes(int ranks) {
-  return ranks <= 2 ? device::kMostMessageBytes : uint64_t{ranks <= 4 ? 16u : 4u} << 20;
-}
-
 // What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
 uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most = device::kMostMessageBytes) {
   return at < bytes ? std::min(bytes - at, most) : 0;
@@ -75,6 +69,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       landings_from_(options.dispatch->landings_from),
       bulk_from_(options.dispatch->bulk_from),
       in_line_to_(options.dispatch->in_line_to),
+      part_bytes_(options.dispatch->part_bytes),
       buffer_bytes_(options.dispatch->buffer_bytes) {
   shared_bytes_ = memory_[rank].size();
 }
@@ -207,7 +202,7 @@ void CudaLauncher::relay(const Operation& operation, void* data, uint64_t bytes)
   device::RelayParams params{};
   params.root = operation.descriptor.root;
   const uint64_t units = (bytes + 15) / 16, part = (units + size_ - 2) / (size_ - 1) * 16;
-  const uint64_t each = std::min(part, most_part_bytes(size_));
+  const uint64_t each = std::min(part, part_bytes_);
   for (uint64_t at = 0; at < part; at += each) {
     params.rings = rings(operation, layout_.collectives);
     params.handed_on = rings(operation, layout_.results);
@@ -242,8 +237,8 @@ void CudaLauncher::set_rings(const Operation& operation, device::TwoShotParams& 
   if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
 }
 
-// Its lanes are few and drift apart by few pages: no message is too long for one launch. Nor does the next launch begin
-// before its end: it would hold as many SMs again all the while.
+// Its lanes keep step (BulkPace): no message is too long for one launch. Nor does the next launch begin before its end:
+// it would hold as many SMs again all the while.
 void CudaLauncher::launch_bulk(const Operation& operation, device::TwoShotParams& params) {
   set_rings(operation, params);
   const jit::Kernel& kernel = adding_in_bulk(operation);
@@ -276,8 +271,8 @@ void CudaLauncher::two_shot(const Operation& operation, device::TwoShotParams wh
   const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size_);
   // With one receiver ranks have unequal work and their lanes drift apart sooner (256 MB: 0.8 ms instead of 1.1).
   const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
-                        : whole.receivers == kAllRanks ? most_part_bytes(size_)
-                                                       : most_part_bytes(size_) / 2;
+                        : whole.receivers == kAllRanks ? part_bytes_
+                                                       : part_bytes_ / 2;
   for (uint64_t at = 0; at < most; at += each) {
     device::TwoShotParams params = whole;
     for (int r = 0; r < size_; ++r) {

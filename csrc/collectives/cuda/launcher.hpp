@@ -134,7 +134,7 @@ class CudaLauncher {
   std::unique_ptr<PinnedMemory> status_;
   DeviceWatch watch_;
   const bool device_each_;
-  const uint64_t chunks_from_, landings_from_, bulk_from_, in_line_to_, buffer_bytes_;
+  const uint64_t chunks_from_, landings_from_, bulk_from_, in_line_to_, part_bytes_, buffer_bytes_;
   std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;
   const jit::Kernel *move_ = nullptr, *relay_ = nullptr;
