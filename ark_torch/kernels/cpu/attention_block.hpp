@@ -7,15 +7,18 @@
 
 #include "cpu/launch.hpp"
 #include "cpu/reduce.hpp"
+#include "cpu/wide.hpp"
 
 namespace ark::cpu {
 
 inline constexpr int kKeys = 64;  // positions in a block
 inline constexpr int kKeyVectors = kKeys / kLanes;
 #if defined(__AVX512F__)
-inline constexpr int kRowGroup = 4;  // query rows that share what was loaded: 16 sums in registers
+inline constexpr int kRowGroup = 4;       // query rows that share what was loaded,
+inline constexpr int kVectorsAtOnce = 4;  // and vectors of a row: 16 sums in registers
 #else
 inline constexpr int kRowGroup = 2;
+inline constexpr int kVectorsAtOnce = 2;
 #endif
 
 constexpr int padded(int columns) {
@@ -141,31 +144,36 @@ ARK_INLINE void transpose_keys(const Positions<K>& k, int64_t key, int64_t end, 
 // Scores of `Rows` rows, whose queries are padded(Columns) apart and scores kKeys.
 template <int Rows, int Columns>
 ARK_INLINE void score_rows(const float* transposed, const float* queries, float* scores) {
-  Floats total[Rows][kKeyVectors] = {};
-  for (int c = 0; c < Columns; ++c) {
-    Floats x[kKeyVectors];
-    ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) x[j] = load(transposed + c * kKeys + j * kLanes, All{});
-    ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-      const Floats query = splat(queries[r * padded(Columns) + c]);
-      ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) total[r][j] += query * x[j];
+  static_assert(kKeyVectors % kVectorsAtOnce == 0);
+  for (int first = 0; first < kKeyVectors; first += kVectorsAtOnce) {
+    Wide total[Rows][kVectorsAtOnce] = {};
+    for (int c = 0; c < Columns; ++c) {
+      Wide x[kVectorsAtOnce];
+      ARK_UNROLL for (int j = 0; j < kVectorsAtOnce; ++j) x[j] =
+          load_wide(transposed + c * kKeys + (first + j) * kLanes, All{});
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+        const Wide query = wide_of(queries[r * padded(Columns) + c]);
+        ARK_UNROLL for (int j = 0; j < kVectorsAtOnce; ++j) add_product(total[r][j], query, x[j]);
+      }
     }
-  }
-  ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int j = 0; j < kKeyVectors; ++j) {
-    float* const at = scores + r * kKeys + j * kLanes;
-    store(at, masked(total[r][j], load(at, All{})), All{});
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int j = 0; j < kVectorsAtOnce; ++j) {
+      float* const at = scores + r * kKeys + (first + j) * kLanes;
+      store(at, masked(narrow(total[r][j]), load(at, All{})), All{});
+    }
   }
 }
 
 // sums[r] += weights[r] values for `Rows` rows, padded(Columns) apart. A position that no row looks at is not read.
 template <int Rows, int Columns, class V>
 ARK_INLINE void add_values(const Positions<V>& v, int64_t key, int64_t end, const float* weights, float* sums) {
-  constexpr int kWidth = Rows == 1 ? padded(Columns) : padded(Columns) < 4 * kLanes ? padded(Columns) : 4 * kLanes;
+  constexpr int kMost = kVectorsAtOnce * kLanes * (Rows == 1 ? kRowGroup : 1);
+  constexpr int kWidth = padded(Columns) < kMost ? padded(Columns) : kMost;
   constexpr int kChunks = kWidth / kLanes;
   for (int first = 0; first < padded(Columns); first += kWidth) {
-    Floats sum[Rows][kChunks];
+    Wide sum[Rows][kChunks];
     ARK_UNROLL for (int r = 0; r < Rows; ++r)
         ARK_UNROLL for (int i = 0; i < kChunks; ++i) if (first + i * kLanes < padded(Columns)) sum[r][i] =
-            load(sums + r * padded(Columns) + first + i * kLanes, All{});
+            load_wide(sums + r * padded(Columns) + first + i * kLanes, All{});
     for (int64_t j = 0; j < end - key; ++j) {
       bool any = false;
       for (int r = 0; r < Rows; ++r) any = any || weights[r * kKeys + j] != 0.0f;
@@ -174,14 +182,19 @@ ARK_INLINE void add_values(const Positions<V>& v, int64_t key, int64_t end, cons
       ARK_UNROLL for (int i = 0; i < kChunks; ++i) {
         const int c = first + i * kLanes;
         if (c >= Columns) continue;
-        const Floats x = c + kLanes <= Columns ? load_any(value + c * v.column, v.column, All{})
-                                               : load_any(value + c * v.column, v.column, First{Columns % kLanes});
-        ARK_UNROLL for (int r = 0; r < Rows; ++r) sum[r][i] += weights[r * kKeys + j] * x;
+        Wide x;
+        if (c + kLanes > Columns)
+          x = wide(load_any(value + c * v.column, v.column, First{Columns % kLanes}));
+        else if (v.column == 1)
+          x = load_wide(value + c, All{});
+        else
+          x = wide(load_strided(value + c * v.column, v.column, All{}));
+        ARK_UNROLL for (int r = 0; r < Rows; ++r) add_product(sum[r][i], wide_of(weights[r * kKeys + j]), x);
       }
     }
     ARK_UNROLL for (int r = 0; r < Rows; ++r)
         ARK_UNROLL for (int i = 0; i < kChunks; ++i) if (first + i * kLanes < padded(Columns))
-            store(sums + r * padded(Columns) + first + i * kLanes, sum[r][i], All{});
+            store(sums + r * padded(Columns) + first + i * kLanes, narrow(sum[r][i]), All{});
   }
 }
 

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cpu/reduce.hpp"
+#include "cpu/wide.hpp"
 #include "protocol/base.hpp"
 
 namespace ark::cpu {
@@ -52,52 +53,52 @@ ARK_INLINE void finish_one(const Product& s, Out* out, const Bias* bias, int64_t
 template <int Rows, int Columns, class B, class Out, class Bias>
 ARK_INLINE void dot_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                          int64_t r0, int64_t c0) {
-  Floats total[Rows][Columns] = {};
+  Wide total[Rows][Columns] = {};
   const B* weights = b + c0 * s.b_column;
   for_columns(0, s.depth, [&](int64_t d, auto lanes) ARK_BODY {
-    Floats x[Rows];
-    ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load(a + r * a_row + d, lanes);
+    Wide x[Rows];
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r] = load_wide(a + r * a_row + d, lanes);
     ARK_UNROLL for (int c = 0; c < Columns; ++c) {
-      const Floats w = load(weights + c * s.b_column + d, lanes);
+      const Wide w = load_wide(weights + c * s.b_column + d, lanes);
       // With few rows memory is the limit, and hardware prefetchers stop at the end of a column: ask for the same place
       // of the columns that come next.
       if (Rows <= 4) __builtin_prefetch(weights + (c + Columns) * s.b_column + d, 0, 2);
-      ARK_UNROLL for (int r = 0; r < Rows; ++r) total[r][c] += x[r] * w;
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) add_product(total[r][c], x[r], w);
     }
   });
   ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int c = 0; c < Columns; ++c)
-      finish_one(s, out, bias, r0 + r, c0 + c, sum_of(total[r][c]));
+      finish_one(s, out, bias, r0 + r, c0 + c, sum_of(narrow(total[r][c])));
 }
 
 // Lanes along the columns, `Vectors` times 16 of them; the last vector may be a part.
 template <int Rows, int Vectors, class B, class Out, class Bias, class Last>
 ARK_INLINE void outer_tile(const Product& s, const float* a, int64_t a_row, const B* b, Out* out, const Bias* bias,
                            int64_t r0, int64_t c0, Last last) {
-  Floats total[Rows][Vectors] = {};
+  Wide total[Rows][Vectors] = {};
   const B* weights = b + c0 * s.b_column;
   for (int64_t d0 = 0; d0 < s.depth; d0 += kDepthBlock) {
     const int64_t d1 = s.depth - d0 > kDepthBlock ? d0 + kDepthBlock : s.depth;
-    Floats sum[Rows][Vectors] = {};
+    Wide sum[Rows][Vectors] = {};
     for (int64_t d = d0; d < d1; ++d) {
-      Floats w[Vectors];
+      Wide w[Vectors];
       ARK_UNROLL for (int v = 0; v < Vectors; ++v) {
         const B* at = weights + d * s.b_depth + v * kLanes * s.b_column;
         if (s.b_column == 1)
-          w[v] = v == Vectors - 1 ? load(at, last) : load(at, All{});
+          w[v] = v == Vectors - 1 ? load_wide(at, last) : load_wide(at, All{});
         else
-          w[v] = v == Vectors - 1 ? load_strided(at, s.b_column, last) : load_strided(at, s.b_column, All{});
+          w[v] = wide(v == Vectors - 1 ? load_strided(at, s.b_column, last) : load_strided(at, s.b_column, All{}));
       }
       ARK_UNROLL for (int r = 0; r < Rows; ++r) {
-        const Floats x = splat(a[r * a_row + d]);
-        ARK_UNROLL for (int v = 0; v < Vectors; ++v) sum[r][v] += x * w[v];
+        const Wide x = wide_of(a[r * a_row + d]);
+        ARK_UNROLL for (int v = 0; v < Vectors; ++v) add_product(sum[r][v], x, w[v]);
       }
     }
-    ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int v = 0; v < Vectors; ++v) total[r][v] += sum[r][v];
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) ARK_UNROLL for (int v = 0; v < Vectors; ++v) add(total[r][v], sum[r][v]);
   }
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vectors; ++v)
       for (int lane = 0; lane < (v == Vectors - 1 ? count_of(last) : kLanes); ++lane)
-        finish_one(s, out, bias, r0 + r, c0 + v * kLanes + lane, total[r][v][lane]);
+        finish_one(s, out, bias, r0 + r, c0 + v * kLanes + lane, narrow(total[r][v])[lane]);
 }
 
 // Lanes along adjacent columns, few rows: rows of b are read in long runs, four at a time, and sums wait in the
