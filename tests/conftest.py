@@ -126,7 +126,7 @@ def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> It
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes beside those of the tests
         "ARK_TEST_CACHE": str(cache),
     }
-    compiler = None if request.config.getoption("--night") else precompiled.compiler(shared_folder)
+    compiler = None if request.config.getoption("--night") else precompiled.compiler(precompiled.FOLDER)
     if compiler is not None:
         made["CXX"] = compiler
     os.environ.update(made)

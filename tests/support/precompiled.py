@@ -7,16 +7,17 @@ with -O1, too. At night tests use the compiler as it is.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from support.start import TESTS
 
+FOLDER = TESTS.parent / "build" / "compiler-of-tests"
 KERNELS = TESTS.parent / "ark_torch" / "kernels"
 # As in csrc/jit/host_compiler.cpp.
 OPTIONS = [
@@ -33,27 +34,35 @@ exec {compiler} "$@" -O1
 
 
 def compiler(folder: Path) -> str | None:
-    """What CXX is to be, made in that folder once for all processes of a run; None where it is no GCC."""
+    """What CXX is to be, made in that folder once and kept for later runs; None where it is no GCC.
+
+    Its name is g++, by which Inductor knows that GCC would find a precompiled header of its own. Inductor keeps one for
+    each compiler's path and command, so the path is the same in all runs.
+    """
     found = shutil.which("c++")
     if found is None or "CXX" in os.environ:
         return None
-    script, header = folder / "c++", folder / "standard.hpp"
+    version = subprocess.run([found, "-v"], capture_output=True, text=True).stderr
+    if "gcc version" not in version:
+        return None
+    texts = [path.read_text() for name in ("cpu", "protocol") for path in KERNELS.glob(f"{name}/*.hpp")]
+    names = sorted({name for text in texts for name in re.findall(r"^#include <.*>$", text, re.MULTILINE)})
+    made_of = "\n".join([found, version, SCRIPT, *OPTIONS, *names])
+    folder = folder / hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    script, header = folder / "g++", folder / "standard.hpp"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not script.exists():
-            if "gcc version" not in subprocess.run([found, "-v"], capture_output=True, text=True).stderr:
-                return None
-            texts = [path.read_text() for name in ("cpu", "protocol") for path in KERNELS.glob(f"{name}/*.hpp")]
-            names = sorted({name for text in texts for name in re.findall(r"^#include <.*>$", text, re.MULTILINE)})
             header.write_text("\n".join(names) + "\n")
             command = [found, *OPTIONS, "-x", "c++-header", str(header), "-o", f"{header}.gch"]
             subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
-            script.write_text(SCRIPT.format(compiler=shlex.quote(found), header=shlex.quote(str(header))))
-            script.chmod(0o700)
+            made = folder / "script"
+            made.write_text(SCRIPT.format(compiler=shlex.quote(found), header=shlex.quote(str(header))))
+            made.chmod(0o700)
+            made.rename(script)
     return str(script)
 
 
-if __name__ == "__main__":  # for the C++ tests: FOLDER; without a GCC any compiler
-    made_in = Path(sys.argv[1]).absolute()
-    made_in.mkdir(parents=True, exist_ok=True)
-    print(compiler(made_in) or "c++")
+if __name__ == "__main__":  # for the C++ tests; without a GCC any compiler
+    print(compiler(FOLDER) or "c++")
