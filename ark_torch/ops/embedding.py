@@ -6,7 +6,7 @@ autograd knows on every rank whether there will be a backward pass; a rank witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,23 +81,33 @@ def embedding_bag_all_to_all(
         >>> out.shape  # 2 ranks with 2 tables each, 64 samples a rank, rows of 128 columns
         torch.Size([64, 4, 128])
     """
-    name = _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+    name = name_of(group)
     tables, weights = list(tables), list(per_sample_weights or ())
     known = list(tables_per_rank) if tables_per_rank is not None else None
     call = (tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known)
-    if sparse:
-        if optimizer is not None:
-            raise ValueError(
-                "ark: embedding_bag_all_to_all: sparse=True and optimizer= are given. Pass one: with an optimizer there "
-                "are no gradients."
-            )
-        return _call_eagerly(*call, "sparse", [], None, 0.0)
+    update = update_of(tables, sparse, optimizer)
+    return _pool_eagerly(*call, *update) if sparse else pool(*call, *update)
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    return str(_resolve_group_name(group or dist.distributed_c10d._get_default_group(), ""))
+
+
+def update_of(
+    tables: list[Tensor], sparse: bool, optimizer: FusedOptimizer | None
+) -> tuple[str, list[Tensor], Tensor | None, float, Tensor | None]:
+    """What the backward pass does, as `pool` takes it."""
     if optimizer is None:
-        return _call(*call, "dense", [], None, 0.0)
-    return _call(*call, *optimizer.update_of(tables), optimizer.trigger)
+        return "sparse" if sparse else "dense", [], None, 0.0, None
+    if sparse:
+        raise ValueError(
+            "ark: embedding_bag_all_to_all: sparse=True and optimizer= are given. Pass one: with an optimizer there "
+            "are no gradients."
+        )
+    return *optimizer.update_of(tables), optimizer.trigger
 
 
-def _call(
+def pool(
     tables: list[Tensor],
     indices: list[Tensor],
     offsets: list[Tensor],
@@ -111,35 +121,36 @@ def _call(
     state: list[Tensor],
     rate: Tensor | None,
     eps: float,
-    trigger: Tensor | None = None,
+    trigger: Tensor | None,
+    met: tuple[int, int] | None = None,
 ) -> Tensor:
+    """The operator; `met`: batch and dim, where ranks know from each other what `known` says and these are."""
     in_place = trigger is not None
     training = torch.is_grad_enabled()
     trained = training and (in_place or any(one.requires_grad for one in (*tables, *weights)))
-    batch = dim = -1
-    met = False
+    batch, dim = met or (-1, -1)
     if in_place:
         tables = [table.detach() for table in tables]
-    if not torch.compiler.is_compiling() and not _needs_no_word(tables, known):
+    if met is None and not torch.compiler.is_compiling() and not _needs_no_word(tables, known):
         batch, dim, dtype, device, trained, *known = torch.ops.ark.embedding_bag_layout(
             tables, indices, offsets, weights, like, name, mode, include_last_offset, known, trained, update, state,
             rate, eps,
         )  # fmt: skip
-        met = True
+        met = batch, dim
         if not tables:
             where = like.device if like is not None else torch.device("cuda" if device else "cpu")
             like = torch.empty(0, dtype=_DTYPES[dtype], device=where, requires_grad=bool(training and trained))
     if tables and in_place:
         like = trigger
     result: Tensor = torch.ops.ark.embedding_bag_all_to_all(
-        tables, indices, offsets, weights, like, name, mode, include_last_offset, known, batch, dim, met, update, state,
-        rate, eps,
+        tables, indices, offsets, weights, like, name, mode, include_last_offset, known, batch, dim,
+        met is not None, update, state, rate, eps,
     )  # fmt: skip
     return result
 
 
 # A graph that is compiled cannot hold gradients whose size is found by counting.
-_call_eagerly = torch.compiler.disable(_call)
+_pool_eagerly: Callable[..., Tensor] = torch.compiler.disable(pool)  # type: ignore[no-untyped-call]
 
 
 def _needs_no_word(tables: list[Tensor], tables_per_rank: list[int] | None) -> bool:

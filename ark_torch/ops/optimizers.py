@@ -18,6 +18,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """What the optimizers of this module share; not one by itself."""
 
     _kind = ""
+    _adapts = False  # keeps a number a row
     trigger: Tensor  # takes a gradient, of no elements, in the place of the tables: so that there is a backward pass
 
     def __init__(self, tables: Iterable[Tensor], lr: float | Tensor, eps: float = 0.0) -> None:
@@ -29,9 +30,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": list(tables)}], {"lr": lr, "eps": eps})
         like = self._place_rate() if not self.tables else self.tables[0]
         self.trigger = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
-        for table in self.tables:
-            for state in self._state_of(table):
-                self.state[table]["sum"] = state
+        for table in self.tables if self._adapts else ():
+            dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
+            self.state[table]["sum"] = torch.zeros(table.shape[0], dtype=dtype, device=table.device)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -42,16 +43,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The learning rate: one element, on the tables' device. `lr.fill_(0.1)` changes it everywhere."""
         return self._place_rate()
 
-    def _state_of(self, table: Tensor) -> list[Tensor]:
-        return []
-
     def _place_rate(self) -> Tensor:
         """A number that somebody has written into `param_groups` becomes the tensor's value."""
         group, tables = self.param_groups[0], self.tables
         like = tables[0] if tables else torch.empty(0)
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        rate, known = group["lr"], getattr(self, "_rate", None)
-        if rate is known and known.device == like.device:
+        rate = group["lr"]
+        known: Tensor | None = getattr(self, "_rate", None)
+        if known is not None and rate is known and known.device == like.device:
             return known
         if known is None or known.device != like.device:
             known = torch.empty((), dtype=dtype, device=like.device)
@@ -69,7 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"ark: embedding_bag_all_to_all: optimizer is a {type(self).__name__} of other tables. Make it with "
                 "the tensors that are passed as tables."
             )
-        state = [self.state[table]["sum"] for table in tables if table in self.state]
+        state = [self.state[table]["sum"] for table in tables] if self._adapts else []
         return self._kind, state, self.lr, self.param_groups[0]["eps"]
 
     @torch.no_grad()
@@ -92,8 +91,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         with torch.no_grad():
             for number, table in zip(group["params"], self.tables, strict=True):
-                for key, tensor in self.state[table].items() if table in self.state else ():
-                    tensor.copy_(states[number][key])
+                if self._adapts:
+                    self.state[table]["sum"].copy_(states[number]["sum"])
         self.param_groups[0].update({key: value for key, value in group.items() if key != "params"})
         self._place_rate()
 
@@ -139,10 +138,7 @@ class RowwiseAdagrad(FusedOptimizer):
     """
 
     _kind = "rowwise_adagrad"
+    _adapts = True
 
     def __init__(self, tables: Iterable[Tensor], lr: float | Tensor = 1e-2, eps: float = 1e-8) -> None:
         super().__init__(tables, lr, eps)
-
-    def _state_of(self, table: Tensor) -> list[Tensor]:
-        dtype = torch.float64 if table.dtype == torch.float64 else torch.float32
-        return [torch.zeros(table.shape[0], dtype=dtype, device=table.device)]

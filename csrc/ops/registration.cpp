@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "ops/embedding_bag.hpp"
+#include "ops/exchange_bags.hpp"
 #include "ops/matmul.hpp"
 
 namespace {
@@ -84,6 +85,15 @@ std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList 
   });
 }
 
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>, bool> exchange_bags(
+    const at::Tensor& values, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
+    c10::string_view group, at::IntArrayRef rows, at::IntArrayRef owners, const c10::List<std::string>& names,
+    bool trained) {
+  ark::ops::ReceivedBags bags = ark::ops::exchange_bags(
+      {values, lengths, weights, std::string(group), rows.vec(), owners.vec(), names.vec(), trained});
+  return {std::move(bags.indices), std::move(bags.offsets), std::move(bags.weights), bags.trained};
+}
+
 ark::ops::MatmulResult product(ark::ops::MatmulKind kind, const at::Tensor& a, const at::Tensor& b,
                                c10::string_view group, c10::string_view form, int64_t trained, bool gathered = false) {
   return ark::ops::matmul({kind, a, b, std::string(group), std::string(form), trained, gathered});
@@ -125,6 +135,10 @@ TORCH_LIBRARY(ark, library) {
       "Tensor[] per_sample_weights, Tensor? like, str group_name, str pooling, bool include_last_offset, "
       "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, str update, Tensor(b!)[] state, Tensor? lr, "
       "float eps, bool of_weights) -> Tensor");
+  library.def(
+      "exchange_bags(Tensor values, Tensor lengths, Tensor? per_sample_weights, str group_name, int[] rows, "
+      "int[] owners, str[] names, bool trained) -> (Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
+      "bool trained_somewhere)");
   library.def("matmul_all_reduce(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
   library.def("matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
   library.def(
@@ -137,6 +151,7 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("embedding_bag_all_to_all", &embedding_bag_all_to_all);
   library.impl("embedding_bag_all_to_all_backward", &embedding_bag_all_to_all_backward);
   library.impl("embedding_bag_all_to_all_update", &embedding_bag_all_to_all_update);
+  library.impl("exchange_bags", &exchange_bags);
   library.impl("matmul_all_reduce", &matmul_all_reduce);
   library.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
   library.impl("all_gather_matmul", &all_gather_matmul);

@@ -216,7 +216,7 @@ def test_tables_that_changed() -> None:
 
 
 def _compiled(rank: Rank, backend: str) -> None:
-    """Updates in place in a compiled step; a learning rate that is changed without compiling again; sparse gradients."""
+    """Updates in place in a compiled step; a learning rate that changes without compiling again."""
     rank.init()
     torch.set_num_threads(1)
     me, world = rank.rank, rank.world_size
@@ -241,9 +241,9 @@ def _compiled(rank: Rank, backend: str) -> None:
             for lr in (0.5, 0.25, 0.125):
                 optimizer.lr.fill_(lr)
                 run(torch.ones(1, requires_grad=True), tables, optimizer).backward(gradient_of(case, me))
-            results.append((tables, [one["sum"] for one in optimizer.state.values()]))
+            results.append([*tables, *(one["sum"] for one in optimizer.state.values())])
         assert compiles.frame_count == 1
-        for one, other in zip(sum(results[0], []), sum(results[1], []), strict=True):
+        for one, other in zip(*results, strict=True):
             same(one, other, f"{backend}, adapts: {adapts}")
     if backend != "aot_eager":
         return
