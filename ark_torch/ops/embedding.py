@@ -58,7 +58,8 @@ def embedding_bag_all_to_all(
             `torch.nn.EmbeddingBag(sparse=True)`, for `torch.optim.SparseAdam` or `SGD`. The host asks the GPU how many
             rows they have, so a CUDA graph cannot hold them; torch.compile leaves the call to eager PyTorch.
         optimizer: `SGD` or `RowwiseAdagrad` of this package, made for these tables: the backward pass updates the rows
-            in place, and tables get no gradient, whether or not they require one. All ranks pass one, or none.
+            in place, and tables get no gradient, whether or not they require one. All ranks pass one, or none. It is
+            `loss.backward()` that does it, not `torch.autograd.grad` of other tensors.
 
     Returns:
         `[B, tables of rank 0 + of rank 1 + ..., dim]`, for this rank's samples, of the tables' dtype and device.
