@@ -4,6 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 
 #include "ops/meeting.hpp"
@@ -73,6 +74,11 @@ std::vector<int64_t> check_values(const CallSite& site, const BagBatch& batch) {
                "a bag of " + table_of(batch, t) + " has a length of " + to_string(length),
                "Pass lengths of 0 or more; offsets that grow.");
   }
+  for (size_t t = 0; t < counts.size(); ++t)
+    if (counts[t] < 0)
+      refuse(site, ErrorKind::invalid_argument,
+             "lengths of " + table_of(batch, t) + " add up to " + to_string(counts[t]),
+             "Pass lengths of 0 or more; offsets that grow.");
   const int64_t all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
   if (all != batch.values.numel())
     refuse(site, ErrorKind::invalid_argument,
@@ -202,7 +208,7 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
     const CallSite site{group.getRank(), kName};
     const int size = group.getSize(), rank = group.getRank();
     const bool whole_tables = !batch.owners.empty();
-    std::optional<Error> refused;
+    std::exception_ptr refused;  // told first, so that no rank waits for this one
     Parcels parcels;
     Card card;
     try {
@@ -214,15 +220,15 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
       card.device = static_cast<int64_t>(batch.values.device().type());
       if (batch.weights) card.weights = static_cast<int64_t>(batch.weights->scalar_type());
       parcels = whole_tables ? by_table(batch, counts, size) : by_row(batch, counts, size);
-    } catch (const Error& error) {
-      refused = error;
+    } catch (...) {
+      refused = std::current_exception();
       card.refused = 1;
     }
     std::vector<int64_t> words(&card.refused, &card.refused + kCardWords);
     for (const auto& counts : parcels.counts) words.insert(words.end(), counts.begin(), counts.end());
     words.resize(kCardWords + batch.rows.size() * (whole_tables ? 1 : static_cast<size_t>(size)));
     const auto told = tell_all(group, words);
-    if (refused) throw *refused;
+    if (refused) std::rethrow_exception(refused);
     std::vector<Card> cards(static_cast<size_t>(size));
     for (int r = 0; r < size; ++r)
       std::copy(told[r].begin(), told[r].begin() + static_cast<int64_t>(kCardWords), &cards[r].refused);
