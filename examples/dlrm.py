@@ -255,7 +255,8 @@ def main() -> None:
     console = Console(quiet=rank != 0, highlight=False)
     console.print(
         f"{sum(rows):,} rows of {arguments.dim} in {len(rows)} tables, {arguments.sharding} over {world} ranks on "
-        f"{device.type}; AUC before: {held_out_auc(model, data, rank, world):.3f}"
+        f"{device.type}; AUC before: {held_out_auc(model, data, rank, world):.3f}",
+        soft_wrap=True,
     )
     alone = [dist.new_group([r], backend="ark") for r in range(world)][rank]
     losses: list[float] = []

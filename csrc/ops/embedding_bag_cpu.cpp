@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "collectives/shm_communicator.hpp"
 #include "ops/bags_cpu.hpp"

@@ -6,7 +6,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <mutex>
 
