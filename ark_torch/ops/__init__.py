@@ -6,5 +6,13 @@ works under torch.compile of any backend.
 
 from ark_torch.ops.embedding import embedding_bag_all_to_all
 from ark_torch.ops.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ark_torch.ops.optimizers import SGD, RowwiseAdagrad
 
-__all__ = ["all_gather_matmul", "embedding_bag_all_to_all", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "SGD",
+    "RowwiseAdagrad",
+    "all_gather_matmul",
+    "embedding_bag_all_to_all",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

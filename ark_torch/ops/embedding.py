@@ -6,7 +6,7 @@ autograd knows on every rank whether there will be a backward pass; a rank witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import _resolve_group_name
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.ops.optimizers import FusedOptimizer
 
 _OPERATOR = "ark::embedding_bag_all_to_all"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -31,6 +32,8 @@ def embedding_bag_all_to_all(
     include_last_offset: bool = False,
     tables_per_rank: Sequence[int] | None = None,
     like: Tensor | None = None,
+    sparse: bool = False,
+    optimizer: FusedOptimizer | None = None,
 ) -> Tensor:
     """Pools the bags of this rank's tables for the samples of all ranks, and gives each rank its samples' bags.
 
@@ -51,45 +54,104 @@ def embedding_bag_all_to_all(
         tables_per_rank: how many tables each rank has. Where it is given, and every rank has one, CUDA calls need no
             word between the hosts of the ranks, and torch.compile knows the result's shape.
         like: on a rank without tables, under torch.compile: a tensor with the tables' dtype and device.
+        sparse: gradients of tables are coalesced sparse tensors (of `torch.sparse_coo`), as those of
+            `torch.nn.EmbeddingBag(sparse=True)`, for `torch.optim.SparseAdam` or `SGD`. The host asks the GPU how many
+            rows they have, so a CUDA graph cannot hold them; torch.compile leaves the call to eager PyTorch.
+        optimizer: `SGD` or `RowwiseAdagrad` of this package, made for these tables: the backward pass updates the rows
+            in place, and tables get no gradient, whether or not they require one. All ranks pass one, or none. It is
+            `loss.backward()` that does it, not `torch.autograd.grad` of other tensors.
 
     Returns:
         `[B, tables of rank 0 + of rank 1 + ..., dim]`, for this rank's samples, of the tables' dtype and device.
 
-    The gradients of tables are dense, summed in float32 in the order of the indices, so that they are the same in every
-    run. Either all ranks that have tables train them, or none.
+    What bags bring a row of a table is summed in float32 in the order of the indices (of more than 64 indices: 64 at a
+    time, and these sums in order) and rounded once, so that gradients and updates are the same in every run. Either all
+    ranks that have tables train them, or none. A table that is updated in place takes part in one call until its
+    backward pass is done; autograd raises where it has changed in between.
 
     Raises:
         IndexError: an index is not a row of its table; names table and index. On the CPU before anything is written; on
             a GPU the launch ends the process's CUDA context, as a failed assertion does, and the next call of the
             operator raises this.
         ValueError, TypeError: another argument will not do, or the group is not ark's.
-        torch.distributed.DistBackendError: a rank refused its arguments, or ranks differ in batch, dim, dtype or mode;
-            or what ended the group.
+        torch.distributed.DistBackendError: a rank refused its arguments, or ranks differ in batch, dim, dtype, mode or
+            in whether they train; or what ended the group.
 
     Example:
         >>> out = ark_torch.ops.embedding_bag_all_to_all([users, items], [u, i], [u_offsets, i_offsets], group)
         >>> out.shape  # 2 ranks with 2 tables each, 64 samples a rank, rows of 128 columns
         torch.Size([64, 4, 128])
     """
-    name = _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+    name = name_of(group)
     tables, weights = list(tables), list(per_sample_weights or ())
     known = list(tables_per_rank) if tables_per_rank is not None else None
-    batch = dim = -1
-    met = False
-    if not torch.compiler.is_compiling() and not _needs_no_word(tables, known):
-        training = torch.is_grad_enabled()
-        trained = training and any(one.requires_grad for one in (*tables, *weights))
-        batch, dim, dtype, device, trained, *known = torch.ops.ark.embedding_bag_layout(
-            tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known, trained
+    call = (tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known)
+    update = update_of(tables, sparse, optimizer)
+    return _pool_eagerly(*call, *update) if sparse else pool(*call, *update)
+
+
+def name_of(group: dist.ProcessGroup | None) -> str:
+    return str(_resolve_group_name(group or dist.distributed_c10d._get_default_group(), ""))
+
+
+def update_of(
+    tables: list[Tensor], sparse: bool, optimizer: FusedOptimizer | None
+) -> tuple[str, list[Tensor], Tensor | None, float, Tensor | None]:
+    """What the backward pass does, as `pool` takes it."""
+    if optimizer is None:
+        return "sparse" if sparse else "dense", [], None, 0.0, None
+    if sparse:
+        raise ValueError(
+            "ark: embedding_bag_all_to_all: sparse=True and optimizer= are given. Pass one: with an optimizer there "
+            "are no gradients."
         )
-        met = True
+    return *optimizer.update_of(tables), optimizer.trigger
+
+
+def pool(
+    tables: list[Tensor],
+    indices: list[Tensor],
+    offsets: list[Tensor],
+    weights: list[Tensor],
+    like: Tensor | None,
+    name: str,
+    mode: str,
+    include_last_offset: bool,
+    known: list[int] | None,
+    update: str,
+    state: list[Tensor],
+    rate: Tensor | None,
+    eps: float,
+    trigger: Tensor | None,
+    met: tuple[int, int] | None = None,
+) -> Tensor:
+    """The operator; `met`: batch and dim, where ranks know from each other what `known` says and these are."""
+    in_place = trigger is not None
+    training = torch.is_grad_enabled()
+    trained = training and (in_place or any(one.requires_grad for one in (*tables, *weights)))
+    batch, dim = met or (-1, -1)
+    if in_place:
+        tables = [table.detach() for table in tables]
+    if met is None and not torch.compiler.is_compiling() and not _needs_no_word(tables, known):
+        batch, dim, dtype, device, trained, *known = torch.ops.ark.embedding_bag_layout(
+            tables, indices, offsets, weights, like, name, mode, include_last_offset, known, trained, update, state,
+            rate, eps,
+        )  # fmt: skip
+        met = batch, dim
         if not tables:
             where = like.device if like is not None else torch.device("cuda" if device else "cpu")
             like = torch.empty(0, dtype=_DTYPES[dtype], device=where, requires_grad=bool(training and trained))
+    if tables and in_place:
+        like = trigger
     result: Tensor = torch.ops.ark.embedding_bag_all_to_all(
-        tables, list(indices), list(offsets), weights, like, name, mode, include_last_offset, known, batch, dim, met
-    )
+        tables, indices, offsets, weights, like, name, mode, include_last_offset, known, batch, dim,
+        met is not None, update, state, rate, eps,
+    )  # fmt: skip
     return result
+
+
+# A graph that is compiled cannot hold gradients whose size is found by counting.
+_pool_eagerly: Callable[..., Tensor] = torch.compiler.disable(pool)  # type: ignore[no-untyped-call]
 
 
 def _needs_no_word(tables: list[Tensor], tables_per_rank: list[int] | None) -> bool:
@@ -110,6 +172,7 @@ def _fake(
     batch: Any,
     dim: Any,
     met: bool,
+    *_: Any,
 ) -> Tensor:
     example = tables[0] if tables else like
     if example is None:
@@ -144,29 +207,43 @@ def _fake_backward(
     batch: Any,
     dim: Any,
     met: bool,
+    update: str,
     of_weights: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
     return [torch.empty_like(one) for one in tables], [torch.empty_like(one) for one in weights if of_weights]
 
 
+def _fake_update(
+    gradient: Tensor, tables: Any, indices: Any, offsets: Any, weights: list[Tensor], *rest: Any
+) -> Tensor:
+    return gradient.new_empty((sum(one.numel() for one in weights) if rest[-1] else 0,))
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tables, indices, offsets, weights, like, *ctx.rest = inputs
+    tables, indices, offsets, weights, like, *ctx.rest, ctx.update, state, rate, ctx.eps = inputs
     ctx.count, ctx.weighted, ctx.like = len(tables), len(weights), like
     ctx.of_weights = any(one.requires_grad for one in weights)
-    ctx.save_for_backward(*tables, *indices, *offsets, *weights)
+    ctx.save_for_backward(*tables, *indices, *offsets, *weights, *state, rate)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     count, saved = ctx.count, list(ctx.saved_tensors)
     tables, indices, offsets = (saved[i * count : (i + 1) * count] for i in range(3))
-    weights = saved[3 * count :]
-    of_tables, of_weights = torch.ops.ark.embedding_bag_all_to_all_backward(
-        gradient, tables, indices, offsets, weights, ctx.like, *ctx.rest, ctx.of_weights
-    )
-    none = [None] * count
-    return of_tables, none, none, of_weights or [None] * ctx.weighted, None, *[None] * len(ctx.rest)
+    weights, state = saved[3 * count :][: ctx.weighted], saved[3 * count + ctx.weighted : -1]
+    call = (gradient, tables, indices, offsets, weights, ctx.like, *ctx.rest, ctx.update)
+    none: list[Tensor | None] = [None] * count
+    if ctx.update in ("dense", "sparse"):
+        of_tables, of_weights = torch.ops.ark.embedding_bag_all_to_all_backward(*call, ctx.of_weights)
+    else:
+        of_tables = none
+        flat = torch.ops.ark.embedding_bag_all_to_all_update(*call, state, saved[-1], ctx.eps, ctx.of_weights)
+        of_weights = list(flat.split([one.numel() for one in weights])) if ctx.of_weights else []
+    rest = [None] * (len(ctx.rest) + 1)
+    no_state = [None] * len(state)
+    return of_tables, none, none, of_weights or [None] * ctx.weighted, None, *rest, no_state, None, None
 
 
 torch.library.register_fake(_OPERATOR, _fake)
 torch.library.register_fake(f"{_OPERATOR}_backward", _fake_backward)
+torch.library.register_fake(f"{_OPERATOR}_update", _fake_update)
 torch.library.register_autograd(_OPERATOR, _backward, setup_context=_save)

@@ -1,6 +1,7 @@
 // Checks, what ranks tell each other, and the way to the CPU or the GPU. See the header.
 #include "ops/embedding_bag.hpp"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
@@ -123,6 +124,54 @@ void check_values(const CallSite& site, const BagArguments& bags, size_t t) {
   }
 }
 
+void check_rate(const CallSite& site, const BagArguments& bags) {
+  const RowUpdate& update = bags.update;
+  if (!update.rate) refuse_value(site, "the optimizer has no lr", "Pass a learning rate.");
+  check_tensor(site, "the optimizer's lr", *update.rate);
+  const bool narrow = update.rate->scalar_type() == at::kFloat;
+  if (!narrow && (update.rate->is_cuda() || update.rate->scalar_type() != at::kDouble))
+    refuse(site, ErrorKind::type_error, "the optimizer's lr is " + dtype_name(update.rate->scalar_type()),
+           "Pass float32 (on the CPU float64, too).");
+  if (update.rate->numel() != 1 || update.rate->device() != bags.tables[0].device())
+    refuse_value(site,
+                 "the optimizer's lr has " + to_string(update.rate->numel()) + " elements on " +
+                     update.rate->device().str() + ", and tables[0] is on " + bags.tables[0].device().str(),
+                 "Pass one element, on the tables' device.");
+}
+
+void check_update(const CallSite& site, const BagArguments& bags) {
+  const RowUpdate& update = bags.update;
+  if (update.kind != "dense" && update.kind != "sparse" && update.kind != "sgd" && update.kind != "rowwise_adagrad")
+    refuse_value(site, "update is '" + update.kind + "'", "Pass 'dense', 'sparse', 'sgd' or 'rowwise_adagrad'.");
+  check_count(site, "the optimizer's state", update.state.size(), update.adapts() ? bags.tables.size() : 0,
+              "one a table where the optimizer adapts, else none");
+  if (!update.in_place() || bags.tables.empty()) return;
+  check_rate(site, bags);
+  if (!(update.eps >= 0)) refuse_value(site, "eps is " + to_string(update.eps), "Pass 0 or more.");
+  for (size_t t = 0; t < bags.tables.size(); ++t) {
+    const at::Tensor& table = bags.tables[t];
+    for (size_t other = 0; other < t; ++other)
+      if (table.numel() > 0 && table.is_alias_of(bags.tables[other]) &&
+          at::get_overlap_status(table, bags.tables[other]) != at::MemOverlapStatus::No)
+        refuse_value(site,
+                     entry_of("tables", t) + " shares memory with " + entry_of("tables", other) +
+                         ", and both would be updated at once",
+                     "Pass a table once, or take gradients instead of an update in place.");
+    if (!update.adapts()) continue;
+    const std::string name = "the optimizer's state[" + to_string(t) + "]";
+    const at::Tensor& state = update.state[t];
+    check_tensor(site, name.c_str(), state);
+    const at::ScalarType wanted = table.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    if (state.scalar_type() != wanted)
+      refuse(site, ErrorKind::type_error, name + " is " + dtype_name(state.scalar_type()),
+             "Pass " + dtype_name(wanted) + ".");
+    if (state.dim() != 1 || state.size(0) != table.size(0) || !state.is_contiguous() ||
+        state.device() != table.device())
+      refuse_value(site, name + " is not [" + to_string(table.size(0)) + "], contiguous, on " + table.device().str(),
+                   "Pass one element a row of the table.");
+  }
+}
+
 void check(const CallSite& site, const BagArguments& bags, int size) {
   check_lists(site, bags);
   for (size_t t = 0; t < bags.tables.size(); ++t) {
@@ -139,6 +188,7 @@ void check(const CallSite& site, const BagArguments& bags, int size) {
       check_values<int64_t>(site, wide, t);
     }
   }
+  check_update(site, bags);
   if (!bags.tables_per_rank.empty())
     check_count(site, "tables_per_rank", bags.tables_per_rank.size(), size, "one a rank");
 }
@@ -156,7 +206,8 @@ Card card_of(const BagArguments& bags, int size, bool trained) {
   return card;
 }
 
-// As the launches want them: contiguous, and of one integer type.
+}  // namespace
+
 BagArguments prepared(const BagArguments& bags) {
   BagArguments plain = bags;
   bool wide = false;
@@ -170,8 +221,6 @@ BagArguments prepared(const BagArguments& bags) {
   }
   return plain;
 }
-
-}  // namespace
 
 int64_t Layout::all() const {
   return std::accumulate(tables.begin(), tables.end(), int64_t{0});
@@ -289,40 +338,6 @@ at::Tensor forward(const BagArguments& given) {
                        at::TensorOptions(layout.dtype).device(device_of(bags, layout, group)));
     return layout.device == c10::kCPU ? forward_cpu(bags, layout, group) : forward_cuda(bags, layout, group);
   });
-}
-
-std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> backward(const BagArguments& given,
-                                                                     const at::Tensor& gradient, bool of_weights) {
-  constexpr const char* kName = "embedding_bag_all_to_all_backward";
-  return with_torch_errors([&]() -> std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    ProcessGroupArk& group = backend_of(given.group, kName);
-    const Layout layout = layout_of(given, group, kName);
-    const BagArguments bags = prepared(given);
-    const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
-    if (gradient.sizes() != at::IntArrayRef(sizes) || gradient.scalar_type() != layout.dtype)
-      refuse_value({group.getRank(), kName}, "the gradient has not the shape and dtype of the result",
-                   "Pass what autograd passes.");
-    const bool cuda = layout.device != c10::kCPU;
-    at::Tensor of_bags;
-    if (gradient.numel() == 0) {
-      of_bags =
-          at::zeros({layout.tables[group.getRank()], group.getSize() * layout.batch, layout.dim}, gradient.options());
-    } else {
-      of_bags = cuda ? gather_gradient_cuda(bags, layout, group, gradient.contiguous())
-                     : gather_gradient_cpu(bags, layout, group, gradient.contiguous());
-    }
-    std::vector<at::Tensor> tables = cuda ? table_gradients_cuda(bags, of_bags) : table_gradients_cpu(bags, of_bags);
-    std::vector<at::Tensor> weights;
-    if (of_weights) weights = weight_gradients(bags, of_bags);
-    return {std::move(tables), std::move(weights)};
-  });
-}
-
-at::Tensor bag_numbers(const at::Tensor& offsets, int64_t entries, int64_t bags) {
-  const at::Tensor begins = offsets.narrow(0, 0, offsets.numel()).contiguous();
-  const at::Tensor places = at::arange(entries, offsets.options());
-  return at::searchsorted(begins, places, false, true).sub_(1).clamp_max_(bags);
 }
 
 }  // namespace ark::ops

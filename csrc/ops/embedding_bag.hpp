@@ -17,6 +17,17 @@
 
 namespace ark::ops {
 
+// What becomes of the gradient of the tables' rows.
+struct RowUpdate {
+  std::string kind = "dense";      // or "sparse", "sgd", "rowwise_adagrad": the last two write the tables in place
+  std::vector<at::Tensor> state;   // rowwise_adagrad, a table: [rows], the sum of the mean squares so far
+  std::optional<at::Tensor> rate;  // the learning rate: one element, on the tables' device
+  double eps = 0;
+
+  bool in_place() const { return kind != "dense" && kind != "sparse"; }
+  bool adapts() const { return kind == "rowwise_adagrad"; }
+};
+
 struct BagArguments {
   std::vector<at::Tensor> tables, indices, offsets, weights;  // weights: as many, or none
   std::optional<at::Tensor> like;                             // of a rank without tables: its dtype and device
@@ -26,6 +37,7 @@ struct BagArguments {
   std::vector<int64_t> tables_per_rank;  // empty: not known
   int64_t batch = -1, dim = -1;          // of a rank without tables; -1: not known
   bool met = false;                      // the ranks have told each other what they have
+  RowUpdate update;
 };
 
 // What all ranks have.
@@ -49,9 +61,12 @@ Layout meet(const BagArguments& bags, ProcessGroupArk& group, const char* operat
 Layout layout_of(const BagArguments& bags, ProcessGroupArk& group, const char* operation);
 
 at::Tensor forward(const BagArguments& bags);
-// Gradients of tables and weights (those of a rank that has none are empty lists).
+// Gradients of tables and weights (those of a rank that has none are empty lists). In place: no gradients of tables.
 std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>> backward(const BagArguments& bags,
                                                                      const at::Tensor& gradient, bool of_weights);
+
+// As the launches want them: contiguous, and of one integer type.
+BagArguments prepared(const BagArguments& bags);
 
 // On CPU tensors (embedding_bag_cpu.cpp) and on CUDA tensors (embedding_bag_cuda.cpp). The arguments are checked and
 // contiguous.
@@ -62,8 +77,12 @@ at::Tensor gather_gradient_cpu(const BagArguments& bags, const Layout& layout, P
                                const at::Tensor& gradient);
 at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
                                 const at::Tensor& gradient);
+// The tables' gradients, dense or sparse; none where the update is in place (embedding_gradient_cpu.cpp and
+// embedding_gradient_cuda.cpp).
 std::vector<at::Tensor> table_gradients_cpu(const BagArguments& bags, const at::Tensor& of_bags);
 std::vector<at::Tensor> table_gradients_cuda(const BagArguments& bags, const at::Tensor& of_bags);
+// Coalesced: rows in rising order, each once.
+at::Tensor sparse_gradient(const at::Tensor& rows, const at::Tensor& values, const at::Tensor& table);
 std::vector<at::Tensor> weight_gradients(const BagArguments& bags, const at::Tensor& of_bags);
 // Of the bag that each index is in.
 at::Tensor bag_numbers(const at::Tensor& offsets, int64_t entries, int64_t bags);

@@ -8,17 +8,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "collectives/shm_communicator.hpp"
-#include "ops/embedding_bag.hpp"
-#include "ops/pooling.hpp"
+#include "ops/bags_cpu.hpp"
 
 namespace ark::ops {
 
 namespace {
-
-constexpr int64_t kGrain = 16;  // rows
 
 // Rows that ranks send each other: how many, what makes them, and where each belongs.
 struct RowExchange {
@@ -70,71 +66,10 @@ void run(const RowExchange& rows, Communicator& communicator, const Operation& o
 }
 
 template <class T, class I>
-Bags<T, I> typed_bags(const BagArguments& bags, size_t t) {
-  const at::Tensor& offsets = bags.offsets[t];
-  return {bags.tables[t].const_data_ptr<T>(),
-          bags.indices[t].const_data_ptr<I>(),
-          offsets.const_data_ptr<I>(),
-          bags.weights.empty() ? nullptr : bags.weights[t].const_data_ptr<T>(),
-          bags.tables[t].size(1),
-          bags.indices[t].numel(),
-          offsets.numel() - (bags.last_offset ? 1 : 0),
-          bags.mode == "mean",
-          bags.last_offset};
-}
-
-template <class T, class I>
 std::vector<Bags<T, I>> all_bags(const BagArguments& bags) {
   std::vector<Bags<T, I>> tables;
   for (size_t t = 0; t < bags.tables.size(); ++t) tables.push_back(typed_bags<T, I>(bags, t));
   return tables;
-}
-
-// body(T{}, I{}) for the types of these tables and indices.
-template <class Body>
-void with_types(at::ScalarType type, const BagArguments& bags, Body&& body) {
-  const bool narrow = !bags.indices.empty() && bags.indices[0].scalar_type() == at::kInt;
-  const auto pick = [&](auto element) {
-    if (narrow)
-      body(element, int32_t{});
-    else
-      body(element, int64_t{});
-  };
-  switch (type) {
-    case at::kDouble: return pick(double{});
-    case at::kFloat: return pick(float{});
-    case at::kHalf: return pick(c10::Half{});
-    default: return pick(c10::BFloat16{});
-  }
-}
-
-template <class T, class I>
-void sum_rows(const BagArguments& bags, size_t t, const T* of_bags, T* out) {
-  const Bags<T, I> table = typed_bags<T, I>(bags, t);
-  std::vector<int64_t> order(static_cast<size_t>(table.entries)), bag_of(order.size(), -1);
-  for (int64_t bag = 0; bag < table.bags; ++bag)
-    std::fill(bag_of.begin() + table.begin(bag), bag_of.begin() + table.end(bag), bag);
-  std::iota(order.begin(), order.end(), int64_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t one, int64_t other) { return table.indices[one] < table.indices[other]; });
-  std::vector<int64_t> begins;  // of each row that is named
-  for (int64_t i = 0; i < table.entries; ++i)
-    if (i == 0 || table.indices[order[i]] != table.indices[order[i - 1]]) begins.push_back(i);
-  const int64_t named = static_cast<int64_t>(begins.size());
-  begins.push_back(table.entries);
-  at::parallel_for(0, named, kGrain, [&](int64_t from, int64_t to) {
-    std::vector<Sum<T>> sums(static_cast<size_t>(table.dim));
-    for (int64_t n = from; n < to; ++n) {
-      std::fill(sums.begin(), sums.end(), Sum<T>{0});
-      for (int64_t i = begins[n]; i < begins[n + 1]; ++i) {
-        const int64_t entry = order[i], bag = bag_of[entry];
-        if (bag < 0) continue;  // behind the last offset
-        add_gradient(table, entry, table.end(bag) - table.begin(bag), of_bags + bag * table.dim, sums.data());
-      }
-      T* const row = out + int64_t{table.indices[order[begins[n]]]} * table.dim;
-      for (int64_t c = 0; c < table.dim; ++c) row[c] = rounded<T>(sums[c]);
-    }
-  });
 }
 
 }  // namespace
@@ -201,51 +136,6 @@ at::Tensor gather_gradient_cpu(const BagArguments&, const Layout& layout, Proces
   group.run_fused("embedding_bag_all_to_all_backward", gradient, layout.fingerprint() ^ 2,
                   [&](Communicator& communicator, const Operation& op) { run(rows, communicator, op); });
   return of_bags;
-}
-
-std::vector<at::Tensor> table_gradients_cpu(const BagArguments& bags, const at::Tensor& of_bags) {
-  std::vector<at::Tensor> made;
-  for (size_t t = 0; t < bags.tables.size(); ++t) {
-    made.push_back(at::zeros_like(bags.tables[t]));
-    with_types(bags.tables[t].scalar_type(), bags, [&](auto element, auto index) {
-      using T = decltype(element);
-      using I = decltype(index);
-      sum_rows<T, I>(bags, t, of_bags.select(0, static_cast<int64_t>(t)).const_data_ptr<T>(),
-                     made.back().mutable_data_ptr<T>());
-    });
-  }
-  return made;
-}
-
-// On a GPU by PyTorch's own operators: rows are read once more, and products summed in the order that it takes.
-std::vector<at::Tensor> weight_gradients(const BagArguments& bags, const at::Tensor& of_bags) {
-  std::vector<at::Tensor> made;
-  for (size_t t = 0; t < bags.weights.size(); ++t) {
-    const at::Tensor gradients = of_bags.select(0, static_cast<int64_t>(t));
-    const int64_t entries = bags.indices[t].numel(), count = gradients.size(0);
-    if (of_bags.is_cuda()) {
-      const at::Tensor bag_of = bag_numbers(bags.offsets[t], entries, count);
-      const at::Tensor in_bag = bag_of.lt(count);
-      const at::Tensor rows = bags.tables[t].index_select(0, bags.indices[t]).to(at::kFloat);
-      const at::Tensor theirs = gradients.index_select(0, bag_of.clamp_max(count - 1)).to(at::kFloat);
-      made.push_back((rows * theirs).sum(1).mul_(in_bag).to(bags.weights[t].scalar_type()));
-      continue;
-    }
-    made.push_back(at::zeros_like(bags.weights[t]));
-    with_types(bags.tables[t].scalar_type(), bags, [&](auto element, auto index) {
-      using T = decltype(element);
-      using I = decltype(index);
-      const Bags<T, I> table = typed_bags<T, I>(bags, t);
-      const T* const from = gradients.const_data_ptr<T>();
-      T* const to = made.back().mutable_data_ptr<T>();
-      at::parallel_for(0, table.bags, kGrain, [&](int64_t begin, int64_t end) {
-        for (int64_t bag = begin; bag < end; ++bag)
-          for (int64_t i = table.begin(bag); i < table.end(bag); ++i)
-            to[i] = weight_gradient(table, i, from + bag * table.dim);
-      });
-    });
-  }
-  return made;
 }
 
 }  // namespace ark::ops

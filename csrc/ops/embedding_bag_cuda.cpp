@@ -6,7 +6,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <limits>
 #include <map>
 #include <mutex>
 
@@ -250,10 +249,10 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
     for (int r = 0; r <= size; ++r) params.first[r] = static_cast<uint32_t>(layout.first(r));
     params.ranks = static_cast<uint32_t>(size), params.batch = static_cast<uint32_t>(layout.batch);
     params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
-    const jit::Kernel& kernel =
-        jit::KernelLibrary::of(device.index())
-            .get(embedding_gradient_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide, shape.lanes),
-                 "send_gradient");
+    const jit::Kernel& kernel = jit::KernelLibrary::of(device.index())
+                                    .get(embedding_gradient_stub(ark::dtype_of(layout.dtype), narrow(bags), shape.wide,
+                                                                 shape.lanes, bags.mode == "mean"),
+                                         "send_gradient");
     const uint64_t groups = static_cast<uint64_t>(layout.batch * layout.all()) * shape.columns;
     jit::launch(kernel, {grid_of(kernel, groups, shape.lanes, communicator.most_blocks())}, {device::kBagThreads}, 0,
                 stream, params, jit::LaunchMode::overlapped);
@@ -266,67 +265,6 @@ at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, 
   };
   if (group.launch_region(kBackward, device, launch) && launched) return of_bags;
   return gather_unfused(bags, layout, group, gradient);
-}
-
-std::vector<at::Tensor> table_gradients_cuda(const BagArguments& bags, const at::Tensor& of_bags) {
-  std::vector<at::Tensor> made;
-  for (const at::Tensor& table : bags.tables) made.push_back(at::zeros_like(table));
-  const uint64_t row_bytes = static_cast<uint64_t>(of_bags.size(2)) * of_bags.element_size();
-  if (bags.tables.empty() || of_bags.numel() == 0) return made;
-  const c10::Device device = of_bags.device();
-  const c10::OptionalDeviceGuard guard(device);
-  const CurrentContext context(device.index());
-  const CUstream stream = static_cast<CUstream>(native_stream(current_stream(device)));
-  const RowShape shape = RowShape::of(row_bytes, of_bags.element_size());
-  auto& library = jit::KernelLibrary::of(device.index());
-  const std::string stub =
-      embedding_gradient_stub(ark::dtype_of(of_bags.scalar_type()), narrow(bags), shape.wide, shape.lanes);
-  const jit::Kernel& naming = library.get(stub, "name_rows");
-  const jit::Kernel& summing = library.get(stub, "sum_rows");
-  constexpr int64_t kMostKeys = std::numeric_limits<int32_t>::max();
-  size_t to = 0;
-  for (size_t from = 0; from < bags.tables.size(); from = to) {
-    device::RowSumParams params{};
-    int64_t rows = 0, entries = 0;
-    for (; to < bags.tables.size() && to - from < device::kMostTables; ++to) {
-      const int64_t more_rows = bags.tables[to].size(0), more = bags.indices[to].numel();
-      if (more_rows > kMostKeys || more > kMostKeys)
-        throw Error(ErrorKind::invalid_argument,
-                    "tables[" + std::to_string(to) + "] or indices[" + std::to_string(to) +
-                        "] has more than 2^31 - 1 elements of dimension 0, too many for a dense gradient",
-                    ErrorContext{-1, -1, kBackward, 0, "Split the table."});
-      if (rows + more_rows > kMostKeys || entries + more > kMostKeys) break;
-      device::RowTable& table = params.table[to - from];
-      table.gradient = made[to].mutable_data_ptr();
-      table.indices = bags.indices[to].const_data_ptr();
-      table.offsets = bags.offsets[to].const_data_ptr();
-      table.weights = bags.weights.empty() ? nullptr : bags.weights[to].const_data_ptr();
-      table.first = static_cast<uint32_t>(entries), table.entries = static_cast<uint32_t>(more);
-      table.first_row = static_cast<uint32_t>(rows), table.rows = static_cast<uint32_t>(more_rows);
-      rows += more_rows, entries += more;
-    }
-    if (entries == 0) continue;
-    at::Tensor keys = at::empty({entries}, of_bags.options().dtype(at::kInt)), numbers = at::empty_like(keys);
-    params.keys = keys.mutable_data_ptr<int32_t>();
-    params.bags = numbers.mutable_data_ptr<int32_t>();
-    params.of_bags = of_bags.select(0, static_cast<int64_t>(from)).const_data_ptr();
-    params.entries = static_cast<uint32_t>(entries);
-    params.tables = static_cast<uint32_t>(to - from);
-    params.bags_each = static_cast<uint32_t>(of_bags.size(1));
-    params.units = shape.units, params.columns = shape.columns, params.row_bytes = static_cast<uint32_t>(row_bytes);
-    params.mean = bags.mode == "mean", params.last_offset = bags.last_offset;
-    const auto launch = [&](const jit::Kernel& kernel, uint64_t groups, uint64_t lanes) {
-      const uint64_t each = device::kBagThreads / lanes;
-      jit::launch(kernel, {static_cast<unsigned>((groups + each - 1) / each)}, {device::kBagThreads}, 0, stream,
-                  params);
-    };
-    launch(naming, uint64_t{params.tables} * params.bags_each, 32);
-    const auto [sorted, places] = at::sort(keys, /*stable=*/true, 0, false);
-    params.keys = sorted.mutable_data_ptr<int32_t>();
-    params.places = reinterpret_cast<const long long*>(places.const_data_ptr<int64_t>());
-    launch(summing, static_cast<uint64_t>(entries) * shape.columns, static_cast<uint64_t>(shape.lanes));
-  }
-  return made;
 }
 
 }  // namespace ark::ops

@@ -73,6 +73,24 @@ void add_gradient(const Bags<T, I>& table, int64_t i, int64_t length, const T* g
   }
 }
 
+// What a row is called for: entries in the order of the indices, in parts of kRowPart whose sums are added in order. So
+// may a GPU share a row that very many bags name among threads.
+inline constexpr int64_t kRowPart = 64;
+
+// The mean of a row's squares: blocks of 32 columns by neighbours, then the blocks in order.
+template <class F>
+F mean_of_squares(const F* gradient, int64_t dim) {
+  F total = 0;
+  for (int64_t block = 0; block < dim; block += 32) {
+    F squares[32];
+    for (int64_t i = 0; i < 32; ++i) squares[i] = block + i < dim ? gradient[block + i] * gradient[block + i] : F{0};
+    for (int width = 16; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i) squares[i] = squares[2 * i] + squares[2 * i + 1];
+    total += squares[0];
+  }
+  return total / static_cast<F>(dim);
+}
+
 // The gradient of one weight.
 template <class T, class I>
 T weight_gradient(const Bags<T, I>& table, int64_t i, const T* gradient) {

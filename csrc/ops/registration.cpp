@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "ops/embedding_bag.hpp"
+#include "ops/exchange_bags.hpp"
 #include "ops/matmul.hpp"
 
 namespace {
@@ -15,38 +16,64 @@ using ark::ops::BagArguments;
 BagArguments arguments_of(at::TensorList tables, at::TensorList indices, at::TensorList offsets, at::TensorList weights,
                           const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
                           bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim,
-                          bool met) {
+                          bool met, c10::string_view update, at::TensorList state, const std::optional<at::Tensor>& lr,
+                          double eps) {
   BagArguments bags{tables.vec(), indices.vec(),      offsets.vec(),     weights.vec(),
                     like,         std::string(group), std::string(mode), last_offset};
   if (tables_per_rank) bags.tables_per_rank = tables_per_rank->vec();
   bags.batch = batch, bags.dim = dim, bags.met = met;
+  bags.update = {std::string(update), state.vec(), lr, eps};
   return bags;
 }
 
 at::Tensor embedding_bag_all_to_all(at::TensorList tables, at::TensorList indices, at::TensorList offsets,
                                     at::TensorList weights, const std::optional<at::Tensor>& like,
                                     c10::string_view group, c10::string_view mode, bool last_offset,
-                                    at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met) {
+                                    at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met,
+                                    c10::string_view update, at::TensorList state, const std::optional<at::Tensor>& lr,
+                                    double eps) {
   return ark::ops::forward(arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
-                                        tables_per_rank, batch, dim, met));
+                                        tables_per_rank, batch, dim, met, update, state, lr, eps));
 }
 
 std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>> embedding_bag_all_to_all_backward(
     const at::Tensor& gradient, at::TensorList tables, at::TensorList indices, at::TensorList offsets,
     at::TensorList weights, const std::optional<at::Tensor>& like, c10::string_view group, c10::string_view mode,
-    bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met, bool of_weights) {
-  return ark::ops::backward(
-      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, batch, dim, met),
-      gradient, of_weights);
+    bool last_offset, at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim, bool met,
+    c10::string_view update, bool of_weights) {
+  return ark::ops::backward(arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
+                                         tables_per_rank, batch, dim, met, update, {}, std::nullopt, 0),
+                            gradient, of_weights);
+}
+
+// Writes tables and state; the gradients of all weights behind one another.
+at::Tensor embedding_bag_all_to_all_update(const at::Tensor& gradient, at::TensorList tables, at::TensorList indices,
+                                           at::TensorList offsets, at::TensorList weights,
+                                           const std::optional<at::Tensor>& like, c10::string_view group,
+                                           c10::string_view mode, bool last_offset,
+                                           at::OptionalIntArrayRef tables_per_rank, int64_t batch, int64_t dim,
+                                           bool met, c10::string_view update, at::TensorList state,
+                                           const std::optional<at::Tensor>& lr, double eps, bool of_weights) {
+  auto of = ark::ops::backward(arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
+                                            tables_per_rank, batch, dim, met, update, state, lr, eps),
+                               gradient, of_weights)
+                .second;
+  // Autograd is to notice where another backward pass needs the rows as they were.
+  for (const auto& written : {tables, state})
+    for (const at::Tensor& tensor : written)
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  return of.empty() ? at::empty({0}, gradient.options()) : at::cat(of);
 }
 
 // Batch, columns, dtype (in the order of ark_torch/ops), whether on CUDA, whether trained, and tables by rank.
 std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList indices, at::TensorList offsets,
                                           at::TensorList weights, const std::optional<at::Tensor>& like,
                                           c10::string_view group, c10::string_view mode, bool last_offset,
-                                          at::OptionalIntArrayRef tables_per_rank, bool trained) {
-  const BagArguments bags =
-      arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset, tables_per_rank, -1, -1, false);
+                                          at::OptionalIntArrayRef tables_per_rank, bool trained,
+                                          c10::string_view update, at::TensorList state,
+                                          const std::optional<at::Tensor>& lr, double eps) {
+  const BagArguments bags = arguments_of(tables, indices, offsets, weights, like, group, mode, last_offset,
+                                         tables_per_rank, -1, -1, false, update, state, lr, eps);
   return ark::with_torch_errors([&] {
     constexpr const char* kName = "embedding_bag_all_to_all";
     const ark::ops::Layout layout = ark::ops::meet(bags, ark::ops::backend_of(bags.group, kName), kName, trained);
@@ -56,6 +83,15 @@ std::vector<int64_t> embedding_bag_layout(at::TensorList tables, at::TensorList 
     told.insert(told.end(), layout.tables.begin(), layout.tables.end());
     return told;
   });
+}
+
+std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<at::Tensor>, bool> exchange_bags(
+    const at::Tensor& values, const at::Tensor& lengths, const std::optional<at::Tensor>& weights,
+    c10::string_view group, at::IntArrayRef rows, at::IntArrayRef owners, const c10::List<std::string>& names,
+    bool trained) {
+  ark::ops::ReceivedBags bags = ark::ops::exchange_bags(
+      {values, lengths, weights, std::string(group), rows.vec(), owners.vec(), names.vec(), trained});
+  return {std::move(bags.indices), std::move(bags.offsets), std::move(bags.weights), bags.trained};
 }
 
 ark::ops::MatmulResult product(ark::ops::MatmulKind kind, const at::Tensor& a, const at::Tensor& b,
@@ -83,16 +119,26 @@ std::tuple<at::Tensor, at::Tensor> all_gather_matmul(const at::Tensor& a, const 
 TORCH_LIBRARY(ark, library) {
   library.def(
       "embedding_bag_layout(Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
-      "Tensor? like, str group_name, str mode, bool include_last_offset, int[]? tables_per_rank, bool trained) -> "
-      "int[]");
+      "Tensor? like, str group_name, str mode, bool include_last_offset, int[]? tables_per_rank, bool trained, "
+      "str update, Tensor[] state, Tensor? lr, float eps) -> int[]");
   library.def(
       "embedding_bag_all_to_all(Tensor[] tables, Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
       "Tensor? like, str group_name, str mode, bool include_last_offset, int[]? tables_per_rank, SymInt batch, "
-      "SymInt dim, bool met) -> Tensor");
+      "SymInt dim, bool met, str update, Tensor[] state, Tensor? lr, float eps) -> Tensor");
   library.def(
       "embedding_bag_all_to_all_backward(Tensor gradient, Tensor[] tables, Tensor[] indices, Tensor[] offsets, "
       "Tensor[] per_sample_weights, Tensor? like, str group_name, str mode, bool include_last_offset, "
-      "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, bool of_weights) -> (Tensor[], Tensor[])");
+      "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, str update, bool of_weights) -> "
+      "(Tensor[], Tensor[])");
+  library.def(
+      "embedding_bag_all_to_all_update(Tensor gradient, Tensor(a!)[] tables, Tensor[] indices, Tensor[] offsets, "
+      "Tensor[] per_sample_weights, Tensor? like, str group_name, str pooling, bool include_last_offset, "
+      "int[]? tables_per_rank, SymInt batch, SymInt dim, bool met, str update, Tensor(b!)[] state, Tensor? lr, "
+      "float eps, bool of_weights) -> Tensor");
+  library.def(
+      "exchange_bags(Tensor values, Tensor lengths, Tensor? per_sample_weights, str group_name, int[] rows, "
+      "int[] owners, str[] names, bool trained) -> (Tensor[] indices, Tensor[] offsets, Tensor[] per_sample_weights, "
+      "bool trained_somewhere)");
   library.def("matmul_all_reduce(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
   library.def("matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str form, int trained) -> Tensor");
   library.def(
@@ -104,6 +150,8 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("embedding_bag_layout", &embedding_bag_layout);
   library.impl("embedding_bag_all_to_all", &embedding_bag_all_to_all);
   library.impl("embedding_bag_all_to_all_backward", &embedding_bag_all_to_all_backward);
+  library.impl("embedding_bag_all_to_all_update", &embedding_bag_all_to_all_update);
+  library.impl("exchange_bags", &exchange_bags);
   library.impl("matmul_all_reduce", &matmul_all_reduce);
   library.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
   library.impl("all_gather_matmul", &all_gather_matmul);

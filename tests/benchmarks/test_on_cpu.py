@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dlrm_step
 import fused
 import fused_products
 import interference
@@ -91,6 +92,21 @@ def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
         assert row["wrong"].keys() >= {"eager_gloo", "fused"} and not any(row["wrong"].values()), row
         assert row["of_pool_ark"] > 0 and row["faster_than_rival"] > 0
     assert fused.table(report(tmp_path)).count("\n| T") == len(rows)
+
+
+@of_benchmarks
+@pytest.mark.parametrize("ranks", ["2", "3"])
+def test_dlrm_step(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
+    ways = ["eager_gloo", "padded_gloo", "ark"]
+    small = ["--shapes", "D8-L1-B12", "D16-L3-B5", "--rows", "40", "--width", "16", "--rounds", "1", "--ways", *ways]
+    done = run("dlrm_step.py", "--device", "cpu", "--ranks", ranks, *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [row["shape"] for row in rows] == ["D8-L1-B12", "D16-L3-B5"]
+    for row in rows:
+        assert list(row["eager_us"]) == ways and all(value > 0 for value in row["eager_us"].values()), row
+        assert row["wrong"] == dict.fromkeys(ways, 0) and row["graph_us"] == {} and row["faster_eager"] > 0, row
+    assert dlrm_step.table(report(tmp_path)).count("\n| D") == len(rows)
 
 
 @of_benchmarks

@@ -8,6 +8,7 @@ The demo runs on a tiny model; its own comparison of the runs is tested here wit
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,40 @@ def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leave
     assert done.returncode == 0, done.stdout
     for rank in range(ranks):
         assert f"rank {rank} of {ranks}: " in done.stdout, done.stdout
+
+
+@of_examples
+@pytest.mark.parametrize("sharding, ranks", [("table_wise", 2), ("row_wise", 3)])
+def test_dlrm_learns_and_equals_one_process(sharding: str, ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
+    arguments = ["--backend", launcher.BACKEND, "--sharding", sharding, "--steps=110", "--batch=1200", "--max-rows=200"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks != 2 else []
+    done = run([sys.executable, *torchrun, str(EXAMPLES / "dlrm.py"), *arguments], tmp_path)
+    assert done.returncode == 0, done.stdout
+    for rank in range(ranks):
+        assert f"rank {rank} of {ranks}: 20 steps equal those of one process" in done.stdout, done.stdout
+    before, *later = (float(value) for value in re.findall(r"AUC(?: before:)?\s+(0\.\d+)", done.stdout))
+    assert 0.4 < before < 0.6 and later[-1] > 0.66 > before, done.stdout
+    assert all(text in done.stdout for text in ("step 100: loss 0.", "step 110: loss 0.")), done.stdout
+
+
+@of_examples
+def test_dlrm_data_and_auc(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import dlrm
+    import torch
+
+    scores = torch.tensor([0.1, 0.9, 0.4, 0.8, 0.2])
+    clicks = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0])
+    assert dlrm.auc_of(scores, clicks) == 1.0 and dlrm.auc_of(-scores, clicks) == 0.0
+    assert dlrm.auc_of(scores, 1 - clicks) == 0.0
+    assert abs(dlrm.auc_of(scores, torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0])) - 2 / 6) < 1e-6
+    data = dlrm.Clicks([3, 5000], 4000, 7, torch.device("cpu"))
+    one, again = data.batch(3), data.batch(3)
+    assert torch.equal(one.dense, again.dense) and torch.equal(one.clicks, again.clicks)
+    counts = one.categories[1].flatten().bincount(minlength=5000)
+    assert counts[0] > 3 * counts[5] and len(counts) == 5000 and 0.1 < one.clicks.mean() < 0.5
+    assert not torch.equal(one.clicks, data.batch(4).clicks)
 
 
 @pytest.fixture(scope="module")

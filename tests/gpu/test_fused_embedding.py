@@ -9,11 +9,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpu import WORLD, run, start
-from support.embedding import Case, check, draw, gradient_of, random_case, reference, same
+from support.embedding import (
+    Case,
+    check,
+    check_sparse,
+    check_updates,
+    crowded_case,
+    draw,
+    gradient_of,
+    random_case,
+    reference,
+    reference_gradients,
+    same,
+)
 from support.rank import Rank
 
 import ark_torch
-from ark_torch.ops import embedding_bag_all_to_all
+from ark_torch.nn import ShardedEmbeddingBags
+from ark_torch.ops import SGD, RowwiseAdagrad, embedding_bag_all_to_all
 
 GPU_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -234,3 +247,186 @@ def _other_layout(rank: Rank) -> None:
 @pytest.mark.skipif(WORLD < 2, reason="needs ranks that can disagree")
 def test_layouts_that_differ() -> None:
     run(_other_layout, own=True, destroy=False)
+
+
+# --- sparse gradients, updates in place, the module ---------------------------------------------------------------
+
+
+def _updates(rank: Rank, seed: int, count: int) -> None:
+    device = start(rank)
+    random = Random(seed)
+    for number in range(count):
+        case = random_case(random, rank.world_size, 500 * seed + number, GPU_TYPES)
+        check_sparse(case, rank.rank, rank.world_size, device)
+        check_updates(case, rank.rank, rank.world_size, number % 2 == 0, device)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sparse_gradients_and_updates(seed: int) -> None:
+    run(_updates, seed, 15)
+
+
+def update_cases(world: int) -> list[Case]:
+    """Rows that a block shares; each width of a group; rows of several strips; more tables than one launch takes."""
+    bf16 = torch.bfloat16
+    return [
+        crowded_case(world, 90, dtype=torch.float32),
+        crowded_case(world, 91, dtype=bf16, mode="mean", dim=96),
+        crowded_case(world, 92, dtype=torch.float16, weighted=True, dim=1000),
+        crowded_case(world, 93, dtype=bf16, dim=33),
+        *(Case([2] * world, 20, dim, bf16, seed=94 + i) for i, dim in enumerate((8, 32, 64, 128, 256, 264))),
+        *(Case([2] * world, 20, dim, torch.float32, seed=101 + i) for i, dim in enumerate((4, 16, 32, 64, 128, 160))),
+        Case([70] + [1] * (world - 1), 3, 16, bf16, seed=108),
+    ]
+
+
+def _update_cases(rank: Rank) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    for case in update_cases(world):
+        check(case, me, world, device=device)
+        check_sparse(case, me, world, device)
+        for adapts in (False, True):
+            check_updates(case, me, world, adapts, device)
+
+
+def test_updates_of_every_kind() -> None:
+    run(_update_cases)
+
+
+def _captured_update(rank: Rank) -> None:
+    """A whole step in a graph: replays go on from the rows that the last one left, with the learning rate of then."""
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = crowded_case(world, 110, dtype=torch.bfloat16, dim=64)
+    gradient = gradient_of(case, me).to(device)
+    results = []
+    for captured in (False, True):
+        part = draw(case, me, world, device)
+        optimizer = RowwiseAdagrad(part.tables, lr=0.5, eps=1e-3)
+
+        def step(part: Any = part, optimizer: Any = optimizer) -> None:
+            part.call(case, tables_per_rank=case.tables, optimizer=optimizer).backward(gradient)
+
+        step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                step()
+        for lr in (0.5, 0.25, 0.125):
+            optimizer.lr.fill_(lr)
+            graph.replay() if captured else step()
+        results.append([*part.tables, *(one["sum"] for one in optimizer.state.values())])
+    for one, other in zip(*results, strict=True):
+        same(one, other, "replayed update")
+    with pytest.raises(ValueError, match="a sparse gradient cannot be captured"):
+        tables = [table.requires_grad_() for table in draw(case, me, world, device).tables]
+        part.tables = tables
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            out = part.call(case, tables_per_rank=case.tables, sparse=True)
+            torch.autograd.grad(out, tables, gradient)
+
+
+def test_updates_in_graphs() -> None:
+    run(_captured_update, own=True)
+
+
+def _large(rank: Rank) -> None:
+    """A table of more than 2^31 elements: the last of its rows is the one that is written."""
+    device = start(rank)
+    rows, dim = (1 << 31) // 64 + 1000, 64
+    if torch.cuda.mem_get_info()[0] < 12 << 30:
+        return
+    table = torch.zeros(rows, dim, dtype=torch.float16, device=device)
+    bags = torch.tensor([rows - 1, 5, rows - 1] * rank.world_size, device=device)
+    offsets = torch.arange(0, len(bags), 3, device=device)
+    optimizer = RowwiseAdagrad([table], lr=1.0, eps=0.0)
+    out = embedding_bag_all_to_all([table], [bags], [offsets], optimizer=optimizer)
+    out.sum().backward()  # each rank's result has all ranks' tables, and its gradient is one
+    assert table[rows - 1].unique().tolist() == [-1.0] and table[5].unique().tolist() == [-1.0]
+    assert int((table != 0).any(1).sum()) == 2
+    assert optimizer.state[table]["sum"][rows - 1].item() == (2.0 * rank.world_size) ** 2
+
+
+def test_a_table_beyond_32_bits() -> None:
+    run(_large)
+
+
+def _compiled_update(rank: Rank) -> None:
+    device = start(rank)
+    me, world = rank.rank, rank.world_size
+    case = Case([2] * world, 16, 32, torch.float32, seed=111)
+    part = draw(case, me, world, device)
+
+    def model(scale: torch.Tensor, tables: Any, optimizer: Any) -> torch.Tensor:
+        out = embedding_bag_all_to_all(
+            tables, part.indices, part.offsets, tables_per_rank=case.tables, optimizer=optimizer
+        )
+        return out * 2 + scale
+
+    results = []
+    for run_ in (model, torch.compile(model, fullgraph=True)):
+        tables = [table.clone() for table in part.tables]
+        optimizer = SGD(tables, lr=0.5)
+        for _ in range(3):
+            run_(torch.ones(1, device=device, requires_grad=True), tables, optimizer).backward(
+                gradient_of(case, me).to(device)
+            )
+        results.append(tables)
+    for one, other in zip(*results, strict=True):
+        same(one, other, "compiled update")
+    wanted = reference_gradients(case, me, world, [gradient_of(case, r) for r in range(world)])
+    assert any(gradient.any() for gradient in wanted)
+
+
+def test_compiled_updates() -> None:
+    run(_compiled_update)
+
+
+TABLES = [(500, 64), (3, 64), (170, 64), (70, 64), (1, 64)]
+
+
+def _module(rank: Rank, sharding: str, mode: str) -> None:
+    """The bits of the module on CPU tensors of the same group: result, gradients, update, jagged input with weights."""
+    device = start(rank)
+    generator = torch.Generator().manual_seed(7 + rank.rank)
+    lengths = torch.randint(0, 5, (len(TABLES), 40), generator=generator)
+    indices = [
+        torch.randint(0, rows, (int(count),), generator=generator)
+        for (rows, _), count in zip(TABLES, lengths.sum(1), strict=True)
+    ]
+    offsets = [one.cumsum(0) - one for one in lengths]
+    weights = [torch.rand(len(one), generator=generator) for one in indices] if mode == "sum" else None
+    gradient = torch.randn(40, len(TABLES), 64, generator=generator)
+    torch.manual_seed(4)
+    host = ShardedEmbeddingBags(TABLES, sharding=sharding, mode=mode)
+    state = {name: value.clone() for name, value in host.state_dict().items()}
+
+    def moved(list_: Any) -> Any:
+        return None if list_ is None else [one.to(device) for one in list_]
+
+    for kwargs in ({}, {"sparse": True}, {"optimizer_class": RowwiseAdagrad}, {"optimizer_class": SGD}):
+        results = []
+        for place in ("cpu", device):
+            module = ShardedEmbeddingBags(TABLES, sharding=sharding, mode=mode, **kwargs)
+            module.load_state_dict(state, strict=False)
+            module.to(place)
+            given = (indices, offsets, weights) if place == "cpu" else (moved(indices), moved(offsets), moved(weights))
+            out = module(*given)
+            assert out.device == torch.device(place)
+            out.backward(gradient.to(place))
+            values = [out.detach()]
+            for shard in module.tables.values():
+                got = shard.weight.grad
+                values.append(shard.weight.detach() if got is None else got.to_dense() if got.is_sparse else got)
+                values += [] if shard.sum is None else [shard.sum]
+            results.append([value.cpu() for value in values])
+        for one, other in zip(*results, strict=True):
+            same(other, one, f"{sharding}, {mode}, {kwargs}")
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_module(sharding: str, mode: str) -> None:
+    run(_module, sharding, mode)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -72,6 +73,20 @@ def test_products_keep_their_sums_in_registers(every: bool) -> None:
         assert kernel["registers"] > 32, f"{job.name} is compiled for Hopper, and has no instructions"
         found += 1
     assert found == (48 if every else 5)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_rows_are_added_in_registers(every: bool) -> None:
+    """Gradients of embedding rows. Division is a function: with mode "mean", and for single elements, it has words."""
+    found = 0
+    for job in compile_kernels.jobs_of([HOPPER], "^embedding_gradient", every):
+        kernels = {kernel["name"]: kernel for kernel in compile_kernels.compile_one(job).kernels}
+        assert kernels.keys() == {"send_gradient", "name_rows", "sum_rows", "sum_crowded_rows"}, job.name
+        for name, kernel in kernels.items():
+            assert kernel["registers"] <= 80, f"{job.name}, {name}: three blocks are to fit a multiprocessor"
+            assert kernel["spilled"] <= (72 if re.search("_mean_|_any$", job.name) else 0), f"{job.name}, {name}"
+        found += 1
+    assert found == (60 if every else 6)
 
 
 def test_a_sample_of_the_others_compiles() -> None:

@@ -329,7 +329,24 @@ def _opcheck(rank: Rank) -> None:
     part = draw(Case([2], 3, 4, seed=6), 0, 1)
     tables = [table.requires_grad_() for table in part.tables]
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-    arguments = (tables, part.indices, part.offsets, [], None, name, "sum", False, [2], -1, -1, False)
+    arguments = (
+        tables,
+        part.indices,
+        part.offsets,
+        [],
+        None,
+        name,
+        "sum",
+        False,
+        [2],
+        -1,
+        -1,
+        False,
+        "dense",
+        [],
+        None,
+        0.0,
+    )
     torch.library.opcheck(torch.ops.ark.embedding_bag_all_to_all.default, arguments)
 
 

@@ -6,6 +6,7 @@ every rank's tables and bags, so that it knows the whole result.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -88,23 +89,50 @@ def reference(case: Case, rank: int, world: int) -> Tensor:
     return out
 
 
-def reference_gradients(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[Tensor]:
-    """Of this rank's tables; `gradients`: every rank's of its result."""
+PART = 64  # entries of a row that are added up before the sums are
+
+
+def reference_sums(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[dict[int, Tensor]]:
+    """Of each of this rank's tables: of the rows that bags name, the gradient, not rounded yet.
+
+    `gradients`: every rank's of its result.
+    """
     part = draw(case, rank, world)
     first = sum(case.tables[:rank])
-    made = []
-    for t, table in enumerate(part.tables):
-        total = torch.zeros(table.shape, dtype=wide(case.dtype))
+    made: list[dict[int, Tensor]] = []
+    for t in range(len(part.tables)):
+        brought: dict[int, list[Tensor]] = {}
         i = 0
         for bag, length in enumerate(part.lengths[t]):
-            gradient = gradients[bag // case.batch][bag % case.batch, first + t].to(total.dtype)
+            gradient = gradients[bag // case.batch][bag % case.batch, first + t].to(wide(case.dtype))
             for _ in range(length):
                 each = gradient / length if case.mode == "mean" else gradient
                 if part.weights is not None:
-                    each = gradient * part.weights[t][i].to(total.dtype)
-                total[int(part.indices[t][i])] += each
+                    each = gradient * part.weights[t][i].to(each.dtype)
+                brought.setdefault(int(part.indices[t][i]), []).append(each)
                 i += 1
-        made.append(total.to(case.dtype))
+        made.append({row: _in_parts(entries) for row, entries in sorted(brought.items())})
+    return made
+
+
+def _in_parts(entries: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(entries[0])
+    for first in range(0, len(entries), PART):
+        part = torch.zeros_like(total)
+        for entry in entries[first : first + PART]:
+            part += entry
+        total += part
+    return total
+
+
+def reference_gradients(case: Case, rank: int, world: int, gradients: list[Tensor]) -> list[Tensor]:
+    """The tables' dense gradients."""
+    made = []
+    for table, rows in zip(draw(case, rank, world).tables, reference_sums(case, rank, world, gradients), strict=True):
+        dense = torch.zeros_like(table)
+        for row, value in rows.items():
+            dense[row] = value.to(case.dtype)
+        made.append(dense)
     return made
 
 
@@ -152,3 +180,82 @@ def random_case(random: Random, world: int, seed: int, types: tuple[torch.dtype,
         last=random.random() < 0.3,
         seed=seed,
     )
+
+
+# --- sparse gradients and updates in place ------------------------------------------------------------------------
+
+
+def mean_of_squares(gradient: Tensor) -> Tensor:
+    """Of each row: blocks of 32 columns by neighbours, then the blocks in order."""
+    count, dim = gradient.shape
+    squares = torch.nn.functional.pad(gradient * gradient, (0, -dim % 32)).view(count, -1, 32)
+    while squares.shape[2] > 1:
+        squares = squares[..., 0::2] + squares[..., 1::2]
+    total = torch.zeros(count, dtype=gradient.dtype)
+    for block in range(squares.shape[1]):
+        total = total + squares[:, block, 0]
+    return total / dim
+
+
+def update(table: Tensor, state: Tensor | None, rows: dict[int, Tensor], lr: float, eps: float) -> None:
+    """What SGD (without a state) and row-wise Adagrad do, of PyTorch's operators, on the rows that bags name."""
+    if not rows:
+        return
+    at = torch.tensor(list(rows))
+    gradient = torch.stack(list(rows.values()))
+    step = torch.full((len(at),), lr, dtype=gradient.dtype)
+    if state is not None:
+        state[at] += mean_of_squares(gradient)
+        roots = [math.sqrt(value) for value in state[at].tolist()]  # rounded right, which torch.sqrt is not on all CPUs
+        step = step / (torch.tensor(roots, dtype=gradient.dtype) + eps)
+    table[at] = (table[at].to(gradient.dtype) - step[:, None] * gradient).to(table.dtype)
+
+
+def check_sparse(case: Case, rank: int, world: int, device: torch.device | str = "cpu") -> None:
+    """Coalesced, of the rows that bags name and no others, with the bits of the dense gradient."""
+    part = draw(case, rank, world, device)
+    for table in part.tables:
+        table.requires_grad_()
+    out = part.call(case, sparse=True)
+    gradient = gradient_of(case, rank).to(out.device)
+    if not part.tables:
+        return out.backward(gradient)
+    got = torch.autograd.grad(out, part.tables, gradient)
+    sums = reference_sums(case, rank, world, [gradient_of(case, r) for r in range(world)])
+    for table, gradient, rows in zip(part.tables, got, sums, strict=True):
+        assert gradient.is_sparse and gradient.is_coalesced(), case
+        assert gradient.shape == table.shape and gradient.dtype == table.dtype
+        assert gradient.indices()[0].tolist() == list(rows), f"rows of {case}"
+        if rows:
+            same(gradient.values().cpu(), torch.stack(list(rows.values())).to(case.dtype), f"sparse gradient of {case}")
+
+
+def check_updates(case: Case, rank: int, world: int, adapts: bool, device: torch.device | str = "cpu") -> None:
+    """Three steps with other gradients and learning rates: tables and state have the bits of the reference."""
+    from ark_torch.ops import SGD, RowwiseAdagrad
+
+    eps = 1e-3
+    part, wanted = draw(case, rank, world, device), draw(case, rank, world).tables
+    states = [torch.zeros(len(table), dtype=wide(case.dtype)) if adapts else None for table in wanted]
+    optimizer = RowwiseAdagrad(part.tables, lr=0.5, eps=eps) if adapts else SGD(part.tables, lr=0.5)
+    for step, lr in enumerate((0.5, 0.25, 0.1)):
+        if step == 1:
+            optimizer.lr.fill_(lr)
+        elif step == 2:
+            optimizer.param_groups[0]["lr"] = lr
+        scale = [1.0, -3.0, 0.5][step]
+        out = part.call(case, optimizer=optimizer)
+        assert out.requires_grad, "a rank without a table takes part in the way back, too"
+        out.backward((gradient_of(case, rank) * scale).to(device))
+        sums = reference_sums(case, rank, world, [gradient_of(case, r) * scale for r in range(world)])
+        for t, (table, state, rows) in enumerate(zip(wanted, states, sums, strict=True)):
+            update(table, state, rows, lr, eps)
+            same(part.tables[t].cpu(), table, f"tables[{t}] in step {step} of {case}")
+            assert part.tables[t].grad is None
+            if state is not None:
+                same(optimizer.state[part.tables[t]]["sum"].cpu(), state, f"state[{t}] in step {step} of {case}")
+
+
+def crowded_case(world: int, seed: int, **more: Any) -> Case:
+    """Few rows in many bags: of each row more indices than a part has, also of tables with one row."""
+    return Case([3] * world, batch=300 // world + 1, seed=seed, **({"dim": 40} | more))

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "cuda/fused/embedding_gradient.cuh"
+#include "cuda/fused/embedding_rows.cuh"
 
 namespace ark {
 
@@ -47,8 +47,10 @@ void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, in
   for (const bool weighted : {false, true})
     stubs.push_back({name_of_stub("embedding_bag", dtype, narrow, wide, lanes, weighted),
                      embedding_bag_stub(dtype, narrow, wide, lanes, weighted)});
-  stubs.push_back({name_of_stub("embedding_gradient", dtype, narrow, wide, lanes, false),
-                   embedding_gradient_stub(dtype, narrow, wide, lanes)});
+  for (const bool mean : {false, true})
+    stubs.push_back(
+        {name_of_stub(mean ? "embedding_gradient_mean" : "embedding_gradient", dtype, narrow, wide, lanes, false),
+         embedding_gradient_stub(dtype, narrow, wide, lanes, mean)});
 }
 
 }  // namespace
@@ -69,14 +71,15 @@ std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int 
                          ", " + boolean(wide) + ", " + std::to_string(lanes) + ", " + boolean(weighted));
 }
 
-std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes) {
+std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool mean) {
   const std::string format = std::string("ark::device::") + format_of(dtype);
   const std::string shape = boolean(wide) + ", " + std::to_string(lanes);
   const std::string index = narrow_indices ? "int" : "long long";
-  return "#include \"cuda/fused/embedding_gradient.cuh\"\n" +
+  const std::string rows = format + ", " + index + ", " + shape + ", " + boolean(mean);
+  return "#include \"cuda/fused/embedding_rows.cuh\"\n" +
          fused_entry("send_gradient", "GradientParams", format + ", " + shape) +
-         fused_entry("name_rows", "RowSumParams", index) +
-         fused_entry("sum_rows", "RowSumParams", format + ", " + index + ", " + shape);
+         fused_entry("name_rows", "RowSumParams", index) + fused_entry("sum_rows", "RowSumParams", rows) +
+         fused_entry("sum_crowded_rows", "RowSumParams", rows);
 }
 
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode) {

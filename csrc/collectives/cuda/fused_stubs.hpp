@@ -20,8 +20,8 @@ struct RowShape {
 
 // Entry "embedding_bag"; bf16, f16 or f32.
 std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool weighted);
-// Entries "send_gradient", "name_rows" and "sum_rows".
-std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes);
+// Entries "send_gradient", "name_rows", "sum_rows" and "sum_crowded_rows".
+std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes, bool mean);
 
 // Entry "matmul", for Hopper; bf16 or f16.
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);

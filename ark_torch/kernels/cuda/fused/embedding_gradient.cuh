@@ -3,10 +3,8 @@
 // send_gradient stores each row of this rank's gradient at its place on the owner of the table, where the bags of all
 // ranks' samples of a table lie one behind the other. Memory order, reuse and liveness: tiles.cuh.
 //
-// name_rows gives each index of all tables its key, which says table and row, and its bag. sum_rows adds what the bags
-// that name a row bring it, in the order of the indices in float32, and rounds once: the same bits whatever the launch.
-// It is given the keys sorted, equal ones in the order of the indices. A group of kLanes threads that finds the first
-// of a row goes on to its last; the others leave.
+// name_rows gives each index of all tables its key, which says table and row, and its bag: what the row kernels of
+// embedding_rows.cuh add up, once the keys are sorted.
 #pragma once
 
 #include "cuda/fused/embedding_bag.cuh"
@@ -22,27 +20,37 @@ struct GradientParams {
 };
 
 struct RowTable {
-  void* gradient;       // [rows, row_bytes], zero where no bag names a row
+  void* rows;           // dense: of the gradient, zero where no bag names a row; in place: the table's
+  float* state;         // rowwise_adagrad: of each row, the sum of mean squares
   const void* indices;  // as BagTable
   const void* offsets;
   const void* weights;
   uint32 first;      // of its indices, among those of all tables of the launch
   uint32 entries;    // of them
   uint32 first_row;  // of its rows
-  uint32 rows;
+  uint32 count;      // of them
 };
 
+enum class RowUse : uint32 { dense, sparse, sgd, rowwise_adagrad };
+
 struct RowSumParams {
-  int* keys;                // of each index: its row, counted through all tables; sum_rows: sorted
+  int* keys;                // of each index: its row, counted through all tables, or `rows`: in no bag; later sorted
   int* bags;                // of each index: which bag of its table it is in
-  const long long* places;  // of each key: whose it is
-  const void* of_bags;      // [tables, bags_each, row]
-  uint32 entries;           // of all tables
+  const long long* places;  // of each sorted key: whose it is
+  const int* slots;         // sparse, of each sorted key: which of the rows that are named
+  void* values;             // sparse: [rows that are named, row]
+  uint32* crowded;          // how many rows have more than a part, and where the keys of each begin
+  const float* rate;
+  float eps;
+  RowUse use;
+  const void* of_bags;   // [tables, bags_each, row]
+  uint32 entries, rows;  // of all tables
   uint32 tables, bags_each;
-  uint32 units, columns, row_bytes;
-  bool mean, last_offset;
+  uint32 dim, units, columns, row_bytes;
+  bool last_offset;
   RowTable table[kMostTables];
 };
+static_assert(sizeof(RowSumParams) <= 4096, "a kernel's parameters");
 
 #if defined(__CUDACC__)
 
@@ -89,48 +97,11 @@ __device__ __forceinline__ void name_rows(const RowSumParams& p) {
   const uint32 end = static_cast<uint32>(end_of_bag<Index>(p, table, bag));
   const uint32 last = bag + 1 == p.bags_each ? table.entries : end;  // indices behind the last offset are in no bag
   for (uint32 i = begin + threadIdx.x % 32; i < last; i += 32) {
-    const uint32 row = i < end ? static_cast<uint32>(static_cast<const Index*>(table.indices)[i]) : 0;
-    p.keys[table.first + i] = static_cast<int>(table.first_row + row);
-    p.bags[table.first + i] = static_cast<int>(i < end ? bag : p.bags_each);
+    const uint32 key =
+        i < end ? table.first_row + static_cast<uint32>(static_cast<const Index*>(table.indices)[i]) : p.rows;
+    p.keys[table.first + i] = static_cast<int>(key);
+    p.bags[table.first + i] = static_cast<int>(bag);
   }
-}
-
-template <class Format, class Index, bool kWide, int kLanes>
-__device__ __forceinline__ void sum_rows(const RowSumParams& p) {
-  using Access = BagAccess<Format, kWide>;
-  constexpr int kValues = Access::kValues;
-  const uint32 lane = threadIdx.x % kLanes;
-  const uint64 at = blockIdx.x * uint64{kBagThreads / kLanes} + threadIdx.x / kLanes;
-  const uint32 first = static_cast<uint32>(at / p.columns);
-  const uint32 unit = static_cast<uint32>(at - uint64{first} * p.columns) * kLanes + lane;
-  if (first >= p.entries || unit >= p.units) return;
-  const int key = p.keys[first];
-  if (first != 0 && p.keys[first - 1] == key) return;
-  uint32 t = 0;
-  while (t + 1 < p.tables && first >= p.table[t + 1].first) ++t;
-  const RowTable& table = p.table[t];
-  if (table.rows == 0) return;
-  const auto* const offsets = static_cast<const Index*>(table.offsets);
-  const char* const column =
-      static_cast<const char*>(p.of_bags) + (uint64{t} * p.bags_each * p.row_bytes + uint64{unit} * Access::kBytes);
-  float total[kValues];
-  ARK_UNROLL for (int v = 0; v < kValues; ++v) total[v] = 0.0f;
-  for (uint32 i = first; i < p.entries && p.keys[i] == key; ++i) {
-    const uint32 place = static_cast<uint32>(p.places[i]), bag = static_cast<uint32>(p.bags[place]);
-    if (bag >= p.bags_each) continue;
-    float values[kValues];
-    Access::decode(Access::load(column + uint64{bag} * p.row_bytes), values);
-    if (p.mean) {
-      const float count = static_cast<float>(end_of_bag<Index>(p, table, bag) - static_cast<long long>(offsets[bag]));
-      ARK_UNROLL for (int v = 0; v < kValues; ++v) values[v] = divide(values[v], count);
-    } else if (table.weights != nullptr) {
-      const float weight = load_weight<Format>(table.weights, place - table.first);
-      ARK_UNROLL for (int v = 0; v < kValues; ++v) values[v] = multiply(values[v], weight);
-    }
-    ARK_UNROLL for (int v = 0; v < kValues; ++v) total[v] = add(total[v], values[v]);
-  }
-  const uint64 row = static_cast<uint32>(key) - table.first_row;
-  Access::store(static_cast<char*>(table.gradient) + row * p.row_bytes + uint64{unit} * Access::kBytes, total);
 }
 
 #endif

@@ -1,0 +1,5 @@
+"""Modules of models that are split over the ranks of a group of the backend "ark"."""
+
+from ark_torch.nn.embedding import ShardedEmbeddingBags
+
+__all__ = ["ShardedEmbeddingBags"]
