@@ -6,5 +6,15 @@ works under torch.compile of any backend.
 
 from ark_torch.ops.embedding import embedding_bag_all_to_all
 from ark_torch.ops.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ark_torch.ops.moe import MoeHandle, moe_combine, moe_dispatch, moe_layer
 
-__all__ = ["all_gather_matmul", "embedding_bag_all_to_all", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "MoeHandle",
+    "all_gather_matmul",
+    "embedding_bag_all_to_all",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_layer",
+]

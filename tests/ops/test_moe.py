@@ -1,0 +1,513 @@
+"""moe_dispatch, moe_combine, moe_layer on CPU ranks: bits, gradients, bad input, compilers."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.groups import ark_only
+from support.launcher import run_ranks
+from support.moe import ACTIVATIONS, Case, Unfused, draw, draw_experts, experts_one_by_one, random_case
+from support.rank import Rank
+from torch import Tensor
+
+from ark_torch.ops import MoeHandle, moe_combine, moe_dispatch, moe_layer
+
+pytestmark = [ark_only]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+def _same(got: Tensor, wanted: Tensor, what: object) -> None:
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype, (what, got.shape, wanted.shape)
+    assert torch.equal(got, wanted), f"{what}: {(got.double() - wanted.double()).abs().max()}"
+
+
+def _check(case: Case, rank: Rank, group: Any = None) -> None:
+    me = dist.get_rank(group)
+    x, ids, weights = draw(case, me)
+    unfused = Unfused(case, ids, group)
+    rows, counts, handle = moe_dispatch(x, ids, group, num_experts=case.experts, **case.bound)
+    used = sum(unfused.counts.tolist())
+    _same(counts, unfused.counts, case)
+    _same(handle.rank_counts.long(), unfused.by_rank, case)
+    _same(rows[:used], unfused.there(x), case)
+    assert not rows[used:].any(), case
+    assert (handle.places[0] >= 0).equal(ids >= 0), case
+    y = torch.full((len(rows), case.dim + 1), float("nan"), dtype=case.dtype)
+    y[:used] = torch.randn(used, case.dim + 1, generator=torch.Generator().manual_seed(me)).to(case.dtype)
+    for scale in (weights, None):
+        _same(moe_combine(y, handle, scale), unfused.back(y[:used], scale, len(x)), case)
+
+
+def _random(rank: Rank, seed: int, count: int) -> None:
+    rank.init()
+    torch.set_num_threads(1)
+    random = Random(seed)
+    for number in range(count):
+        _check(random_case(random, rank.world_size, 100 * seed + number, DTYPES), rank)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_random_shapes(world: int) -> None:
+    run_ranks(_random, world, world, 30)
+
+
+def _carried(rank: Rank, seed: int) -> None:
+    """A group that shares no memory, carried by Gloo; rows that are longer than a piece of what ranks share."""
+    import ark_torch
+
+    rank.init(pg_options=ark_torch.Options())
+    options = ark_torch.Options()
+    options.shared_memory = ark_torch.Options.SharedMemory.OFF
+    apart = dist.new_group(pg_options=options)
+    random = Random(seed)
+    for number in range(8):
+        _check(random_case(random, rank.world_size, 100 * seed + number, DTYPES), rank, apart)
+    for group in (apart, None):
+        _check(Case([2, 3], 2, 2, 200_000, seed=seed), rank, group)
+
+
+def test_without_shared_memory_and_long_rows() -> None:
+    run_ranks(_carried, 2, 9)
+
+
+def _layers(rank: Rank, seed: int, count: int) -> None:
+    """The layer against products expert by expert between all-to-alls, to the bit."""
+    rank.init()
+    torch.set_num_threads(1)
+    random = Random(seed)
+    for number in range(count):
+        case = random_case(random, rank.world_size, 100 * seed + number, DTYPES)
+        x, ids, weights = draw(case, rank.rank)
+        gated, ffn = random.random() < 0.7, random.choice([1, 8, 24])
+        activation = random.choice(sorted(ACTIVATIONS))
+        w1, w2 = draw_experts(case, rank.rank, ffn, gated)
+        got = moe_layer(x, ids, weights, w1, w2, activation=activation, **case.bound)
+        unfused = Unfused(case, ids)
+        y = experts_one_by_one(unfused.there(x), unfused.counts.tolist(), w1, w2, activation)
+        _same(got, unfused.back(y, weights, len(x)), (case, activation, gated, ffn))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_layers(world: int) -> None:
+    run_ranks(_layers, world, world, 16)
+
+
+def _of(world: int) -> Case:
+    """Small, uneven, with choices that go nowhere, and an expert twice."""
+    return Case([3 + r for r in range(world)], 2, 2, 3, torch.float64, weights=torch.float64, seed=4)
+
+
+def _layer_inputs(rank: int, case: Case) -> tuple[Tensor, list[Tensor]]:
+    x, ids, weights = draw(case, rank)
+    return ids, [x, weights, *draw_experts(case, rank, 4, True)]
+
+
+def _layer(ids: Tensor, inputs: list[Tensor], case: Case) -> Tensor:
+    x, weights, w1, w2 = inputs
+    return moe_layer(x, ids, weights, w1, w2, **case.bound)
+
+
+def _pieces(ids: Tensor, inputs: list[Tensor], case: Case) -> Tensor:
+    """As a user writes it: every row through one product, then back."""
+    x, weights, w1, w2 = inputs
+    rows, counts, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+    y = torch.ops.ark.moe_experts(rows * 2, counts, w1, w2, "silu")
+    return moe_combine(torch.sin(y), handle, weights)
+
+
+FORMS = {"layer": _layer, "pieces": _pieces}
+
+
+def _numerical(rank: Rank, form: str) -> None:
+    """Numerical gradients: every rank nudges the same element of its own tensors, and takes the sum of all results."""
+    rank.init()
+    me, world = rank.rank, rank.world_size
+    case = _of(world)
+    ids, made = _layer_inputs(me, case)
+    inputs = [one.clone().requires_grad_() for one in made]
+    out = FORMS[form](ids, inputs, case)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(50 + me), dtype=out.dtype)
+    analytic = torch.autograd.grad(out, inputs, gradient)
+    sizes: list[Any] = [None] * world
+    dist.all_gather_object(sizes, [one.numel() for one in inputs])
+
+    def total() -> float:
+        value = (FORMS[form](ids, inputs, case).detach() * gradient).sum()
+        dist.all_reduce(value)
+        return float(value)
+
+    compared = 0
+    for which, one in enumerate(inputs):
+        for owner in range(world):
+            for element in range(0, sizes[owner][which], 1 + sizes[owner][which] // 12):
+                values = []
+                for step in (1e-6, -1e-6):
+                    if owner == me:
+                        one.detach().view(-1)[element] += step
+                    values.append(total())
+                    if owner == me:
+                        one.detach().view(-1)[element] -= step
+                if owner == me:
+                    numerical = (values[0] - values[1]) / 2e-6
+                    got = float(analytic[which].reshape(-1)[element])
+                    assert abs(got - numerical) < 1e-6, (form, which, element, got, numerical)
+                    compared += got != 0
+    assert compared > 8
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_numerical_ones(form: str) -> None:
+    run_ranks(_numerical, 2, form)
+
+
+def _alone(rank: Rank) -> None:
+    rank.init()
+    case = _of(1)
+    for form in FORMS.values():
+        ids, inputs = _layer_inputs(0, case)
+        for one in inputs:
+            one.requires_grad_()
+        torch.autograd.gradcheck(lambda *given, form=form, ids=ids: form(ids, list(given), case), inputs)
+
+    def there_and_back(x: Tensor, weights: Tensor) -> Tensor:
+        rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+        return moe_combine(rows * rows, handle, weights)
+
+    torch.autograd.gradcheck(there_and_back, inputs[:2])
+    torch.autograd.gradgradcheck(there_and_back, inputs[:2])
+
+
+def test_gradcheck() -> None:
+    run_ranks(_alone, 1)
+
+
+def _bits_of_gradients(rank: Rank, dtype: torch.dtype) -> None:
+    """Those of x: rows' gradients, added in the order of the choices in float32; of weights within rounding."""
+    rank.init()
+    torch.set_num_threads(1)
+    case = Case([5, 0, 9], 3, 2, 24, dtype, seed=8)
+    x, ids, weights = draw(case, rank.rank)
+    inputs = [x.requires_grad_(), weights.requires_grad_()]
+    rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+    out = moe_combine(rows * 3, handle, weights)
+    gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(rank.rank)).to(dtype)
+    of_x, of_weights = torch.autograd.grad(out, inputs, gradient)
+    total = torch.zeros_like(gradient, dtype=torch.float32)
+    for j in range(case.k):
+        of_row = (gradient.float() * weights.detach()[:, j : j + 1]).to(dtype) * 3
+        total += torch.where(ids[:, j : j + 1] >= 0, of_row.float(), torch.zeros(()))
+    _same(of_x, total.to(dtype), dtype)
+    wanted = ((x.detach() * 3)[:, None].float() * gradient[:, None].float()).sum(-1) * (ids >= 0)
+    torch.testing.assert_close(of_weights, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_gradients(dtype: torch.dtype) -> None:
+    run_ranks(_bits_of_gradients, 3, dtype)
+
+
+def _training(rank: Rank) -> None:
+    """A few steps of a small layer, with the experts spread over ranks, against the same layer on one rank."""
+    rank.init()
+    torch.set_num_threads(1)
+    world, me = rank.world_size, rank.rank
+    alone = [dist.new_group([r]) for r in range(world)][me]
+    case = Case([8] * world, 2, 2, 6, torch.float64, "distinct", weights=torch.float64, seed=3)
+    drawn = [draw(case, r) for r in range(world)]
+    experts = [draw_experts(case, r, 5, True) for r in range(world)]
+    mine = [one.clone().requires_grad_() for one in experts[me]]
+    whole = [torch.cat([one[i] for one in experts]).requires_grad_() for i in range(2)]
+    together = [torch.cat(parts) for parts in zip(*drawn, strict=True)]
+    for _ in range(3):
+        x, ids, weights = drawn[me]
+        (moe_layer(x, ids, weights, *mine) ** 2).sum().backward()
+        (moe_layer(*together, *whole, alone) ** 2).sum().backward()
+        with torch.no_grad():
+            for one in (*mine, *whole):
+                one -= 0.05 * one.grad
+                one.grad = None
+    for part, all_of in zip(mine, whole, strict=True):
+        torch.testing.assert_close(part, all_of.chunk(world)[me])
+
+
+def test_training_is_that_of_one_rank() -> None:
+    run_ranks(_training, 2)
+
+
+def _arguments(what: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of moe_layer; then of moe_dispatch alone."""
+    x, ids, weights = torch.ones(4, 3), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    w1, w2 = torch.ones(1, 10, 3), torch.ones(1, 3, 5)
+    of = {"x": x, "topk_ids": ids, "topk_weights": weights, "w1": w1, "w2": w2}
+    wrong = ids.clone()
+    wrong[2, 1] = -2 if what == "below" else 2
+    of |= {
+        "": {},
+        "id": {"topk_ids": wrong},
+        "below": {"topk_ids": wrong},
+        "ids": {"topk_ids": ids.float()},
+        "shape": {"topk_ids": ids[:3]},
+        "flat": {"topk_ids": ids[:, 0]},
+        "dims": {"x": x[None]},
+        "dtype": {"x": x.long()},
+        "device": {"topk_ids": ids.to("meta")},
+        "tokens": {"max_tokens": 3},
+        "w1": {"w1": w1[..., :2]},
+        "w2": {"w2": w2.double()},
+        "half": {"w1": w1[:, :7]},
+        "activation": {"activation": "swish"},
+        "weights": {"topk_weights": weights[:, :1]},
+        "integers": {"topk_weights": weights.long()},
+    }[what]
+    return of, {}
+
+
+BAD: dict[str, tuple[str, type[Exception]]] = {
+    "id": (r"topk_ids\[2\]\[1\] is 2, and there are 2 experts", IndexError),
+    "below": (r"topk_ids\[2\]\[1\] is -2, and there are 2 experts", IndexError),
+    "ids": (r"topk_ids is torch.float32", TypeError),
+    "shape": (r"topk_ids is \[3, 2\] and x is \[4, 3\]", ValueError),
+    "flat": (r"topk_ids is \[4\]", ValueError),
+    "dims": (r"x is \[1, 4, 3\], not a matrix", ValueError),
+    "dtype": (r"x is torch.int64 on cpu", TypeError),
+    "tokens": (r"x has 4 rows, and max_tokens is 3", ValueError),
+    "w1": (r"w1 is \[1, 10, 2\]", ValueError),
+    "w2": (r"w2 is torch.float64 but x is torch.float32", TypeError),
+    "half": (r"w1 is \[1, 7, 3\] and w2 is \[1, 3, 5\]", ValueError),
+    "activation": (r"activation is 'swish'", ValueError),
+    "weights": (r"topk_weights is \[4, 1\] on cpu, and topk_ids is \[4, 2\]", ValueError),
+    "integers": (r"topk_weights is torch.int64", TypeError),
+}
+OF_THE_LAYER = ("w1", "w2", "half", "activation", "weights", "integers")
+
+
+def _bad(rank: Rank) -> None:
+    """One rank's mistake is an error on all, at once, and the group goes on."""
+    rank.init(timeout=20)
+    for what, (text, kind) in BAD.items():
+        for name in ("moe_layer",) if what in OF_THE_LAYER else ("moe_layer", "moe_dispatch"):
+            culprit = rank.rank == 1
+            of, _ = _arguments(what if culprit else "")
+            if what == "tokens":
+                of["max_tokens"] = 3 if culprit else 4
+            with pytest.raises(kind if culprit else dist.DistBackendError) as caught:
+                if name == "moe_layer":
+                    moe_layer(**of)
+                else:
+                    moe_dispatch(**{key: of[key] for key in of if key in ("x", "topk_ids", "max_tokens")}, num_experts=2)
+            assert name in str(caught.value) and f"[rank {rank.rank}]" in str(caught.value), caught.value
+            assert re.search(text if culprit else "rank 1 refused its arguments", str(caught.value)), caught.value
+            of, _ = _arguments("")
+            assert moe_layer(**of, activation="relu").unique().tolist() == [2 * 5 * 9.0]
+
+
+def test_bad_input() -> None:
+    run_ranks(_bad, 2)
+
+
+def _bad_combine(rank: Rank) -> None:
+    rank.init(timeout=20)
+    culprit = rank.rank == 1
+    x, ids, weights = torch.ones(4, 3), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
+    rows, _, handle = moe_dispatch(x, ids, num_experts=2)
+    other = moe_dispatch(x, torch.zeros_like(ids), num_experts=2, max_rows=16)[2]
+    of_more = handle._replace(places=torch.cat([handle.places] * 2, 1))
+    cases: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
+        "weights": ((rows, handle, weights[:2]), ValueError, r"topk_weights is \[2, 2\] on cpu, and topk_ids is \[4, 2\]"),
+        "few": ((rows[:3], handle, weights), dist.DistBackendError, "another number of rows of y"),
+        "dims": ((rows[0], handle, weights), ValueError, r"y is \[3\]"),
+        "dtype": ((rows.long(), handle, weights), TypeError, "y is torch.int64"),
+        "handle": ((rows, other, weights), dist.DistBackendError, "another handle"),
+        "places": ((rows, handle._replace(places=ids), weights), ValueError, r"the handle \(places \[4, 2\]"),
+        "tokens": ((rows, of_more, weights), ValueError, "8 tokens and a max_tokens of 4"),
+    }  # fmt: skip
+    for what, (arguments, kind, text) in cases.items():
+        expected = kind if culprit else dist.DistBackendError
+        with pytest.raises(expected) as caught:
+            moe_combine(*(arguments if culprit else (rows, handle, weights)))
+        wanted = text if culprit or kind is dist.DistBackendError else "rank 1 refused its arguments"
+        assert "moe_combine" in str(caught.value) and re.search(wanted, str(caught.value)), (what, caught.value)
+    mixed = handle._replace(places=torch.zeros_like(handle.places))
+    with pytest.raises(ValueError, match="places and rank_counts are not of one dispatch"):
+        moe_combine(rows, mixed, weights)
+    with pytest.raises(ValueError, match="get 8 rows, and max_rows is 7"):
+        moe_dispatch(x, ids, num_experts=2, max_rows=7)
+    with pytest.raises(ValueError, match="the experts of rank 0 get 16 rows, and max_rows is 8"):
+        moe_dispatch(x, torch.zeros_like(ids), num_experts=2)
+    pair = dist.new_group([0, 1])
+    with pytest.raises(ValueError, match="of a dispatch over another group"):
+        moe_combine(rows, handle, weights, pair)
+    _same(moe_combine(rows, handle, weights, dist.group.WORLD), x * 2, "the group goes on")
+
+
+def test_bad_input_of_combine() -> None:
+    run_ranks(_bad_combine, 2)
+
+
+def _disagree(rank: Rank) -> None:
+    rank.init(timeout=20)
+    odd = rank.rank == 1
+    ids = torch.tensor([[0, 1]] * 4)
+    texts: dict[str, dict[str, Any]] = {
+        "dtype": {"x": torch.ones(4, 3, dtype=torch.float16 if odd else torch.float32)},
+        "number of columns of x": {"x": torch.ones(4, 4 if odd else 3)},
+        "number of choices": {"topk_ids": ids[:, :1] if odd else ids},
+        "num_experts": {"num_experts": 4 if odd else 2},
+        "max_rows": {"max_rows": 20 if odd else 16},
+        "max_tokens": {"max_tokens": 9 if odd else 8, "max_rows": 16},
+        "gradients": {"x": torch.ones(4, 3).requires_grad_(odd)},
+    }
+    for text, more in texts.items():
+        of = {"x": torch.ones(4, 3), "topk_ids": ids, "num_experts": 2} | more
+        with pytest.raises(dist.DistBackendError, match=f"moe_dispatch.*rank 1 has another .*{text}"):
+            moe_dispatch(**of)
+    with pytest.raises(dist.DistBackendError, match="another way of meeting|another max_tokens"):
+        moe_dispatch(torch.ones(4, 3), ids, num_experts=2, max_tokens=4 if odd else None)
+
+
+def test_ranks_that_disagree() -> None:
+    run_ranks(_disagree, 2)
+
+
+def _no_such_group(rank: Rank) -> None:
+    rank.init("gloo")
+    with pytest.raises(ValueError, match="backend is not 'ark'"):
+        moe_dispatch(torch.ones(4, 3), torch.zeros(4, 2, dtype=torch.int64), num_experts=2)
+
+
+def test_another_backend() -> None:
+    run_ranks(_no_such_group, 2)
+
+
+def _groups(rank: Rank) -> None:
+    """Two groups with other members, in turns; dispatches that are open at once."""
+    rank.init()
+    pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    random = Random(5)
+    for step in range(8):
+        for number, group in enumerate(pairs):
+            case = random_case(random, 2, 10 * step + number, DTYPES)
+            if dist.get_rank(group) >= 0:
+                _check(case, rank, group)
+        _check(random_case(random, 3, 100 + step, DTYPES), rank)
+    cases = [Case([4, 1, 3], 2, 2, 5, kind="distinct", seed=seed) for seed in range(3)]
+    drawn = [draw(case, rank.rank) for case in cases]
+    opened = [moe_dispatch(x, ids, num_experts=6, max_tokens=4) for x, ids, _ in drawn]
+    for (rows, _, handle), (x, _, weights) in zip(reversed(opened), reversed(drawn), strict=True):
+        wanted = torch.zeros_like(x)
+        for j in range(2):
+            wanted += x * weights[:, j : j + 1]
+        _same(moe_combine(rows, handle, weights), wanted, "in another order")
+
+
+def test_two_groups() -> None:
+    run_ranks(_groups, 3)
+
+
+def _model(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    rows, counts, handle = moe_dispatch(torch.tanh(x), ids, num_experts=4)
+    y = torch.relu(rows) + counts.sum()
+    out = moe_combine(y, handle, weights) + x
+    return moe_layer(out, ids, weights, w1, w2, activation="gelu") * 2
+
+
+def _compiled(rank: Rank, backend: str, dynamic: bool) -> None:
+    """Forward and backward, as eager gives them."""
+    rank.init()
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(_model, backend=backend, dynamic=dynamic)
+    for tokens in (6, 9) if dynamic else (6,):
+        case = Case([tokens] * 2, 2, 2, 16, kind="distinct", seed=6)
+        x, ids, weights = draw(case, rank.rank)
+        made = [x, weights, *draw_experts(case, rank.rank, 8, True)]
+        results = []
+        for function in (_model, compiled):
+            for _ in range(2):
+                x, weights, w1, w2 = inputs = [one.clone().requires_grad_() for one in made]
+                out = function(x, ids, weights, w1, w2)
+                out.square().sum().backward()
+                results.append([out.detach(), *(one.grad for one in inputs)])
+            with torch.no_grad():
+                _same(function(made[0], ids, *made[1:]), results[0][0], backend)
+        for other in results[1:]:
+            for got, wanted in zip(other, results[0], strict=True):
+                assert got is not None and wanted is not None
+                torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("ark", False),
+                             ("inductor", False)]
+)  # fmt: skip
+def test_compiled(backend: str, dynamic: bool) -> None:
+    run_ranks(_compiled, 2, backend, dynamic, timeout=300)
+
+
+def _opcheck(rank: Rank) -> None:
+    """What PyTorch asks of an operator: schema, autograd, fake kernel."""
+    rank.init()
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    case = _of(1)
+    ids, inputs = _layer_inputs(0, case)
+    x, weights, w1, w2 = (one.requires_grad_() for one in inputs)
+    rows, counts, handle = moe_dispatch(x.detach(), ids, num_experts=2, max_tokens=3, max_rows=6)
+    where = (handle.places, handle.rank_counts)
+    rows.requires_grad_()
+    library, check = torch.ops.ark, torch.library.opcheck
+    check(library.moe_dispatch.default, (x, ids, name, 2, 3, 6, False, 1))
+    for scale in (weights, None):
+        check(library.moe_scatter.default, (x, *where, scale, name, 3, 6, 3))
+        for summed in (True, False):
+            check(library.moe_gather.default, (rows, *where, scale, name, 3, summed, 3))
+    check(library.moe_experts.default, (rows, counts, w1, w2, "silu"))
+    check(library.moe_layer.default, (x, ids, weights, w1, w2, name, 2, "silu", 3, 6, False, 15))
+
+
+def test_what_pytorch_asks_of_an_operator() -> None:
+    run_ranks(_opcheck, 1)
+
+
+def _handle_is_told(rank: Rank) -> None:
+    """What users may look at."""
+    rank.init()
+    x, ids = torch.arange(6.0).view(3, 2) + 10 * rank.rank, torch.tensor([[3, 0], [-1, 2], [0, 3]])
+    rows, counts, handle = moe_dispatch(x, ids, num_experts=4)
+    assert isinstance(handle, MoeHandle) and handle.max_tokens == 3 and rows.shape == (12, 2)
+    assert handle.rank_counts.tolist() == [[2, 0, 1, 2]] * 2
+    assert counts.tolist() == ([4, 0] if rank.rank == 0 else [2, 4])
+    first = {0: [0, 4, 10, 14], 1: [2, 12, 0, 4, 10, 14]}[rank.rank]
+    assert rows[: len(first), 0].tolist() == first
+    assert handle.places[0].tolist() == ([[2, 0], [-1, 0], [1, 3]] if rank.rank == 0 else [[4, 2], [-1, 1], [3, 5]])
+    assert handle.places[1].tolist() == [[3, 0], [-1, 2], [1, 4]]
+
+
+def test_order_of_rows() -> None:
+    run_ranks(_handle_is_told, 2)
+
+
+def _lost(rank: Rank) -> str:
+    """A rank that ends: the others are told within seconds, and whom they miss."""
+    rank.init(timeout=60)
+    x, ids = torch.ones(4, 3), torch.tensor([[0, 1]] * 4)
+    moe_dispatch(x, ids, num_experts=2)
+    if rank.rank == 1:
+        raise SystemExit(0)
+    with pytest.raises(dist.DistBackendError) as caught:
+        for _ in range(1000):
+            moe_dispatch(x, ids, num_experts=2)
+    return str(caught.value)
+
+
+def test_a_lost_rank() -> None:
+    from support.launcher import Job
+
+    with Job(_lost, 2, destroy=False) as job:
+        outcome = job.wait_outcomes([0], 15)[0]
+        assert outcome.kind == "result" and "rank 1" in outcome.value, outcome
+        job.finish(20)
