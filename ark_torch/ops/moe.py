@@ -20,8 +20,8 @@ from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 class MoeHandle(NamedTuple):
     """Where a dispatch sent each choice: what `moe_combine` needs.
 
-    places: `[2, tokens, k]`, int32: the row on the expert's rank, and the choice's number among this rank's in the order
-        of experts; -1: the choice went nowhere.
+    places: `[2, tokens, k]`, int32: the row on the expert's rank, and the choice's number among this rank's in the
+        order of experts; -1: the choice went nowhere.
     rank_counts: `[world size, num_experts]`, int32: how many choices each rank sent to each expert.
     max_tokens: the most tokens of any rank.
     group_name: the group's.
@@ -146,9 +146,9 @@ def moe_layer(
 ) -> Tensor:
     """A mixture of experts in expert parallelism: `moe_dispatch`, this rank's feed-forward networks, `moe_combine`.
 
-    An expert gives `w2 @ activation(w1 @ row)`; where w1 has twice as many rows as w2 has columns, it is gated: the first
-    half of `w1 @ row` goes through the activation, and is multiplied by the second half. Each step is rounded to the
-    dtype, as PyTorch's own operators do. Collective, as `moe_dispatch`.
+    An expert gives `w2 @ activation(w1 @ row)`; where w1 has twice as many rows as w2 has columns, it is gated: the
+    first half of `w1 @ row` goes through the activation, and is multiplied by the second half. Each step is rounded to
+    the dtype, as PyTorch's own operators do. Collective, as `moe_dispatch`.
 
     Args:
         x: `[tokens, dim]`, as of `moe_dispatch`.
@@ -172,7 +172,7 @@ def moe_layer(
         captured (ValueError).
     """
     name = _name_of(group)
-    num_experts = w1.shape[0] * dist.distributed_c10d._get_group_size_by_name(name) if w1.dim() else 0
+    num_experts = w1.shape[0] * _world_of(name) if w1.dim() else 0
     trained = _trained(x, topk_weights, w1, w2)
     layer = (topk_weights, w1, w2, activation)
     max_tokens, max_rows, met = _bounds(x, topk_ids, name, num_experts, max_tokens, max_rows, trained, *layer)
@@ -184,6 +184,10 @@ def moe_layer(
 
 def _name_of(group: dist.ProcessGroup | None) -> str:
     return _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
+
+
+def _world_of(group_name: Any) -> int:
+    return dist.distributed_c10d._get_group_size_by_name(group_name)
 
 
 def _trained(*tensors: Tensor | None) -> int:
@@ -217,7 +221,7 @@ def _bounds(
             )  # fmt: skip
             max_tokens, met = max(told), True
     if max_rows is None:
-        world = dist.distributed_c10d._get_group_size_by_name(name)
+        world = _world_of(name)
         k = topk_ids.shape[1] if topk_ids.dim() == 2 else 0
         max_rows = world * max_tokens * min(k, num_experts // world)
     return max_tokens, max_rows, met
@@ -233,7 +237,7 @@ def _fake_dispatch(
     met: bool,
     trained: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    world = dist.distributed_c10d._get_group_size_by_name(group_name)
+    world = _world_of(group_name)
     rows = x.new_empty((max_rows, x.shape[1]))
     counts = x.new_empty((num_experts // world,), dtype=torch.int64)
     places = x.new_empty((2, *topk_ids.shape), dtype=torch.int32)

@@ -3,13 +3,18 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <limits>
+
+#include "cuda/fused/tiles.cuh"
+
 namespace ark::ops {
 
 namespace {
 
 using std::to_string;
 
-constexpr size_t kFields = 10;
+constexpr size_t kFields = 10;  // and one word, in every call: ranks that make another one are found by the fields
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();                                // places are int32
 enum MoeOperator : int64_t { kDispatch = 101, kScatter = 102, kGather = 103, kLayer = 104 };  // other than matmul's
 
 std::string shape_of(const at::Tensor& tensor) {
@@ -27,22 +32,9 @@ void check_rows_type(const CallSite& site, const char* argument, const at::Tenso
   const at::ScalarType type = rows.scalar_type();
   const bool known = type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble;
   if (!known || (type == at::kDouble && rows.is_cuda()))
-    refuse(site, ErrorKind::type_error, std::string(argument) + " is " + dtype_name(type) + " on " + rows.device().str(),
+    refuse(site, ErrorKind::type_error,
+           std::string(argument) + " is " + dtype_name(type) + " on " + rows.device().str(),
            "Pass float32, float16 or bfloat16 (on the CPU float64, too).");
-}
-
-// On the CPU: every choice.
-void check_ids(const CallSite& site, const at::Tensor& topk_ids, int64_t experts) {
-  const at::Tensor wide = topk_ids.to(at::kLong).contiguous();
-  const int64_t* const ids = wide.const_data_ptr<int64_t>();
-  const int64_t k = wide.size(1);
-  for (int64_t i = 0; i < wide.numel(); ++i) {
-    if (ids[i] >= -1 && ids[i] < experts) continue;
-    refuse(site, ErrorKind::out_of_range,
-           "topk_ids[" + to_string(i / k) + "][" + to_string(i % k) + "] is " + to_string(ids[i]) + ", and there are " +
-               to_string(experts) + " experts",
-           "Pass numbers from 0 to below num_experts, or -1 for a choice that goes nowhere.");
-  }
 }
 
 void check_weights(const CallSite& site, const at::Tensor& weights, int64_t tokens, int64_t k, c10::Device device) {
@@ -51,8 +43,9 @@ void check_weights(const CallSite& site, const at::Tensor& weights, int64_t toke
     refuse(site, ErrorKind::type_error, "topk_weights is " + dtype_name(weights.scalar_type()),
            "Pass a floating point dtype; float32 is the most exact.");
   if (weights.dim() != 2 || weights.size(0) != tokens || weights.size(1) != k || weights.device() != device)
-    refuse_value(site, "topk_weights is " + shape_of(weights) + " on " + weights.device().str() +
-                           ", and topk_ids is [" + to_string(tokens) + ", " + to_string(k) + "] on " + device.str(),
+    refuse_value(site,
+                 "topk_weights is " + shape_of(weights) + " on " + weights.device().str() + ", and topk_ids is [" +
+                     to_string(tokens) + ", " + to_string(k) + "] on " + device.str(),
                  "Pass a weight for each choice.");
 }
 
@@ -72,14 +65,21 @@ void check(const CallSite& site, const MoeDispatch& call, int size, bool sized) 
     refuse_value(site, "topk_ids is on " + call.topk_ids.device().str() + " but x is on " + call.x.device().str(),
                  "Move it there.");
   if (call.experts <= 0 || call.experts % size != 0)
-    refuse_value(site, "num_experts is " + to_string(call.experts) + ", which " + to_string(size) +
-                           " ranks cannot share evenly",
-                 "Pass the number of experts of all ranks, a multiple of the group's size.");
+    refuse_value(
+        site, "num_experts is " + to_string(call.experts) + ", which " + to_string(size) + " ranks cannot share evenly",
+        "Pass the number of experts of all ranks, a multiple of the group's size.");
   if (sized && call.x.size(0) > call.max_tokens)
     refuse_value(site, "x has " + to_string(call.x.size(0)) + " rows, and max_tokens is " + to_string(call.max_tokens),
                  "Pass the most tokens that any rank has, alike on all ranks.");
-  if (sized && call.max_rows < 0)
+  if (sized && (call.max_rows < 0 || call.max_rows > kMost))
     refuse_value(site, "max_rows is " + to_string(call.max_rows), "Pass how many rows a rank may get, or nothing.");
+  if (call.topk_ids.numel() > kMost)
+    refuse_value(site, "topk_ids has " + to_string(call.topk_ids.numel()) + " elements", "Split the batch.");
+  if (call.x.is_cuda() && call.experts > device::kMostCounts)
+    refuse_value(
+        site,
+        "num_experts is " + to_string(call.experts) + ", and a GPU counts at most " + to_string(device::kMostCounts),
+        "Spread the experts over several groups.");
   if (call.w1) {
     check_weights(site, *call.weights, call.x.size(0), call.topk_ids.size(1), call.x.device());
     check_experts(site, *call.w1, *call.w2, call.x, call.experts / size, call.activation);
@@ -110,25 +110,26 @@ void check(const CallSite& site, const MoeRows& call, int size, bool gathers) {
                     call.rank_counts.size(0) == size && call.experts() % size == 0 &&
                     call.places.device() == call.rows.device() && call.rank_counts.device() == call.rows.device();
   if (!fits)
-    refuse_value(site, "the handle (places " + shape_of(call.places) + " on " + call.places.device().str() +
-                           ", rank_counts " + shape_of(call.rank_counts) + ") is not of a dispatch over " +
-                           to_string(size) + " ranks to " + call.rows.device().str(),
+    refuse_value(site,
+                 "the handle (places " + shape_of(call.places) + " on " + call.places.device().str() +
+                     ", rank_counts " + shape_of(call.rank_counts) + ") is not of a dispatch over " + to_string(size) +
+                     " ranks to " + call.rows.device().str(),
                  "Pass what moe_dispatch returned, over the same group.");
-  if (gathers ? call.rows.dim() != 2
-              : call.rows.dim() != 2 && (call.rows.dim() != 3 || call.rows.size(1) != call.k()))
+  if (gathers ? call.rows.dim() != 2 : call.rows.dim() != 2 && (call.rows.dim() != 3 || call.rows.size(1) != call.k()))
     refuse_value(site, std::string(name) + " is " + shape_of(call.rows),
                  gathers ? "Pass [max_rows, dim], as moe_dispatch's rows." : "Pass [tokens, dim] or [tokens, k, dim].");
   if (!gathers && call.rows.size(0) != call.tokens())
-    refuse_value(site, "x has " + to_string(call.rows.size(0)) + " rows, and the dispatch had " +
-                           to_string(call.tokens()) + " tokens",
-                 "Pass a row for each token.");
+    refuse_value(
+        site,
+        "x has " + to_string(call.rows.size(0)) + " rows, and the dispatch had " + to_string(call.tokens()) + " tokens",
+        "Pass a row for each token.");
   if (call.tokens() > call.max_tokens)
-    refuse_value(site, "the handle has " + to_string(call.tokens()) + " tokens and a max_tokens of " +
-                           to_string(call.max_tokens),
-                 "Pass what moe_dispatch returned.");
+    refuse_value(
+        site,
+        "the handle has " + to_string(call.tokens()) + " tokens and a max_tokens of " + to_string(call.max_tokens),
+        "Pass what moe_dispatch returned.");
   if (call.weights) check_weights(site, *call.weights, call.tokens(), call.k(), call.rows.device());
-  if (!call.rows.is_cuda())
-    choices_of(call.places.contiguous(), routing_of(call.rank_counts.contiguous()), site);
+  if (!call.rows.is_cuda()) choices_of(call.places.contiguous(), routing_of(call.rank_counts.contiguous()), site);
 }
 
 // Handles of different dispatches have different ones. On GPUs nobody looks.
@@ -156,14 +157,23 @@ std::vector<Field> fields_of(const MoeRows& call, bool gathers) {
           {"handle", print_of(call.rank_counts)}};
 }
 
+at::Tensor as_summed(const at::Tensor& weights, const at::Tensor& rows) {
+  return weights.to(rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+}
+
 // As the launches want them.
 MoeRows prepared(const MoeRows& call) {
   MoeRows plain = call;
   plain.rows = plain.rows.contiguous();
   plain.places = plain.places.contiguous();
   plain.rank_counts = plain.rank_counts.contiguous();
-  if (plain.weights)
-    plain.weights = plain.weights->to(call.rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+  if (plain.weights) plain.weights = as_summed(*plain.weights, call.rows);
+  return plain;
+}
+
+MoeDispatch weighted(const MoeDispatch& call) {
+  MoeDispatch plain = call;
+  plain.weights = as_summed(*plain.weights, call.x);
   return plain;
 }
 
@@ -177,7 +187,7 @@ MoeDispatch prepared(const MoeDispatch& given, ProcessGroupArk& group) {
   if (given.met)
     checked();
   else
-    compare(group, site, kFields, checked, {}, given.x.defined() && given.x.is_cuda());
+    compare(group, site, kFields, checked, {0}, given.x.defined() && given.x.is_cuda());
   MoeDispatch call = given;
   call.x = call.x.contiguous(), call.topk_ids = call.topk_ids.contiguous();
   return call;
@@ -197,12 +207,25 @@ at::Tensor moved(const MoeRows& call, bool gathers, const char* name, Run&& run)
       check(site, call, group.getSize(), gathers);
       return fields_of(call, gathers);
     };
-    compare(group, site, kFields, checked, {}, call.rows.defined() && call.rows.is_cuda());
+    compare(group, site, kFields, checked, {0}, call.rows.defined() && call.rows.is_cuda());
     return run(prepared(call), group);
   });
 }
 
 }  // namespace
+
+void check_ids(const CallSite& site, const at::Tensor& topk_ids, int64_t experts) {
+  const at::Tensor wide = topk_ids.to(at::kLong).contiguous();
+  const int64_t* const ids = wide.const_data_ptr<int64_t>();
+  const int64_t k = wide.size(1);
+  for (int64_t i = 0; i < wide.numel(); ++i) {
+    if (ids[i] >= -1 && ids[i] < experts) continue;
+    refuse(site, ErrorKind::out_of_range,
+           "topk_ids[" + to_string(i / k) + "][" + to_string(i % k) + "] is " + to_string(ids[i]) + ", and there are " +
+               to_string(experts) + " experts",
+           "Pass numbers from 0 to below num_experts, or -1 for a choice that goes nowhere.");
+  }
+}
 
 MoeRouting routing_of(const at::Tensor& rank_counts) {
   const int32_t* const counts = rank_counts.const_data_ptr<int32_t>();
@@ -248,13 +271,18 @@ MoeLayer moe_layer(const MoeDispatch& given, bool saves) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ProcessGroupArk& group = backend_of(given.group, given.name());
     const MoeDispatch call = prepared(given, group);
+    const at::Tensor none = at::empty({0}, call.x.options());
+    const at::Tensor no = at::empty({0}, none.options().dtype(at::kInt));
+    if (!saves && call.x.is_cuda() && moe_experts_need_no_host(call.x, *call.w1, *call.w2)) {
+      if (const auto out = moe_layer_cuda(weighted(call), group))
+        return {*out, none, no.to(at::kLong), no, no.clone(), none.clone()};
+    }
     const auto [rows, counts, places, rank_counts] = dispatched(call, group);
     const at::Tensor y = moe_experts(rows, counts, *call.w1, *call.w2, call.activation);
     const MoeRows back = prepared({y, places, rank_counts, call.weights, call.group, call.max_tokens});
     at::Tensor out = y.is_cuda() ? moe_gather_cuda(back, group) : moe_gather_cpu(back, group);
     if (saves) return {out, rows, counts, places, rank_counts, y};
-    const at::Tensor none = at::empty({0}, out.options()), no = at::empty({0}, counts.options());
-    return {out, none, no, no.to(at::kInt), no.to(at::kInt), none};
+    return {out, none, no.to(at::kLong), no, no.clone(), none.clone()};
   });
 }
 

@@ -84,6 +84,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Te
                                                                     const at::Tensor& counts, const at::Tensor& w1,
                                                                     const at::Tensor& w2,
                                                                     const std::string& activation);
+// Whether the products read the counts on the device.
+bool moe_experts_need_no_host(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2);
 void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& x, int64_t local,
                    const std::string& activation);
 
@@ -95,8 +97,17 @@ at::Tensor moe_scatter_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_scatter_cuda(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cpu(const MoeRows& call, ProcessGroupArk& group);
 at::Tensor moe_gather_cuda(const MoeRows& call, ProcessGroupArk& group);
+// In one go, of experts that need no host; none: something else must move the rows.
+std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& call, ProcessGroupArk& group);
+MoeDispatched moe_dispatch_unfused(const MoeDispatch& call, ProcessGroupArk& group);
+at::Tensor moe_scatter_unfused(const MoeRows& call, ProcessGroupArk& group);
+at::Tensor moe_gather_unfused(const MoeRows& call, ProcessGroupArk& group);
 
-// From what a rank knows of its own choices and of all ranks' counts (CPU tensors of int32).
+// Collective: the ranks tell each other their counts; topk_ids is a CPU tensor. Counts, places, rank_counts.
+using MoeRoute = std::tuple<MoeRouting, at::Tensor, at::Tensor, at::Tensor>;
+MoeRoute moe_route(const MoeDispatch& call, ProcessGroupArk& group);
+void check_ids(const CallSite& site, const at::Tensor& topk_ids, int64_t experts);  // on the CPU: every choice
+// From all ranks' counts (a CPU tensor of int32).
 MoeRouting routing_of(const at::Tensor& rank_counts);
 // The choice of each slot of this rank; throws where places and routing are not of one dispatch. CPU tensors.
 std::vector<int64_t> choices_of(const at::Tensor& places, const MoeRouting& routing, const CallSite& site);

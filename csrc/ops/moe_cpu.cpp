@@ -108,16 +108,17 @@ std::vector<int64_t> choices_of(const at::Tensor& places, const MoeRouting& rout
   return choices;
 }
 
-MoeDispatched moe_dispatch_cpu(const MoeDispatch& call, ProcessGroupArk& group) {
+MoeRoute moe_route(const MoeDispatch& call, ProcessGroupArk& group) {
   const int rank = group.getRank(), size = group.getSize();
   const at::Tensor ids = call.topk_ids.to(at::kLong);
   const int64_t* const id = ids.const_data_ptr<int64_t>();
+  check_ids({rank, call.name()}, ids, call.experts);
   std::vector<int64_t> mine(static_cast<size_t>(call.experts));
   for (int64_t i = 0; i < ids.numel(); ++i)
     if (id[i] >= 0) ++mine[static_cast<size_t>(id[i])];
   std::vector<int64_t> all;
   for (const auto& counts : tell_all(group, mine)) all.insert(all.end(), counts.begin(), counts.end());
-  const MoeRouting routing(size, call.experts, std::move(all));
+  MoeRouting routing(size, call.experts, std::move(all));
   check_rows(routing, call.max_rows, rank);
 
   const auto integers = at::TensorOptions(at::kInt);
@@ -129,6 +130,11 @@ MoeDispatched moe_dispatch_cpu(const MoeDispatch& call, ProcessGroupArk& group) 
   int32_t* const row = places.mutable_data_ptr<int32_t>();
   routing.place(rank, id, ids.numel(), row, row + ids.numel());
   at::Tensor counts = rank_counts.narrow(1, rank * routing.local(), routing.local()).sum(0, false, at::kLong);
+  return {std::move(routing), counts, places, rank_counts};
+}
+
+MoeDispatched moe_dispatch_cpu(const MoeDispatch& call, ProcessGroupArk& group) {
+  const auto [routing, counts, places, rank_counts] = moe_route(call, group);
   at::Tensor rows = send_rows("moe_dispatch", call.x, places, routing, std::nullopt, call.max_rows, group);
   return {rows, counts, places, rank_counts};
 }

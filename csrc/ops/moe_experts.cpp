@@ -30,8 +30,7 @@ bool is_gated(const at::Tensor& w1, const at::Tensor& w2) {
 class Grouped {
  public:
   Grouped(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2) {
-    const bool wide = rows.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
-    if (rows.is_cuda() && rows.scalar_type() == at::kBFloat16 && wide) {
+    if (moe_experts_need_no_host(rows, w1, w2)) {
       ends_ = counts.cumsum(0, at::kInt);
       return;
     }
@@ -55,7 +54,7 @@ class Grouped {
 
   // [rows, d] with w [experts, d, n]: [rows, n].
   at::Tensor product(const at::Tensor& rows, const at::Tensor& w) const {
-    if (ends_.defined()) return at::_grouped_mm(rows, w, ends_);
+    if (ends_.defined()) return at::_grouped_mm(rows.contiguous(), w, ends_);
     at::Tensor out = at::zeros({rows.size(0), w.size(2)}, rows.options());
     each([&](int64_t e, int64_t first, int64_t count) {
       at::Tensor to = out.narrow(0, first, count);
@@ -66,7 +65,7 @@ class Grouped {
 
   // a [rows, n] across b [rows, d], expert by expert: [experts, n, d].
   at::Tensor across(const at::Tensor& a, const at::Tensor& b) const {
-    if (ends_.defined()) return at::_grouped_mm(a.t(), b, ends_);
+    if (ends_.defined()) return at::_grouped_mm(a.contiguous().t(), b.contiguous(), ends_);
     at::Tensor out = at::zeros({static_cast<int64_t>(counts_.size()), a.size(1), b.size(1)}, a.options());
     each([&](int64_t e, int64_t first, int64_t count) {
       at::Tensor to = out.select(0, e);
@@ -110,6 +109,12 @@ void check_counted(const at::Tensor& rows, const at::Tensor& counts, const at::T
 }
 
 }  // namespace
+
+bool moe_experts_need_no_host(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2) {
+  const bool wide = x.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && wide &&
+         device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9;
+}
 
 void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& x, int64_t local,
                    const std::string& activation) {

@@ -2,11 +2,13 @@
 // have for which expert. No tensors: tests/csrc/kernels/moe_routing_test.cpp.
 //
 // Experts are spread evenly: rank r has experts r * local to (r + 1) * local - 1. The rows of an expert lie one behind
-// the other on its rank: by expert, then by the rank that sent them, then by token and choice. A rank's own choices have
-// slots in the order of their experts, then of token and choice: the order in which rows travel, either way.
+// the other on its rank: by expert, then by the rank that sent them, then by token and choice. A rank's own choices
+// have slots in the order of their experts, then of token and choice: the order in which rows travel, either way.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace ark::ops {
@@ -38,8 +40,8 @@ class MoeRouting {
   int64_t local() const { return local_; }  // experts of a rank
   int owner(int64_t expert) const { return static_cast<int>(expert / local_); }
   int64_t count(int rank, int64_t expert) const { return counts_[at(rank, expert)]; }
-  int64_t rows(int rank) const { return rows_[static_cast<size_t>(rank)]; }      // that it gets, of all ranks
-  int64_t choices(int rank) const { return first_slot(rank, experts_); }          // that go anywhere
+  int64_t rows(int rank) const { return rows_[static_cast<size_t>(rank)]; }  // that it gets, of all ranks
+  int64_t choices(int rank) const { return first_slot(rank, experts_); }     // that go anywhere
   int64_t sent(int from, int to) const { return first_slot_of(from, to + 1) - first_slot_of(from, to); }
   // On the expert's rank: the first row of rank `source`.
   int64_t first_row(int source, int64_t expert) const { return first_row_[at(source, expert)]; }

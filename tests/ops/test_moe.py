@@ -229,7 +229,7 @@ def _training(rank: Rank) -> None:
         (moe_layer(*together, *whole, alone) ** 2).sum().backward()
         with torch.no_grad():
             for one in (*mine, *whole):
-                one -= 0.05 * one.grad
+                one.sub_(one.grad, alpha=0.05)
                 one.grad = None
     for part, all_of in zip(mine, whole, strict=True):
         torch.testing.assert_close(part, all_of.chunk(world)[me])
@@ -299,7 +299,9 @@ def _bad(rank: Rank) -> None:
                 if name == "moe_layer":
                     moe_layer(**of)
                 else:
-                    moe_dispatch(**{key: of[key] for key in of if key in ("x", "topk_ids", "max_tokens")}, num_experts=2)
+                    moe_dispatch(
+                        **{key: of[key] for key in of if key in ("x", "topk_ids", "max_tokens")}, num_experts=2
+                    )
             assert name in str(caught.value) and f"[rank {rank.rank}]" in str(caught.value), caught.value
             assert re.search(text if culprit else "rank 1 refused its arguments", str(caught.value)), caught.value
             of, _ = _arguments("")
@@ -318,7 +320,7 @@ def _bad_combine(rank: Rank) -> None:
     other = moe_dispatch(x, torch.zeros_like(ids), num_experts=2, max_rows=16)[2]
     of_more = handle._replace(places=torch.cat([handle.places] * 2, 1))
     cases: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
-        "weights": ((rows, handle, weights[:2]), ValueError, r"topk_weights is \[2, 2\] on cpu, and topk_ids is \[4, 2\]"),
+        "weights": ((rows, handle, weights[:2]), ValueError, r"topk_weights is \[2, 2\] on cpu, and topk_ids is"),
         "few": ((rows[:3], handle, weights), dist.DistBackendError, "another number of rows of y"),
         "dims": ((rows[0], handle, weights), ValueError, r"y is \[3\]"),
         "dtype": ((rows.long(), handle, weights), TypeError, "y is torch.int64"),
@@ -366,7 +368,7 @@ def _disagree(rank: Rank) -> None:
         of = {"x": torch.ones(4, 3), "topk_ids": ids, "num_experts": 2} | more
         with pytest.raises(dist.DistBackendError, match=f"moe_dispatch.*rank 1 has another .*{text}"):
             moe_dispatch(**of)
-    with pytest.raises(dist.DistBackendError, match="another way of meeting|another max_tokens"):
+    with pytest.raises(dist.DistBackendError, match=r"another (way of meeting|max_tokens)"):
         moe_dispatch(torch.ones(4, 3), ids, num_experts=2, max_tokens=4 if odd else None)
 
 

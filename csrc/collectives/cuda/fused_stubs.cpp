@@ -5,6 +5,7 @@
 #include <bit>
 
 #include "cuda/fused/embedding_gradient.cuh"
+#include "cuda/fused/moe_rows.cuh"
 
 namespace ark {
 
@@ -51,6 +52,13 @@ void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, in
                    embedding_gradient_stub(dtype, narrow, wide, lanes)});
 }
 
+void add_moe(std::vector<Stub>& stubs, DType dtype, bool wide) {
+  const std::string kind = std::string(name_of(dtype)) + (wide ? "" : "_any");
+  for (const bool narrow : {false, true})
+    stubs.push_back({"moe_dispatch_" + kind + (narrow ? "_i32" : "_i64"), moe_dispatch_stub(dtype, narrow, wide)});
+  stubs.push_back({"moe_rows_" + kind, moe_rows_stub(dtype, wide)});
+}
+
 }  // namespace
 
 RowShape RowShape::of(uint64_t row_bytes, uint64_t element_bytes) {
@@ -88,11 +96,30 @@ std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, dev
                      shape.threads());
 }
 
+std::string moe_dispatch_stub(DType dtype, bool narrow_ids, bool wide) {
+  return "#include \"cuda/fused/moe_rows.cuh\"\n" +
+         fused_entry("moe_dispatch", "MoeParams",
+                     std::string("ark::device::") + format_of(dtype) + ", " + (narrow_ids ? "int" : "long long") +
+                         ", " + boolean(wide),
+                     device::kMoeThreads);
+}
+
+std::string moe_rows_stub(DType dtype, bool wide) {
+  const std::string arguments = std::string("ark::device::") + format_of(dtype) + ", " + boolean(wide);
+  return "#include \"cuda/fused/moe_rows.cuh\"\n" +
+         fused_entry("moe_scatter", "MoeParams", arguments, device::kMoeThreads) +
+         fused_entry("moe_gather", "MoeParams", arguments, device::kMoeThreads) +
+         fused_entry("moe_settle", "SettleParams", arguments, device::kMoeThreads);
+}
+
 std::vector<Stub> representative_fused_stubs() {
   std::vector<Stub> stubs;
   add_fused(stubs, DType::bf16, false, true, 16);
   add_fused(stubs, DType::f32, true, true, 32);
   add_fused(stubs, DType::f16, false, false, 32);
+  add_moe(stubs, DType::bf16, true);
+  add_moe(stubs, DType::f16, false);
+  add_moe(stubs, DType::f32, true);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], false, device::MatmulMode::all_reduce);
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
@@ -108,6 +135,7 @@ std::vector<Stub> every_fused_stub() {
       for (const int lanes : {4, 8, 16, 32}) add_fused(stubs, dtype, narrow, true, lanes);
       add_fused(stubs, dtype, narrow, false, 32);
     }
+    for (const bool wide : {false, true}) add_moe(stubs, dtype, wide);
   }
   for (const DType dtype : {DType::bf16, DType::f16})
     for (const device::MatmulShape& shape : kMatmulShapes)

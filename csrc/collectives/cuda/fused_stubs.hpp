@@ -23,6 +23,11 @@ std::string embedding_bag_stub(DType dtype, bool narrow_indices, bool wide, int 
 // Entries "send_gradient", "name_rows" and "sum_rows".
 std::string embedding_gradient_stub(DType dtype, bool narrow_indices, bool wide, int lanes);
 
+// Entry "moe_dispatch"; bf16, f16 or f32.
+std::string moe_dispatch_stub(DType dtype, bool narrow_ids, bool wide);
+// Entries "moe_scatter", "moe_gather" and "moe_settle".
+std::string moe_rows_stub(DType dtype, bool wide);
+
 // Entry "matmul", for Hopper; bf16 or f16.
 std::string matmul_stub(DType dtype, device::MatmulShape shape, bool across, device::MatmulMode mode);
 // Tiles' shapes that there are.
