@@ -167,8 +167,9 @@ def moe_layer(
     Gradients of `x`, `topk_weights`, `w1` and `w2`: either all ranks take one, or none.
 
     Raises:
-        As `moe_dispatch` and `moe_combine`. On a GPU experts of other dtypes than bfloat16, or of sizes that are no
-        multiples of 8, are multiplied one by one, for which the host waits for the counts: such a call cannot be
+        As `moe_dispatch` and `moe_combine`. On a GPU one kernel multiplies all experts of float16 and bfloat16 on
+        Hopper, and PyTorch's grouped product those of bfloat16 later on and in backward passes, where dim and ffn are
+        multiples of 8; others are multiplied one by one, for which the host waits for the counts: such a call cannot be
         captured (ValueError).
     """
     name = _name_of(group)

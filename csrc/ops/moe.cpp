@@ -271,18 +271,20 @@ MoeLayer moe_layer(const MoeDispatch& given, bool saves) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ProcessGroupArk& group = backend_of(given.group, given.name());
     const MoeDispatch call = prepared(given, group);
-    const at::Tensor none = at::empty({0}, call.x.options());
-    const at::Tensor no = at::empty({0}, none.options().dtype(at::kInt));
+    // Outputs of an operator are tensors of their own.
+    const auto alone = [&](const at::Tensor& out) -> MoeLayer {
+      const auto none = [&](at::ScalarType type) { return at::empty({0}, out.options().dtype(type)); };
+      return {out, none(out.scalar_type()), none(at::kLong), none(at::kInt), none(at::kInt), none(out.scalar_type())};
+    };
     if (!saves && call.x.is_cuda() && moe_experts_need_no_host(call.x, *call.w1, *call.w2)) {
-      if (const auto out = moe_layer_cuda(weighted(call), group))
-        return {*out, none, no.to(at::kLong), no, no.clone(), none.clone()};
+      if (const auto out = moe_layer_cuda(weighted(call), group)) return alone(*out);
     }
     const auto [rows, counts, places, rank_counts] = dispatched(call, group);
     const at::Tensor y = moe_experts(rows, counts, *call.w1, *call.w2, call.activation);
     const MoeRows back = prepared({y, places, rank_counts, call.weights, call.group, call.max_tokens});
     at::Tensor out = y.is_cuda() ? moe_gather_cuda(back, group) : moe_gather_cpu(back, group);
     if (saves) return {out, rows, counts, places, rank_counts, y};
-    return {out, none, no.to(at::kLong), no, no.clone(), none.clone()};
+    return alone(out);
   });
 }
 

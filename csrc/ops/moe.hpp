@@ -84,6 +84,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Te
                                                                     const at::Tensor& counts, const at::Tensor& w1,
                                                                     const at::Tensor& w2,
                                                                     const std::string& activation);
+// By one kernel for all experts (moe_product.cpp): where it can, and rows times each expert's w [experts, n, d], gated
+// or not, and through the activation, if it has a name.
+bool moe_product_takes(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2);
+at::Tensor moe_product(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w, bool gated,
+                       const std::string& activation);
 // Whether the products read the counts on the device.
 bool moe_experts_need_no_host(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2);
 void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& x, int64_t local,

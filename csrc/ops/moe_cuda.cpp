@@ -288,7 +288,8 @@ std::optional<at::Tensor> moe_layer_cuda(const MoeDispatch& given, ProcessGroupA
   const auto finish = [&](const MoeDispatched& told, void* rows, auto&& links, const void* slots, uint32_t most,
                           CUstream stream) {
     const auto& [none, counts, places, rank_counts] = told;
-    const at::Tensor block = at::from_blob(rows, sizes, call.x.options());
+    const at::Tensor block = at::from_blob(
+        rows, sizes, [](void*) {}, call.x.options(), device);
     const at::Tensor y = moe_experts(block, counts, *call.w1, *call.w2, call.activation);
     const MoeRows back{y, places, rank_counts, call.weights, call.group, call.max_tokens};
     out = empty_of(back);

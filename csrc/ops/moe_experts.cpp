@@ -1,8 +1,9 @@
 // The feed-forward networks of a rank's experts, over rows sorted by expert. See moe.hpp.
 //
-// A product of every expert's rows with its matrix is one of: PyTorch's grouped product (bfloat16 on GPUs), which reads
-// the counts on the device; else PyTorch's product expert by expert, for which the host reads the counts, so that it
-// cannot be captured on a GPU. Results of each step are rounded to the dtype, as PyTorch's own operators do one by one.
+// A product of every expert's rows with its matrix is one of: ark's kernel (forward, half types on Hopper;
+// moe_product); PyTorch's grouped product (bfloat16 on Hopper and later); else PyTorch's product expert by expert, for
+// which the host reads the counts, so that it cannot be captured on a GPU. Results of each step are rounded to the
+// dtype, as PyTorch's own operators do one by one.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_grouped_mm.h>
 #include <c10/core/DeviceGuard.h>
@@ -26,11 +27,18 @@ bool is_gated(const at::Tensor& w1, const at::Tensor& w2) {
   return w1.size(1) != w2.size(2);
 }
 
+// PyTorch's grouped product without a word to the host.
+bool grouped_on_device(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2) {
+  const bool wide = x.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
+  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && wide &&
+         device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9;
+}
+
 // How the products are made.
 class Grouped {
  public:
   Grouped(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2) {
-    if (moe_experts_need_no_host(rows, w1, w2)) {
+    if (grouped_on_device(rows, w1, w2)) {
       ends_ = counts.cumsum(0, at::kInt);
       return;
     }
@@ -111,9 +119,7 @@ void check_counted(const at::Tensor& rows, const at::Tensor& counts, const at::T
 }  // namespace
 
 bool moe_experts_need_no_host(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2) {
-  const bool wide = x.size(1) % 8 == 0 && w1.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
-  return x.is_cuda() && x.scalar_type() == at::kBFloat16 && wide &&
-         device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) >= 9;
+  return moe_product_takes(x, w1, w2) || grouped_on_device(x, w1, w2);
 }
 
 void check_experts(const CallSite& site, const at::Tensor& w1, const at::Tensor& w2, const at::Tensor& x, int64_t local,
@@ -149,6 +155,8 @@ at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const a
     const c10::OptionalDeviceGuard guard(rows.device());
     check_counted(rows, counts, w1, w2, activation);
     if (rows.numel() == 0) return at::zeros_like(rows);
+    if (moe_product_takes(rows, w1, w2))
+      return moe_product(moe_product(rows, counts, w1, is_gated(w1, w2), activation), counts, w2, false, "");
     const Grouped grouped(rows, counts, w1, w2);
     const at::Tensor hidden = grouped.product(rows, w1.transpose(1, 2));
     const int64_t ffn = w2.size(2);

@@ -15,7 +15,7 @@ from support.pretended.groups import begin
 from support.rank import Rank
 
 from ark_torch import _jit
-from ark_torch.ops import moe_combine, moe_dispatch
+from ark_torch.ops import moe_combine, moe_dispatch, moe_layer
 
 pytestmark = [ark_only]
 
@@ -85,6 +85,33 @@ def _captured(rank: Rank) -> None:
 
 def test_under_capture(pretended_gpu: Any) -> None:
     run_ranks(_captured, 2, env=pretended_gpu)
+
+
+def _layer(rank: Rank) -> None:
+    """There, two products, back: in one operation of the group."""
+    _jit.configure()
+    group, _, _ = begin(rank)
+    backend = group._get_backend(torch.device("cuda"))
+    x, ids, weights = _tokens(rank)
+    for gated in (True, False):
+        made = [torch.ones(2, 80 * (1 + gated), 64), torch.ones(2, 64, 80)]
+        w1, w2 = (pretended.on(rank.rank, one.to(torch.bfloat16)) for one in made)
+        for first in (gated, False):  # ranks meet before the first
+            launches, operations = pretended.driver.pretend_launches(), backend._get_sequence_number_for_group()
+            assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6).shape == x.shape
+            assert pretended.driver.pretend_launches() - launches == 4
+            assert backend._get_sequence_number_for_group() - operations == 1 + first
+    pretended.driver.pretend_capture(7)
+    assert moe_layer(x, ids, weights, w1, w2, group, max_tokens=6, activation="gelu").shape == x.shape
+    pretended.driver.pretend_capture(0)
+    pretended.driver.pretend_graph_end(7)
+    odd = [pretended.on(rank.rank, one) for one in (torch.ones(2, 80, 64), torch.ones(2, 64, 80))]
+    with pytest.raises(TypeError, match=r"w1 is torch\.float32 but x is torch\.bfloat16"):
+        moe_layer(x, ids, weights, *odd, group, max_tokens=6)
+
+
+def test_a_layer(pretended_gpu: Any) -> None:
+    run_ranks(_layer, 2, env=pretended_gpu)
 
 
 def _alone(rank: Rank) -> None:

@@ -37,6 +37,16 @@ const char* name_of_mode(device::MatmulMode mode) {
                                                       : "all_gather";
 }
 
+const char* name_of_activation(device::MoeActivation activation) {
+  switch (activation) {
+    case device::MoeActivation::silu: return "silu";
+    case device::MoeActivation::gelu: return "gelu";
+    case device::MoeActivation::gelu_tanh: return "gelu_tanh";
+    case device::MoeActivation::relu: return "relu";
+    default: return "none";
+  }
+}
+
 void add_matmul(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool across,
                 device::MatmulMode mode) {
   stubs.push_back({std::string("matmul_") + name_of_mode(mode) + "_" + name_of(dtype) + "_" +
@@ -50,6 +60,13 @@ void add_fused(std::vector<Stub>& stubs, DType dtype, bool narrow, bool wide, in
                      embedding_bag_stub(dtype, narrow, wide, lanes, weighted)});
   stubs.push_back({name_of_stub("embedding_gradient", dtype, narrow, wide, lanes, false),
                    embedding_gradient_stub(dtype, narrow, wide, lanes)});
+}
+
+void add_moe_product(std::vector<Stub>& stubs, DType dtype, device::MatmulShape shape, bool gated,
+                     device::MoeActivation activation) {
+  stubs.push_back({std::string("moe_product_") + name_of(dtype) + "_" + std::to_string(shape.rows) + "x" +
+                       std::to_string(shape.columns) + (gated ? "_gated_" : "_") + name_of_activation(activation),
+                   moe_product_stub(dtype, shape, gated, activation), 90});
 }
 
 void add_moe(std::vector<Stub>& stubs, DType dtype, bool wide) {
@@ -112,6 +129,15 @@ std::string moe_rows_stub(DType dtype, bool wide) {
          fused_entry("moe_settle", "SettleParams", arguments, device::kMoeThreads);
 }
 
+std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {
+  return "#include \"cuda/fused/moe_product.cuh\"\n" +
+         fused_entry("moe_product", "MoeProductParams",
+                     std::string("ark::device::") + format_of(dtype) + ", " + std::to_string(shape.rows) + ", " +
+                         std::to_string(shape.columns) + ", " + boolean(gated) +
+                         ", ark::device::MoeActivation::" + name_of_activation(activation),
+                     shape.threads());
+}
+
 std::vector<Stub> representative_fused_stubs() {
   std::vector<Stub> stubs;
   add_fused(stubs, DType::bf16, false, true, 16);
@@ -120,6 +146,9 @@ std::vector<Stub> representative_fused_stubs() {
   add_moe(stubs, DType::bf16, true);
   add_moe(stubs, DType::f16, false);
   add_moe(stubs, DType::f32, true);
+  add_moe_product(stubs, DType::bf16, kMatmulShapes[0], true, device::MoeActivation::silu);
+  add_moe_product(stubs, DType::f16, kMatmulShapes[2], true, device::MoeActivation::gelu);
+  add_moe_product(stubs, DType::bf16, kMatmulShapes[3], false, device::MoeActivation::none);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], false, device::MatmulMode::all_reduce);
   add_matmul(stubs, DType::f16, kMatmulShapes[0], true, device::MatmulMode::reduce_scatter);
   add_matmul(stubs, DType::bf16, kMatmulShapes[0], true, device::MatmulMode::all_gather);
@@ -138,11 +167,17 @@ std::vector<Stub> every_fused_stub() {
     for (const bool wide : {false, true}) add_moe(stubs, dtype, wide);
   }
   for (const DType dtype : {DType::bf16, DType::f16})
-    for (const device::MatmulShape& shape : kMatmulShapes)
+    for (const device::MatmulShape& shape : kMatmulShapes) {
       for (const bool across : {false, true})
         for (const auto mode :
              {device::MatmulMode::all_reduce, device::MatmulMode::reduce_scatter, device::MatmulMode::all_gather})
           add_matmul(stubs, dtype, shape, across, mode);
+      add_moe_product(stubs, dtype, shape, false, device::MoeActivation::none);
+      for (const bool gated : {false, true})
+        for (const auto activation : {device::MoeActivation::silu, device::MoeActivation::gelu,
+                                      device::MoeActivation::gelu_tanh, device::MoeActivation::relu})
+          add_moe_product(stubs, dtype, shape, gated, activation);
+    }
   return stubs;
 }
 
