@@ -16,11 +16,15 @@ const char* format_of(DType dtype) {
 }
 
 std::string fused_entry(const std::string& name, const std::string& params, const std::string& arguments,
-                        int threads = device::kBagThreads) {
-  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) + ") " + name +
+                        int threads = device::kBagThreads, int resident = 0) {
+  return "extern \"C\" __global__ void __launch_bounds__(" + std::to_string(threads) +
+         (resident != 0 ? ", " + std::to_string(resident) : "") + ") " + name +
          "(const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + name + "<" + arguments +
          ">(p);\n}\n";
 }
+
+// Blocks a multiprocessor. Where the compiler may choose, it spills to have more.
+constexpr int kMoeResident = 4;
 
 std::string boolean(bool value) {
   return value ? "true" : "false";
@@ -124,9 +128,9 @@ std::string moe_dispatch_stub(DType dtype, bool narrow_ids, bool wide) {
 std::string moe_rows_stub(DType dtype, bool wide) {
   const std::string arguments = std::string("ark::device::") + format_of(dtype) + ", " + boolean(wide);
   return "#include \"cuda/fused/moe_rows.cuh\"\n" +
-         fused_entry("moe_scatter", "MoeParams", arguments, device::kMoeThreads) +
-         fused_entry("moe_gather", "MoeParams", arguments, device::kMoeThreads) +
-         fused_entry("moe_settle", "SettleParams", arguments, device::kMoeThreads);
+         fused_entry("moe_scatter", "MoeParams", arguments, device::kMoeThreads, kMoeResident) +
+         fused_entry("moe_gather", "MoeParams", arguments, device::kMoeThreads, kMoeResident) +
+         fused_entry("moe_settle", "SettleParams", arguments, device::kMoeThreads, kMoeResident);
 }
 
 std::string moe_product_stub(DType dtype, device::MatmulShape shape, bool gated, device::MoeActivation activation) {

@@ -309,11 +309,11 @@ __device__ __forceinline__ void moe_gather(const MoeParams& p) {
         [&](uint32 s, uint32 sum) { first_row[s] = sum; });
     if (lane == 0) first_row[p.experts] = all;
   }
-  if (!find_places(exchange, places, p.links.ranks)) return exchange.finish();
+  const bool found = find_places(exchange, places, p.links.ranks);
 
   const uint32 pieces = pieces_of(p.units), warps = gridDim.x * (kMoeThreads / 32);
   const uint32 from_warp = blockIdx.x * (kMoeThreads / 32) + warp;
-  if (ranks > 1) {
+  if (found && ranks > 1) {
     const uint64 items = uint64{min(first_row[p.experts], p.max_rows)} * pieces;
     for (uint64 item = from_warp; item < items; item += warps) {
       const uint32 row = static_cast<uint32>(item / pieces), piece = static_cast<uint32>(item - uint64{row} * pieces);
@@ -330,8 +330,8 @@ __device__ __forceinline__ void moe_gather(const MoeParams& p) {
       move_piece<Access>(places[to] + uint64{first_slot[low] + row - first_row[low]} * p.row_bytes,
                          static_cast<const char*>(p.from) + uint64{row} * p.row_bytes, piece, p.units);
     }
-    if (!exchange.meet()) return;
   }
+  if (!exchange.meet() || !found) return;
 
   const uint32 steps = (p.units + 31) / 32, k = p.each ? 1 : p.k;
   const uint64 sums = uint64{p.choices / k} * steps;
