@@ -59,7 +59,8 @@ def moe_dispatch(
             eager call; under torch.compile all ranks have the same number of tokens.
         max_rows: how many rows a rank may get, alike on all ranks. None: as many as there can be,
             `world size * max_tokens * min(k, num_experts / world size)`; where a token names an expert more than once,
-            more may come, and `max_rows` must be given.
+            more may come, and `max_rows` must be given. Each GPU keeps memory for a block of so many rows, and for the
+            choices of `max_tokens` tokens, for all calls of the group.
 
     Returns:
         rows: `[max_rows, dim]`: sorted by local expert, within an expert by the rank that sent them, then by token and
