@@ -296,9 +296,15 @@ def _compiled(rank: Rank, backend: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "dynamic"), [("eager", False), ("aot_eager", False), ("aot_eager", True), ("ark", False),
-                             ("inductor", False)]
-)  # fmt: skip
+    ("backend", "dynamic"),
+    [
+        ("eager", False),
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("ark", False, marks=pytest.mark.nightly),
+        pytest.param("inductor", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_compiled(backend: str, dynamic: bool) -> None:
     run_ranks(_compiled, 2, backend, dynamic, timeout=300)
 
