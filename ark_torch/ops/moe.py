@@ -58,9 +58,9 @@ def moe_dispatch(
         max_tokens: the most tokens of any rank, alike on all ranks. None: ranks tell each other on the host in every
             eager call; under torch.compile all ranks have the same number of tokens.
         max_rows: how many rows a rank may get, alike on all ranks. None: as many as there can be,
-            `world size * max_tokens * min(k, num_experts / world size)`; where a token names an expert more than once,
-            more may come, and `max_rows` must be given. Each GPU keeps memory for a block of so many rows, and for the
-            choices of `max_tokens` tokens, for all calls of the group.
+            `world size * max_tokens * k`; where no token names an expert twice, no more than
+            `world size * max_tokens * min(k, num_experts / world size)` come. Each GPU keeps memory for a block of so
+            many rows, and for the choices of `max_tokens` tokens, for all calls of the group.
 
     Returns:
         rows: `[max_rows, dim]`: sorted by local expert, within an expert by the rank that sent them, then by token and
@@ -167,11 +167,12 @@ def moe_layer(
 
     Gradients of `x`, `topk_weights`, `w1` and `w2`: either all ranks take one, or none.
 
+    On a GPU one kernel multiplies all experts of float16 and bfloat16 on Hopper, and PyTorch's grouped product those of
+    bfloat16 on later GPUs and in backward passes, where dim and ffn are multiples of 8. Others are multiplied one by
+    one, for which the host waits for the counts; in a captured graph each of them multiplies all rows.
+
     Raises:
-        As `moe_dispatch` and `moe_combine`. On a GPU one kernel multiplies all experts of float16 and bfloat16 on
-        Hopper, and PyTorch's grouped product those of bfloat16 later on and in backward passes, where dim and ffn are
-        multiples of 8; others are multiplied one by one, for which the host waits for the counts: such a call cannot be
-        captured (ValueError).
+        As `moe_dispatch` and `moe_combine`.
     """
     name = _name_of(group)
     num_experts = w1.shape[0] * _world_of(name) if w1.dim() else 0
@@ -223,9 +224,7 @@ def _bounds(
             )  # fmt: skip
             max_tokens, met = max(told), True
     if max_rows is None:
-        world = _world_of(name)
-        k = topk_ids.shape[1] if topk_ids.dim() == 2 else 0
-        max_rows = world * max_tokens * min(k, num_experts // world)
+        max_rows = _world_of(name) * max_tokens * (topk_ids.shape[1] if topk_ids.dim() == 2 else 0)
     return max_tokens, max_rows, met
 
 

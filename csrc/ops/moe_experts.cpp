@@ -37,17 +37,17 @@ bool grouped_on_device(const at::Tensor& x, const at::Tensor& w1, const at::Tens
 // How the products are made.
 class Grouped {
  public:
-  Grouped(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2) {
+  Grouped(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2)
+      : experts_(counts.size(0)) {
     if (grouped_on_device(rows, w1, w2)) {
       ends_ = counts.cumsum(0, at::kInt);
       return;
     }
-    if (rows.is_cuda() && is_capturing(rows.device()))
-      refuse(kSite, ErrorKind::invalid_argument,
-             "experts of " + dtype_name(rows.scalar_type()) +
-                 " with these sizes are multiplied one by one, for which the host must read the counts, and a graph is "
-                 "being captured",
-             "Use bfloat16 and sizes that are multiples of 8, or call it outside of graphs.");
+    if (rows.is_cuda() && is_capturing(rows.device())) {
+      owners_ =
+          at::searchsorted(counts.cumsum(0), at::arange(rows.size(0), counts.options()), false, true).unsqueeze(1);
+      return;
+    }
     const at::Tensor here = counts.to(at::kCPU, at::kLong);
     int64_t at = 0;
     for (int64_t e = 0; e < here.numel(); ++e) {
@@ -64,6 +64,10 @@ class Grouped {
   at::Tensor product(const at::Tensor& rows, const at::Tensor& w) const {
     if (ends_.defined()) return at::_grouped_mm(rows.contiguous(), w, ends_);
     at::Tensor out = at::zeros({rows.size(0), w.size(2)}, rows.options());
+    if (owners_.defined()) {
+      for (int64_t e = 0; e < w.size(0); ++e) out = at::where(owners_.eq(e), at::mm(rows, w.select(0, e)), out);
+      return out;
+    }
     each([&](int64_t e, int64_t first, int64_t count) {
       at::Tensor to = out.narrow(0, first, count);
       at::mm_out(to, rows.narrow(0, first, count), w.select(0, e));
@@ -74,7 +78,12 @@ class Grouped {
   // a [rows, n] across b [rows, d], expert by expert: [experts, n, d].
   at::Tensor across(const at::Tensor& a, const at::Tensor& b) const {
     if (ends_.defined()) return at::_grouped_mm(a.contiguous().t(), b.contiguous(), ends_);
-    at::Tensor out = at::zeros({static_cast<int64_t>(counts_.size()), a.size(1), b.size(1)}, a.options());
+    if (owners_.defined()) {
+      std::vector<at::Tensor> of;
+      for (int64_t e = 0; e < experts_; ++e) of.push_back(at::mm(at::where(owners_.eq(e), a, 0).t(), b));
+      return at::stack(of);
+    }
+    at::Tensor out = at::zeros({experts_, a.size(1), b.size(1)}, a.options());
     each([&](int64_t e, int64_t first, int64_t count) {
       at::Tensor to = out.select(0, e);
       at::mm_out(to, a.narrow(0, first, count).t(), b.narrow(0, first, count));
@@ -92,7 +101,9 @@ class Grouped {
     }
   }
 
-  at::Tensor ends_;              // on the device
+  const int64_t experts_;
+  at::Tensor ends_;              // on the device; or
+  at::Tensor owners_;            // of each row, on the device; or
   std::vector<int64_t> counts_;  // on the host
 };
 

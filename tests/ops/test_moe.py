@@ -29,7 +29,7 @@ def _check(case: Case, rank: Rank, group: Any = None) -> None:
     me = dist.get_rank(group)
     x, ids, weights = draw(case, me)
     unfused = Unfused(case, ids, group)
-    rows, counts, handle = moe_dispatch(x, ids, group, num_experts=case.experts, **case.bound)
+    rows, counts, handle = moe_dispatch(x, ids, group, num_experts=case.experts)
     used = sum(unfused.counts.tolist())
     _same(counts, unfused.counts, case)
     _same(handle.rank_counts.long(), unfused.by_rank, case)
@@ -85,7 +85,7 @@ def _layers(rank: Rank, seed: int, count: int) -> None:
         gated, ffn = random.random() < 0.7, random.choice([1, 8, 24])
         activation = random.choice(sorted(ACTIVATIONS))
         w1, w2 = draw_experts(case, rank.rank, ffn, gated)
-        got = moe_layer(x, ids, weights, w1, w2, activation=activation, **case.bound)
+        got = moe_layer(x, ids, weights, w1, w2, activation=activation)
         unfused = Unfused(case, ids)
         y = experts_one_by_one(unfused.there(x), unfused.counts.tolist(), w1, w2, activation)
         _same(got, unfused.back(y, weights, len(x)), (case, activation, gated, ffn))
@@ -108,13 +108,13 @@ def _layer_inputs(rank: int, case: Case) -> tuple[Tensor, list[Tensor]]:
 
 def _layer(ids: Tensor, inputs: list[Tensor], case: Case) -> Tensor:
     x, weights, w1, w2 = inputs
-    return moe_layer(x, ids, weights, w1, w2, **case.bound)
+    return moe_layer(x, ids, weights, w1, w2)
 
 
 def _pieces(ids: Tensor, inputs: list[Tensor], case: Case) -> Tensor:
     """As a user writes it: every row through one product, then back."""
     x, weights, w1, w2 = inputs
-    rows, counts, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+    rows, counts, handle = moe_dispatch(x, ids, num_experts=case.experts)
     y = torch.ops.ark.moe_experts(rows * 2, counts, w1, w2, "silu")
     return moe_combine(torch.sin(y), handle, weights)
 
@@ -174,7 +174,7 @@ def _alone(rank: Rank) -> None:
         torch.autograd.gradcheck(lambda *given, form=form, ids=ids: form(ids, list(given), case), inputs)
 
     def there_and_back(x: Tensor, weights: Tensor) -> Tensor:
-        rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+        rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts)
         return moe_combine(rows * rows, handle, weights)
 
     torch.autograd.gradcheck(there_and_back, inputs[:2])
@@ -192,7 +192,7 @@ def _bits_of_gradients(rank: Rank, dtype: torch.dtype) -> None:
     case = Case([5, 0, 9], 3, 2, 24, dtype, seed=8)
     x, ids, weights = draw(case, rank.rank)
     inputs = [x.requires_grad_(), weights.requires_grad_()]
-    rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts, **case.bound)
+    rows, _, handle = moe_dispatch(x, ids, num_experts=case.experts)
     out = moe_combine(rows * 3, handle, weights)
     gradient = torch.randn(out.shape, generator=torch.Generator().manual_seed(rank.rank)).to(dtype)
     of_x, of_weights = torch.autograd.grad(out, inputs, gradient)

@@ -96,7 +96,7 @@ def _bad_combine(rank: Rank) -> None:
     culprit = rank.rank == 1
     x, ids, weights = torch.ones(4, 3), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)
     rows, _, handle = moe_dispatch(x, ids, num_experts=2)
-    other = moe_dispatch(x, torch.zeros_like(ids), num_experts=2, max_rows=16)[2]
+    other = moe_dispatch(x, torch.zeros_like(ids), num_experts=2)[2]
     of_more = handle._replace(places=torch.cat([handle.places] * 2, 1))
     cases: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
         "weights": ((rows, handle, weights[:2]), ValueError, r"topk_weights is \[2, 2\] on cpu, and topk_ids is"),
@@ -119,7 +119,7 @@ def _bad_combine(rank: Rank) -> None:
     with pytest.raises(ValueError, match="get 8 rows, and max_rows is 7"):
         moe_dispatch(x, ids, num_experts=2, max_rows=7)
     with pytest.raises(ValueError, match="the experts of rank 0 get 16 rows, and max_rows is 8"):
-        moe_dispatch(x, torch.zeros_like(ids), num_experts=2)
+        moe_dispatch(x, torch.zeros_like(ids), num_experts=2, max_rows=8)
     pair = dist.new_group([0, 1])
     with pytest.raises(ValueError, match="of a dispatch over another group"):
         moe_combine(rows, handle, weights, pair)

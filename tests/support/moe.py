@@ -39,11 +39,6 @@ class Case:
     def experts(self) -> int:
         return self.local * len(self.tokens)
 
-    @property
-    def bound(self) -> dict[str, int]:
-        """Where a token names an expert more than once."""
-        return {} if self.kind in ("distinct", "none") else {"max_rows": sum(self.tokens) * self.k}
-
 
 def draw(case: Case, rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
     """x, topk_ids, topk_weights."""
