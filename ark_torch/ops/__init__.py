@@ -6,13 +6,18 @@ works under torch.compile of any backend.
 
 from ark_torch.ops.embedding import embedding_bag_all_to_all
 from ark_torch.ops.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from ark_torch.ops.moe import MoeHandle, moe_combine, moe_dispatch, moe_layer
 from ark_torch.ops.optimizers import SGD, RowwiseAdagrad
 
 __all__ = [
     "SGD",
+    "MoeHandle",
     "RowwiseAdagrad",
     "all_gather_matmul",
     "embedding_bag_all_to_all",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "moe_combine",
+    "moe_dispatch",
+    "moe_layer",
 ]

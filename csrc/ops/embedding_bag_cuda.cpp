@@ -6,8 +6,6 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/fused/embedding_gradient.cuh"
@@ -15,7 +13,6 @@
 #include "ops/embedding_bag.hpp"
 #include "ops/tile_result.hpp"
 #include "process_group/cuda_group.hpp"
-#include "protocol/atomics.hpp"
 
 namespace ark::ops {
 
@@ -23,23 +20,6 @@ namespace {
 
 constexpr const char* kName = "embedding_bag_all_to_all";
 constexpr const char* kBackward = "embedding_bag_all_to_all_backward";
-
-// What launches on this device without peers report. Of the process, as the context that such a report ends.
-device::TileReport& local_report(int device, bool on_device) {
-  static auto* const reports = new std::map<int, std::unique_ptr<PinnedMemory>>;
-  static auto* const mutex = new std::mutex;
-  const std::lock_guard lock(*mutex);
-  auto& report = (*reports)[device];
-  if (!report) report = std::make_unique<PinnedMemory>(device, sizeof(device::TileReport));
-  return *static_cast<device::TileReport*>(on_device ? report->device() : report->host());
-}
-
-// Before the driver is asked for anything: a failed assertion has left it with one answer for all.
-void raise_earlier(ProcessGroupArk& group, c10::Device device) {
-  if (const auto report = group.tile_failure()) raise_report(*report, group.getRank(), kName);
-  const device::TileReport& local = local_report(device.index(), false);
-  if (protocol::load_acquire(local.failure) != device::TileReport::none) raise_report(local, group.getRank(), kName);
-}
 
 uint32_t grid_of(const jit::Kernel& kernel, uint64_t groups, int lanes, uint32_t most) {
   const uint64_t each = device::kBagThreads / lanes;
@@ -117,14 +97,6 @@ TileMemory* tiles_of(CudaCommunicator& communicator, const Layout& layout, bool 
   return tiles;
 }
 
-device::TileLinks alone(int device, void* place) {
-  device::TileLinks links{};
-  links.place[0] = reinterpret_cast<uint64_t>(place);
-  links.report = &local_report(device, true);
-  links.ranks = 1;
-  return links;
-}
-
 // The bags of this rank's tables for all ranks' samples: [ranks * batch, tables, dim].
 at::Tensor pool_here(const BagArguments& bags, const Layout& layout, c10::Device device) {
   const int64_t tables = static_cast<int64_t>(bags.tables.size());
@@ -184,7 +156,7 @@ at::Tensor gather_unfused(const BagArguments& bags, const Layout& layout, Proces
 
 at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group) {
   const c10::Device device = device_of(bags, layout, group);
-  raise_earlier(group, device);
+  raise_earlier(group, device, kName);
   const c10::OptionalDeviceGuard guard(device);
   const int size = group.getSize(), rank = group.getRank();
   const int64_t sizes[] = {layout.batch, layout.all(), layout.dim};
@@ -222,7 +194,7 @@ at::Tensor forward_cuda(const BagArguments& bags, const Layout& layout, ProcessG
 at::Tensor gather_gradient_cuda(const BagArguments& bags, const Layout& layout, ProcessGroupArk& group,
                                 const at::Tensor& gradient) {
   const c10::Device device = gradient.device();
-  raise_earlier(group, device);
+  raise_earlier(group, device, kName);
   const c10::OptionalDeviceGuard guard(device);
   const int size = group.getSize();
   const int64_t mine = static_cast<int64_t>(bags.tables.size());

@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <algorithm>
+#include <optional>
 
 namespace ark::ops {
 
@@ -36,6 +37,47 @@ std::vector<std::vector<int64_t>> tell_all(ProcessGroupArk& group, const std::ve
     told.emplace_back(from, from + count);
   }
   return told;
+}
+
+std::vector<std::vector<int64_t>> compare(ProcessGroupArk& group, const CallSite& site, size_t fields,
+                                          const std::function<std::vector<Field>()>& checked,
+                                          const std::vector<int64_t>& words, bool known) {
+  // A rank that refused a call that may be known cannot know whether the others came, so it does not wait long.
+  constexpr std::chrono::milliseconds kShort{5000};
+  std::vector<Field> mine;
+  try {
+    mine = checked();
+  } catch (const Error&) {
+    if (group.getSize() == 1) throw;
+    try {
+      tell_all(group, std::vector<int64_t>(fields + words.size(), -1), known ? kShort : std::chrono::milliseconds{});
+    } catch (const std::exception&) {  // what was wrong first is what is told
+    }
+    throw;
+  }
+  std::vector<int64_t> all;
+  for (const Field& field : mine) all.push_back(field.value);
+  if (group.getSize() == 1) return {words};
+  const std::vector<int64_t> key = all;
+  if (known && group.agreed(key)) return {};
+  all.insert(all.end(), words.begin(), words.end());
+  const auto told = tell_all(group, all);
+  std::vector<std::vector<int64_t>> theirs;
+  for (int r = 0; r < group.getSize(); ++r) {
+    if (told[r][0] < 0)
+      throw Error(ErrorKind::mismatch, "rank " + std::to_string(r) + " refused its arguments",
+                  ErrorContext{site.rank, r, site.operation, 0, "See that rank's error."});
+    for (size_t f = 0; f < fields; ++f) {
+      if (told[r][f] == told[0][f]) continue;
+      throw Error(ErrorKind::mismatch,
+                  "rank " + std::to_string(r) + " has another " + mine[f].what + " than rank 0 (" +
+                      std::to_string(told[r][f]) + ", " + std::to_string(told[0][f]) + ")",
+                  ErrorContext{site.rank, r, site.operation, 0, "Pass the same on every rank."});
+    }
+    theirs.emplace_back(told[r].begin() + static_cast<std::ptrdiff_t>(fields), told[r].end());
+  }
+  if (known) group.agree(key, true);
+  return theirs;
 }
 
 }  // namespace ark::ops

@@ -8,6 +8,7 @@
 #include "ops/embedding_bag.hpp"
 #include "ops/exchange_bags.hpp"
 #include "ops/matmul.hpp"
+#include "ops/moe.hpp"
 
 namespace {
 
@@ -114,6 +115,53 @@ std::tuple<at::Tensor, at::Tensor> all_gather_matmul(const at::Tensor& a, const 
   return product(ark::ops::MatmulKind::all_gather, a, b, group, form, trained, return_gathered);
 }
 
+std::vector<int64_t> moe_layout(const at::Tensor& x, const at::Tensor& topk_ids, c10::string_view group,
+                                int64_t num_experts, int64_t max_rows, int64_t trained,
+                                const std::optional<at::Tensor>& weights, const std::optional<at::Tensor>& w1,
+                                const std::optional<at::Tensor>& w2, c10::string_view activation) {
+  return ark::ops::moe_layout({x, topk_ids, std::string(group), num_experts, -1, max_rows, false, trained, weights, w1,
+                               w2, std::string(activation)});
+}
+
+ark::ops::MoeLayer moe_layer(const at::Tensor& x, const at::Tensor& topk_ids, const at::Tensor& weights,
+                             const at::Tensor& w1, const at::Tensor& w2, c10::string_view group, int64_t num_experts,
+                             c10::string_view activation, int64_t max_tokens, int64_t max_rows, bool met,
+                             int64_t trained) {
+  return ark::ops::moe_layer({x, topk_ids, std::string(group), num_experts, max_tokens, max_rows, met, trained, weights,
+                              w1, w2, std::string(activation)},
+                             trained != 0);
+}
+
+ark::ops::MoeDispatched moe_dispatch(const at::Tensor& x, const at::Tensor& topk_ids, c10::string_view group,
+                                     int64_t num_experts, int64_t max_tokens, int64_t max_rows, bool met,
+                                     int64_t trained) {
+  return ark::ops::moe_dispatch({x, topk_ids, std::string(group), num_experts, max_tokens, max_rows, met, trained});
+}
+
+at::Tensor moe_scatter(const at::Tensor& x, const at::Tensor& places, const at::Tensor& rank_counts,
+                       const std::optional<at::Tensor>& weights, c10::string_view group, int64_t max_tokens,
+                       int64_t max_rows, int64_t trained) {
+  return ark::ops::moe_scatter(
+      {x, places, rank_counts, weights, std::string(group), max_tokens, max_rows, false, trained});
+}
+
+at::Tensor moe_gather(const at::Tensor& y, const at::Tensor& places, const at::Tensor& rank_counts,
+                      const std::optional<at::Tensor>& weights, c10::string_view group, int64_t max_tokens, bool summed,
+                      int64_t trained) {
+  return ark::ops::moe_gather({y, places, rank_counts, weights, std::string(group), max_tokens, 0, summed, trained});
+}
+
+at::Tensor moe_experts(const at::Tensor& rows, const at::Tensor& counts, const at::Tensor& w1, const at::Tensor& w2,
+                       c10::string_view activation) {
+  return ark::ops::moe_experts(rows, counts, w1, w2, std::string(activation));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Tensor& gradient, const at::Tensor& rows,
+                                                                    const at::Tensor& counts, const at::Tensor& w1,
+                                                                    const at::Tensor& w2, c10::string_view activation) {
+  return ark::ops::moe_experts_backward(gradient, rows, counts, w1, w2, std::string(activation));
+}
+
 }  // namespace
 
 TORCH_LIBRARY(ark, library) {
@@ -144,6 +192,26 @@ TORCH_LIBRARY(ark, library) {
   library.def(
       "all_gather_matmul(Tensor a, Tensor b, str group_name, str form, int trained, bool return_gathered) -> "
       "(Tensor product, Tensor gathered)");
+  library.def(
+      "moe_layout(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_rows, int trained, "
+      "Tensor? topk_weights, Tensor? w1, Tensor? w2, str activation) -> int[]");
+  library.def(
+      "moe_layer(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w1, Tensor w2, str group_name, "
+      "int num_experts, str activation, SymInt max_tokens, SymInt max_rows, bool met, int trained) -> "
+      "(Tensor out, Tensor rows, Tensor counts, Tensor places, Tensor rank_counts, Tensor y)");
+  library.def(
+      "moe_dispatch(Tensor x, Tensor topk_ids, str group_name, int num_experts, SymInt max_tokens, SymInt max_rows, "
+      "bool met, int trained) -> (Tensor rows, Tensor counts, Tensor places, Tensor rank_counts)");
+  library.def(
+      "moe_scatter(Tensor x, Tensor places, Tensor rank_counts, Tensor? topk_weights, str group_name, "
+      "SymInt max_tokens, SymInt max_rows, int trained) -> Tensor");
+  library.def(
+      "moe_gather(Tensor y, Tensor places, Tensor rank_counts, Tensor? topk_weights, str group_name, "
+      "SymInt max_tokens, bool summed, int trained) -> Tensor");
+  library.def("moe_experts(Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> Tensor");
+  library.def(
+      "moe_experts_backward(Tensor gradient, Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> "
+      "(Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
@@ -155,4 +223,11 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("matmul_all_reduce", &matmul_all_reduce);
   library.impl("matmul_reduce_scatter", &matmul_reduce_scatter);
   library.impl("all_gather_matmul", &all_gather_matmul);
+  library.impl("moe_layout", &moe_layout);
+  library.impl("moe_dispatch", &moe_dispatch);
+  library.impl("moe_layer", &moe_layer);
+  library.impl("moe_scatter", &moe_scatter);
+  library.impl("moe_gather", &moe_gather);
+  library.impl("moe_experts", &moe_experts);
+  library.impl("moe_experts_backward", &moe_experts_backward);
 }

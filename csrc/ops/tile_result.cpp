@@ -4,11 +4,28 @@
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "collectives/cuda/windows.hpp"
 #include "process_group/cuda_group.hpp"
+#include "protocol/atomics.hpp"
 
 namespace ark::ops {
+
+namespace {
+
+// What launches on this device without peers report. Of the process, as the context that such a report ends.
+device::TileReport& local_report(int device, bool on_device) {
+  static auto* const reports = new std::map<int, std::unique_ptr<PinnedMemory>>;
+  static auto* const mutex = new std::mutex;
+  const std::lock_guard lock(*mutex);
+  auto& report = (*reports)[device];
+  if (!report) report = std::make_unique<PinnedMemory>(device, sizeof(device::TileReport));
+  return *static_cast<device::TileReport*>(on_device ? report->device() : report->host());
+}
+
+}  // namespace
 
 at::Tensor allocate_result(ProcessGroupArk& group, at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device) {
   if (is_capturing(device)) return {};
@@ -49,6 +66,21 @@ uint64_t nanoseconds_of(const OperationContext& context) {
   return static_cast<uint64_t>(std::max<int64_t>(context.timeout.count(), 1)) * 1'000'000;
 }
 
+device::TileLinks alone(int device, void* place) {
+  device::TileLinks links{};
+  links.place[0] = reinterpret_cast<uint64_t>(place);
+  links.report = &local_report(device, true);
+  links.ranks = 1;
+  return links;
+}
+
+void raise_earlier(ProcessGroupArk& group, c10::Device device, const char* operation) {
+  if (const auto report = group.tile_failure()) raise_report(*report, group.getRank(), operation);
+  const device::TileReport& local = local_report(device.index(), false);
+  if (protocol::load_acquire(local.failure) != device::TileReport::none)
+    raise_report(local, group.getRank(), operation);
+}
+
 void raise_report(const device::TileReport& report, int rank, const char* operation) {
   const std::string table = std::to_string(report.item);
   switch (report.failure) {
@@ -62,6 +94,19 @@ void raise_report(const device::TileReport& report, int rank, const char* operat
                   "offsets[" + table + "] holds " + std::to_string(report.value) +
                       " where offsets grow from 0 to at most " + std::to_string(report.limit) + ", in an earlier call",
                   ErrorContext{rank, -1, operation, 0, "Pass where each bag begins."});
+    case device::TileReport::expert:
+      throw Error(ErrorKind::out_of_range,
+                  "topk_ids[" + std::to_string(report.item / std::max(report.peer, 1)) + "][" +
+                      std::to_string(report.item % std::max(report.peer, 1)) + "] is " + std::to_string(report.value) +
+                      ", and there are " + std::to_string(report.limit) + " experts, in an earlier call",
+                  ErrorContext{rank, -1, operation, 0,
+                               "Pass numbers from 0 to below num_experts, or -1 for a choice that goes nowhere."});
+    case device::TileReport::rows:
+      throw Error(
+          ErrorKind::invalid_argument,
+          "the experts of rank " + std::to_string(report.peer) + " get " + std::to_string(report.value) +
+              " rows, and max_rows is " + std::to_string(report.limit) + ", in an earlier call",
+          ErrorContext{rank, report.peer, operation, 0, "Pass a larger max_rows, or none for the most there can be."});
     default:
       throw Error(
           ErrorKind::mismatch,

@@ -29,6 +29,11 @@ void copy_result(const TileResult& result, CUstream stream);
 // How long a launch may wait for peers.
 uint64_t nanoseconds_of(const OperationContext& context);
 
+// Of a launch without peers, which stores at `place`.
+device::TileLinks alone(int device, void* place);
+// Throws what an earlier launch of the group, or one without peers on this device, has reported. Before the driver is
+// asked for anything: what ended the context has left it with one answer for all.
+void raise_earlier(ProcessGroupArk& group, c10::Device device, const char* operation);
 // The error of what an earlier launch reported.
 [[noreturn]] void raise_report(const device::TileReport& report, int rank, const char* operation);
 

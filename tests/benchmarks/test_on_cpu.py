@@ -12,6 +12,7 @@ from typing import Any
 
 import dlrm_step
 import fused
+import fused_moe
 import fused_products
 import interference
 import on_gpus
@@ -123,6 +124,23 @@ def test_fused_products(tmp_path: Path, leaves_nothing: None) -> None:
         assert row["wrong"] == {way: 0 for way in ways if way != "product"} and not row["failed"], row
         assert row["of_product"] > 0 and row["faster_than_rival"] > 0
     table = fused_products.table(report(tmp_path))
+    assert all(f"\n| {shape}" in table for shape in shapes)
+
+
+@of_benchmarks
+def test_fused_moe(tmp_path: Path, leaves_nothing: None) -> None:
+    shapes = ["E4-K2-16x24-T6", "E2-K1-8x8-T1"]
+    ways = ["experts", "eager_gloo", "even_gloo", "dispatch", "pieces", "layer", "eager_step", "step"]
+    small = ["--shapes", *shapes, "--rounds", "1", "--training", "--ways", *ways]
+    done = run("fused_moe.py", "--device", "cpu", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [row["shape"] for row in rows] == shapes
+    for row in rows:
+        assert list(row["eager_us"]) == ways and all(value > 0 for value in row["eager_us"].values()), row
+        assert row["wrong"] == {"pieces": 0, "layer": 0} and not row["failed"], row
+        assert row["faster_than_rival_eager"] > 0
+    table = fused_moe.table(report(tmp_path))
     assert all(f"\n| {shape}" in table for shape in shapes)
 
 

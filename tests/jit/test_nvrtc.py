@@ -66,13 +66,23 @@ def test_each_kind_of_kernel_compiles(arch: str) -> None:
 def test_products_keep_their_sums_in_registers(every: bool) -> None:
     """Of each thread that multiplies 64 rows, up to 128: nothing of them may go to memory."""
     found = 0
-    for job in compile_kernels.jobs_of([HOPPER], "^matmul_", every):
+    for job in compile_kernels.jobs_of([HOPPER], "^(matmul|moe_product)_", every):
         result = compile_kernels.compile_one(job)
         [kernel] = result.kernels
-        assert (kernel["name"], kernel["spilled"], kernel["stack"]) == ("matmul", 0, 0), job.name
+        name = "matmul" if job.name.startswith("matmul") else "moe_product"
+        assert (kernel["name"], kernel["spilled"], kernel["stack"]) == (name, 0, 0), job.name
         assert kernel["registers"] > 32, f"{job.name} is compiled for Hopper, and has no instructions"
         found += 1
-    assert found == (48 if every else 5)
+    assert found == (48 + 72 if every else 5 + 3)
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_rows_of_experts_stay_out_of_memory(every: bool) -> None:
+    jobs = compile_kernels.jobs_of([HOPPER], "^moe_(dispatch|rows)_", every)
+    assert len(jobs) == (18 if every else 9)
+    for job in jobs:
+        for kernel in compile_kernels.compile_one(job).kernels:
+            assert (kernel["spilled"], kernel["stack"]) == (0, 0), (job.name, kernel["name"])
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -16,6 +16,10 @@
 // Flags. A kernel whose blocks need a peer's tiles while they run has a word for each group of tiles, which holds the
 // epoch in which it was stored last. A kernel that has awaited every flag of its peers needs no words at its end.
 //
+// Counts. Small numbers that every block of a peer needs go there in a word each, with the lower half of the epoch: a
+// rank sends those of its next launch when every peer has said that it has stored all tiles of this one, for which it
+// had read the counts. So who polls never misses its epoch.
+//
 // Memory order. A block's stores come before its barrier; behind it one thread adds to `arrived` (acquire and release
 // at system scope), so the last block's thread has seen all of them, and releases the epoch to the peers at system
 // scope. The peer's last block acquires it, and the kernel's end shows the tiles to what comes next in the stream.
@@ -30,6 +34,7 @@
 namespace ark::device {
 
 inline constexpr uint32 kMostFlags = 16384;  // of one launch, from one rank to another
+inline constexpr uint32 kMostCounts = 1024;  // the same
 
 // Of one rank, in memory that all ranks of the node have mapped. Zero at first.
 struct alignas(128) TileControl {
@@ -43,15 +48,16 @@ struct alignas(128) TileControl {
   uint64 arrived, arrived_before;       // blocks that have stored their tiles: ever, and before this launch
   // The last epoch in which each peer has stored a group of tiles for this rank; which group, kernel and shape say.
   alignas(128) uint64 flags[kMaxRanks][kMostFlags];
+  alignas(128) uint64 counts[kMaxRanks][kMostCounts];  // by each peer: epoch and number
 };
 
 // What the host reads when a launch has failed. The first to claim it writes it alone.
 struct TileReport {
-  enum Failure : uint32 { none = 0, index = 1, offset = 2, layout = 3 };
+  enum Failure : uint32 { none = 0, index = 1, offset = 2, layout = 3, expert = 4, rows = 5 };
   uint32 claimed;
   uint32 failure;  // written last
-  int item;        // which table
-  int peer;        // whose layout is another
+  int item;        // which table; expert: which choice
+  int peer;        // whose layout is another; expert: choices of a token; rows: who gets too many
   long long value, limit;
 };
 
@@ -147,10 +153,53 @@ class TileExchange {
     }
   }
 
+  // A number of this rank for a block of `peer` to read.
+  __device__ __forceinline__ void send_count(int peer, uint32 at, uint32 count) {
+    const uint64 word = epoch_ << 32 | count;
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->counts[links_.rank][at]), "l"(word)
+                 : "memory");
+  }
+  // One of a peer; false: time to leave.
+  __device__ __forceinline__ bool await_count(int peer, uint32 at, uint32& count) {
+    const uint64* const from = &links_.control[links_.rank]->counts[peer][at];
+    for (;;) {
+      uint64 word;
+      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
+      count = static_cast<uint32>(word);
+      if (static_cast<uint32>(word >> 32) == static_cast<uint32>(epoch_)) return true;
+      if (patience_.over_here(peer, epoch_)) return false;
+    }
+  }
+
   // Every thread of the block calls it, behind its last store. When the kernel has ended, all tiles are there; unless
   // `waits`, because the kernel has awaited every peer's by their flags.
   __device__ __forceinline__ void finish(bool waits = true) {
-    if (is_local()) return;
+    if (is_local() || !arrive() || !waits) return;
+    const int peer = static_cast<int>(threadIdx.x);
+    if (peer >= links_.ranks || peer == links_.rank) return;
+    tell_stored(peer);
+    await_stored(peer);
+  }
+
+  // The same in the middle of a kernel whose blocks are resident together: behind it they may read what peers have
+  // stored. False, for the whole block: time to leave.
+  __device__ __forceinline__ bool meet() {
+    if (is_local()) return true;
+    const bool is_last = arrive();
+    const int peer = static_cast<int>(threadIdx.x);
+    bool well = true;
+    if (peer < links_.ranks && peer != links_.rank) {
+      if (is_last) tell_stored(peer);
+      well = await_stored(peer);
+    }
+    return __syncthreads_and(well) != 0;
+  }
+
+  __device__ __forceinline__ bool is_local() const { return links_.ranks == 1; }
+
+ private:
+  // Behind a block's last store; true, for the whole block: it was the last one.
+  __device__ __forceinline__ bool arrive() {
     if (other_ >= 0) disagree(links_.report, links_.status, other_, epoch_);
     __shared__ uint32 is_last;
     TileControl* const own = links_.control[links_.rank];
@@ -162,21 +211,23 @@ class TileExchange {
       if (is_last != 0) own->epoch = epoch_, own->arrived_before = count + 1;
     }
     __syncthreads();
-    const int peer = static_cast<int>(threadIdx.x);
-    if (!waits || is_last == 0 || peer >= links_.ranks || peer == links_.rank) return;
+    return is_last != 0;
+  }
+  __device__ __forceinline__ void tell_stored(int peer) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(&links_.control[peer]->done[links_.rank]), "l"(epoch_)
                  : "memory");
+  }
+  __device__ __forceinline__ bool await_stored(int peer) {
+    const uint64* const from = &links_.control[links_.rank]->done[peer];
     uint64 seen = 0;
     while (seen < epoch_) {
-      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(&own->done[peer]) : "memory");
-      if (seen < epoch_ && patience_.over_here(peer, epoch_)) return;
+      asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+      if (seen < epoch_ && patience_.over_here(peer, epoch_)) return false;
     }
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(&own->done[peer]) : "memory");
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(seen) : "l"(from) : "memory");
+    return true;
   }
 
-  __device__ __forceinline__ bool is_local() const { return links_.ranks == 1; }
-
- private:
   // Every rank's kernels leave, and the host finds the report before it finds that nobody was waited for.
   static __device__ __noinline__ void disagree(TileReport* report, GroupStatus* status, int peer, uint64 epoch) {
     report_tile(report, TileReport::layout, 0, peer, 0, 0);

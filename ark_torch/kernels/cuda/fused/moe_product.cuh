@@ -1,0 +1,225 @@
+// The products of a rank's experts: rows that are sorted by expert, each with its expert's matrix; how many rows an
+// expert has is read on the device. For Hopper.
+//
+// A block walks through the tiles of all experts that have rows, those that share a part of a matrix side by side, so
+// that a matrix comes from memory once. As in matmul.cuh, one warp has the copy engine bring tiles through a ring in
+// shared memory, and groups of four warps multiply them (wgmma) and add in float32. Of rows it brings those that there
+// are, 16 at a time: few rows are the rule, and then the matrices' bytes are all the time there is. What lies in shared
+// memory behind them makes sums of rows that nobody stores.
+//
+// Of gated experts a tile has columns of the gate and the same of the factor, in the same threads: they finish both and
+// store the product. Every step is rounded to the format, as PyTorch's operators one after the other do.
+//
+// An element's sum is added in the order of the depth, whatever the tile: bits do not depend on counts or shapes.
+// Liveness: blocks wait for their own warps and the copy engine alone.
+#pragma once
+
+#include "cuda/fused/matmul.cuh"
+
+namespace ark::device {
+
+enum class MoeActivation : int { none, silu, gelu, gelu_tanh, relu };
+
+struct MoeProductParams {
+  TensorMap a, b;           // rows, in boxes of 16; [experts * lines, depth], in boxes of what a tile has of each half
+  const long long* counts;  // of each expert: its rows
+  char* out;
+  uint64 out_bytes;  // from one row to the next
+  uint32 experts;
+  uint32 lines;           // of b, of an expert
+  uint32 columns, depth;  // of out; of a and b
+  uint32 column_tiles;
+};
+
+#if defined(__CUDACC__)
+
+struct MoeTile {
+  uint32 expert, row, rows, column;  // rows that there are, from `row` on
+};
+
+// Finds tiles by their number, which grows. A whole warp calls it.
+template <int kRows, int kOut>
+class MoeTiles {
+ public:
+  __device__ __forceinline__ explicit MoeTiles(const MoeProductParams& p) : p_(p) {}
+  __device__ __forceinline__ bool find(uint32 number, MoeTile& tile) {
+    while (number >= end_) {
+      if (next_ == p_.experts) return false;
+      const uint32 lane = threadIdx.x % 32;
+      if (next_ % 32 == 0) ahead_ = next_ + lane < p_.experts ? static_cast<uint32>(p_.counts[next_ + lane]) : 0;
+      first_ += count_;
+      count_ = __shfl_sync(~0u, ahead_, next_ % 32);
+      height_ = (count_ + kRows - 1) / kRows;
+      begin_ = end_, end_ += height_ * p_.column_tiles;
+      ++next_;
+    }
+    const uint32 in = number - begin_, down = in % height_ * kRows;
+    tile.expert = next_ - 1, tile.row = first_ + down, tile.rows = min(count_ - down, static_cast<uint32>(kRows));
+    tile.column = in / height_ * kOut;
+    return true;
+  }
+
+ private:
+  const MoeProductParams& p_;
+  uint32 next_ = 0, begin_ = 0, end_ = 0;  // expert that comes next; tiles of the one before
+  uint32 first_ = 0, count_ = 0, height_ = 0;
+  uint32 ahead_ = 0;  // a lane's count
+};
+
+template <MoeActivation kActivation>
+__device__ __forceinline__ float activated(float x) {
+  if constexpr (kActivation == MoeActivation::silu) return divide(x, 1.0f + expf(-x));
+  if constexpr (kActivation == MoeActivation::relu) return x < 0.0f ? 0.0f : x;
+  if constexpr (kActivation == MoeActivation::gelu) return x * 0.5f * (1.0f + erff(x * 0.70710678118654752f));
+  if constexpr (kActivation == MoeActivation::gelu_tanh)
+    return 0.5f * x * (1.0f + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
+  return x;
+}
+
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+struct MoeProduct {
+  static constexpr MatmulShape kShape{kRows, kColumns};
+  static constexpr int kStages = kShape.stages(), kWarps = kShape.warps(), kOver = kColumns / 8;
+  static constexpr int kOut = kGated ? kColumns / 2 : kColumns;  // columns of the result
+  static constexpr uint32 kBox = 16;                             // rows
+  using Element = typename MatmulElement<Format>::Type;
+  struct Shared {
+    uint64 full[kStages], empty[kStages];
+  };
+
+  const MoeProductParams& p;
+  Shared& shared;
+  const uint32 ring;
+
+  static __device__ __forceinline__ uint32 lane() { return threadIdx.x % 32; }
+  __device__ __forceinline__ uint32 steps() const { return (p.depth + MatmulShape::kDepth - 1) / MatmulShape::kDepth; }
+  __device__ __forceinline__ uint32 laid_at(uint32 warp) const {
+    return ring + kShape.ring_bytes() + warp * kShape.laid_bytes();
+  }
+
+  // One warp: all that the groups multiply, in their order.
+  __device__ __forceinline__ void bring() {
+    MoeTiles<kRows, kOut> tiles(p);
+    MoeTile tile;
+    uint32 stage = 0, parity = 1;
+    for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
+      const uint32 boxes = (tile.rows + kBox - 1) / kBox;
+      const int line = static_cast<int>(tile.expert * p.lines + tile.column);
+      ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
+        while (!barrier_passed(&shared.empty[stage], parity)) {
+        }
+        if (lane() == 0) {
+          uint64* const full = &shared.full[stage];
+          const uint32 at = ring + stage * kShape.stage_bytes(), columns = at + kRows * 128;
+          const int depth = static_cast<int>(step * MatmulShape::kDepth);
+          barrier_expect(full, (boxes * kBox + kColumns) * 128);
+          tensor_load(columns, p.b, depth, line, full);
+          if constexpr (kGated) tensor_load(columns + kOut * 128, p.b, depth, line + static_cast<int>(p.columns), full);
+          ARK_ROLLED for (uint32 b = 0; b < boxes; ++b)
+              tensor_load(at + b * (kBox * 128), p.a, depth, static_cast<int>(tile.row + b * kBox), full);
+        }
+        __syncwarp();
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ uint32 finished(const float* one, const float* other) {
+    float x[2];
+    Format::decode(Format::encode(one), x);
+    if constexpr (kActivation != MoeActivation::none) {
+      ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = activated<kActivation>(x[i]);
+    }
+    if constexpr (kGated) {
+      float factor[2];
+      Format::decode(Format::encode(x), x);
+      Format::decode(Format::encode(other), factor);
+      ARK_UNROLL for (int i = 0; i < 2; ++i) x[i] = multiply(x[i], factor[i]);
+    }
+    return Format::encode(x);
+  }
+
+  // A warp's 16 rows leave.
+  __device__ __forceinline__ void store(const float (&sums)[kOver][4], const MoeTile& tile, uint32 warp) const {
+    bulk_wait_read<0>();
+    __syncwarp();
+    const uint32 to = laid_at(warp) + lane() / 4 * kShape.pitch() + lane() % 4 * 4;
+    constexpr int kFactor = kGated ? kOver / 2 : 0;
+    ARK_UNROLL for (int j = 0; j < kOut / 8; ++j) ARK_UNROLL for (int h = 0; h < 2; ++h) asm volatile(
+        "st.shared.u32 [%0], %1;" ::"r"(to + 8 * h * kShape.pitch() + j * 16),
+        "r"(finished(&sums[j][2 * h], &sums[j + kFactor][2 * h])) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    const uint32 row = warp * 16 + lane();
+    if (lane() < 16 && row < tile.rows)
+      engine_store(p.out + uint64{tile.row + row} * p.out_bytes + tile.column * 2,
+                   laid_at(warp) + lane() * kShape.pitch(),
+                   min(static_cast<uint32>(kOut), p.columns - tile.column) * 2);
+    bulk_commit();
+  }
+
+  // A group of four warps.
+  __device__ __forceinline__ void multiply_tiles(uint32 group) {
+    using namespace ark::loop;
+    const uint32 warp = group * 4 + threadIdx.x / 32 % 4;
+    const uint32 rows = shared_matrix(ring + group * 64 * 128, 8192);
+    const uint32 columns = shared_matrix(ring + kRows * 128, 8192);
+    MoeTiles<kRows, kOut> tiles(p);
+    MoeTile tile;
+    uint32 stage = 0, parity = 0;
+    float sums[kOver][4];
+    for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
+      ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
+      uint32 before = 0;  // the stage that is multiplied
+      ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
+        while (!barrier_passed(&shared.full[stage], parity)) {
+        }
+        begin_group_multiply();
+        ARK_UNROLL for (int k = 0; k < 4; ++k)
+            group_multiply_add<Element, false, false>(sums, moved_matrix(rows, stage * kShape.stage_bytes() + k * 32),
+                                                      moved_matrix(columns, stage * kShape.stage_bytes() + k * 32));
+        end_group_multiply();
+        wait_group_multiply<1>();
+        if (step != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+        before = stage;
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      wait_group_multiply(sums);
+      if (steps() != 0 && lane() == 0) barrier_arrive(&shared.empty[before]);
+      if (warp * 16 < tile.rows) store(sums, tile, warp);
+    }
+    bulk_wait_written<0>();
+  }
+};
+
+// `block`: kShape.threads() of one dimension, kShape.shared_bytes() of dynamic shared memory.
+template <class Format, int kRows, int kColumns, bool kGated, MoeActivation kActivation>
+__device__ __forceinline__ void moe_product(const MoeProductParams& p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Kernel = MoeProduct<Format, kRows, kColumns, kGated, kActivation>;
+  constexpr bool kMoves = kRows == 128;  // registers, from the first group to the others
+  extern __shared__ char memory[];
+  __shared__ typename Kernel::Shared shared;
+  if (threadIdx.x < Kernel::kStages) {
+    barrier_init(&shared.full[threadIdx.x], 1);
+    barrier_init(&shared.empty[threadIdx.x], Kernel::kWarps);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __syncthreads();
+  begin_kernel();
+  Kernel kernel{p, shared, (shared_address(memory) + 1023) / 1024 * 1024};
+  const uint32 group = threadIdx.x / 128;
+  if (group == 0) {
+    if constexpr (kMoves) give_registers<72>();
+    if (threadIdx.x / 32 == 0) kernel.bring();
+  } else {
+    if constexpr (kMoves) take_registers<216>();
+    kernel.multiply_tiles(group - 1);
+  }
+#endif
+}
+
+#endif
+
+}  // namespace ark::device

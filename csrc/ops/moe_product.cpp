@@ -1,0 +1,96 @@
+// The products of a rank's experts by one launch (cuda/fused/moe_product.cuh): when it can, in tiles of which shape.
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include "collectives/cuda/fused_stubs.hpp"
+#include "jit/kernel.hpp"
+#include "ops/moe.hpp"
+#include "ops/tensor_map.hpp"
+#include "process_group/cuda_group.hpp"
+
+namespace ark::ops {
+
+namespace {
+
+using device::MatmulShape;
+using device::MoeActivation;
+
+int64_t in_wholes(int64_t count, int64_t whole) {
+  return (count + whole - 1) / whole;
+}
+
+MoeActivation activation_of(const std::string& name) {
+  if (name == "silu") return MoeActivation::silu;
+  if (name == "gelu") return MoeActivation::gelu;
+  if (name == "gelu_tanh") return MoeActivation::gelu_tanh;
+  if (name == "relu") return MoeActivation::relu;
+  return MoeActivation::none;
+}
+
+// The shape whose waves of tiles take the fewest cycles, as for matmul_fused.cpp, where each expert has `rows` rows.
+// Any shape gives the same bits.
+MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated) {
+  constexpr int64_t kMultiprocessors = 132, kBox = 16;
+  std::optional<MatmulShape> best;
+  double least = 0;
+  for (const MatmulShape& shape : kMatmulShapes) {
+    const int64_t out = gated ? shape.columns / 2 : shape.columns;
+    const int64_t tiles = experts * in_wholes(rows, shape.rows) * in_wholes(columns, out);
+    const int64_t lines = std::min<int64_t>(shape.rows, in_wholes(rows, kBox) * kBox) + shape.columns;
+    const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
+    const double cycles = std::max(multiplies, static_cast<double>(lines) * 128 / 45.0) *
+                          static_cast<double>(in_wholes(tiles, kMultiprocessors));
+    if (best && cycles >= least) continue;
+    best = shape, least = cycles;
+  }
+  return *best;
+}
+
+at::Tensor readable(const at::Tensor& tensor) {
+  const at::Tensor plain = tensor.contiguous();
+  return reinterpret_cast<uintptr_t>(plain.const_data_ptr()) % 16 == 0 ? plain : plain.clone();
+}
+
+}  // namespace
+
+bool moe_product_takes(const at::Tensor& x, const at::Tensor& w1, const at::Tensor& w2) {
+  if (!x.is_cuda() || (x.scalar_type() != at::kHalf && x.scalar_type() != at::kBFloat16)) return false;
+  if (device_attribute(x.device().index(), CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR) != 9) return false;
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max() / 2;
+  const bool fits = w1.numel() != 0 && w1.size(0) * w1.size(1) < kMost && w2.size(0) * w2.size(1) < kMost;
+  return fits && x.size(1) % 8 == 0 && w2.size(2) % 8 == 0;
+}
+
+at::Tensor moe_product(const at::Tensor& given, const at::Tensor& counts, const at::Tensor& weight, bool gated,
+                       const std::string& activation) {
+  const at::Tensor rows = readable(given), w = readable(weight), counted = counts.contiguous();
+  const int64_t experts = w.size(0), lines = w.size(1), depth = w.size(2), columns = gated ? lines / 2 : lines;
+  at::Tensor out = at::empty({rows.size(0), columns}, rows.options());
+  // Blocks of rows are as large as they may have to be: half of that is more than what is likely.
+  const MatmulShape shape =
+      shape_of(std::max<int64_t>(in_wholes(rows.size(0), 2 * experts), 1), experts, columns, gated);
+  const int64_t of_tile = gated ? shape.columns / 2 : shape.columns;
+  device::MoeProductParams params{};
+  params.a = map_of(rows.const_data_ptr(), depth, rows.size(0), depth, 16);
+  params.b = map_of(w.const_data_ptr(), depth, experts * lines, depth, static_cast<int>(of_tile));
+  params.counts = reinterpret_cast<const long long*>(counted.const_data_ptr<int64_t>());
+  params.out = static_cast<char*>(out.data_ptr());
+  params.out_bytes = static_cast<uint64_t>(columns) * 2;
+  params.experts = static_cast<uint32_t>(experts), params.lines = static_cast<uint32_t>(lines);
+  params.columns = static_cast<uint32_t>(columns), params.depth = static_cast<uint32_t>(depth);
+  params.column_tiles = static_cast<uint32_t>(in_wholes(columns, of_tile));
+  const int device = rows.device().index();
+  const CurrentContext context(device);  // autograd's threads have none
+  const auto stream = static_cast<CUstream>(native_stream(current_stream(rows.device())));
+  const jit::Kernel& kernel = jit::KernelLibrary::of(device).get(
+      moe_product_stub(dtype_of(rows.scalar_type()), shape, gated, activation_of(activation)), "moe_product");
+  const auto threads = static_cast<unsigned>(shape.threads());
+  const auto shared = static_cast<size_t>(shape.shared_bytes());
+  const int64_t most = (experts + rows.size(0) / shape.rows) * params.column_tiles;
+  const int64_t blocks = std::min<int64_t>(most, resident_blocks(kernel, static_cast<int>(threads), shared));
+  jit::launch(kernel, {static_cast<unsigned>(blocks)}, {threads}, shared, stream, params, jit::LaunchMode::overlapped);
+  return out;
+}
+
+}  // namespace ark::ops
