@@ -240,6 +240,12 @@ def _groups(rank: Rank) -> None:
     for seed in range(6):
         for group, size in ((None, rank.world_size), (other, rank.world_size), (alone, 1)):
             _check(Case([11] * size, 2, 3, 80, DTYPES[seed % 3], seed=seed), device, group)
+            _check(Case([0] * size, 2, 3, 80, DTYPES[seed % 3], seed=seed), device, group)
+    for group, size in ((None, rank.world_size), (alone, 1)):  # nobody chooses anybody
+        x, ids = torch.ones(4, 16, device=device), torch.zeros(4, 0, dtype=torch.int64, device=device)
+        rows, counts, handle = moe_dispatch(x, ids, group, num_experts=2 * size, max_rows=3)
+        assert not rows.any() and counts.tolist() == [0, 0]
+        same(moe_combine(rows, handle), torch.zeros_like(x), "no choice")
 
 
 def test_groups() -> None:
