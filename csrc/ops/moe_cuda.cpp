@@ -59,8 +59,8 @@ device::MoeParams params_of(const at::Tensor& rows, const at::Tensor& places, co
   params.from = rows.const_data_ptr();
   params.places = places.data_ptr<int32_t>();
   params.rank_counts = rank_counts.data_ptr<int32_t>();
-  params.choices = static_cast<uint32_t>(places.size(1) * places.size(2)),
-  params.k = static_cast<uint32_t>(places.size(2));
+  params.tokens = static_cast<uint32_t>(places.size(1)), params.k = static_cast<uint32_t>(places.size(2));
+  params.choices = params.tokens * params.k;
   params.experts = static_cast<uint32_t>(rank_counts.size(1));
   params.local = static_cast<uint32_t>(rank_counts.size(1) / rank_counts.size(0));
   params.max_rows = static_cast<uint32_t>(max_rows);

@@ -345,6 +345,9 @@ def _handle_is_told(rank: Rank) -> None:
     assert rows[: len(first), 0].tolist() == first
     assert handle.places[0].tolist() == ([[2, 0], [-1, 0], [1, 3]] if rank.rank == 0 else [[4, 2], [-1, 1], [3, 5]])
     assert handle.places[1].tolist() == [[3, 0], [-1, 2], [1, 4]]
+    rows, counts, handle = moe_dispatch(x, ids[:, :0], num_experts=4)  # nobody chooses anybody
+    assert rows.shape == (0, 2) and counts.tolist() == [0, 0]
+    _same(moe_combine(rows, handle), torch.zeros_like(x), "no choice")
 
 
 def test_order_of_rows() -> None:

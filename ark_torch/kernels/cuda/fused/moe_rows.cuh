@@ -23,17 +23,17 @@ inline constexpr uint32 kMostExperts = kMostCounts;
 inline constexpr uint32 kMoeAhead = 4;  // accesses of a thread that are under way together
 
 struct MoeParams {
-  TileLinks links;        // place: scatter and dispatch: the block of rows; gather: slots
-  const void* from;       // rows that are sent; gather: the experts'
-  const void* ids;        // dispatch: [choices]
-  const float* weights;   // scatter, gather: of each choice; null: 1
-  int* places;            // [2, choices]: row, slot; dispatch: written
-  int* rank_counts;       // [ranks, experts]; the same
-  long long* counts;      // dispatch: [experts of a rank], written
-  void* out;              // gather: the result
-  const char* slots;      // gather: this rank's
-  uint32 choices, k;      // of all tokens, of one
-  uint32 experts, local;  // of all ranks, of one
+  TileLinks links;            // place: scatter and dispatch: the block of rows; gather: slots
+  const void* from;           // rows that are sent; gather: the experts'
+  const void* ids;            // dispatch: [choices]
+  const float* weights;       // scatter, gather: of each choice; null: 1
+  int* places;                // [2, choices]: row, slot; dispatch: written
+  int* rank_counts;           // [ranks, experts]; the same
+  long long* counts;          // dispatch: [experts of a rank], written
+  void* out;                  // gather: the result
+  const char* slots;          // gather: this rank's
+  uint32 tokens, k, choices;  // of this rank; of a token; of all tokens
+  uint32 experts, local;      // of all ranks, of one
   uint32 max_rows;
   uint32 units, row_bytes;  // accesses that make a row
   bool each;                // scatter: a row for each choice; gather: not summed
@@ -128,7 +128,7 @@ __device__ __forceinline__ bool find_places(TileExchange& exchange, char* (&plac
   bool well = true;
   if (static_cast<int>(threadIdx.x) < ranks) {
     places[threadIdx.x] = exchange.place_of(static_cast<int>(threadIdx.x));
-    well = places[threadIdx.x] != nullptr;
+    well = places[threadIdx.x] != nullptr || exchange.is_local();  // a result without elements has no place
   }
   return __syncthreads_and(well) != 0;
 }
@@ -334,7 +334,7 @@ __device__ __forceinline__ void moe_gather(const MoeParams& p) {
   if (!exchange.meet() || !found) return;
 
   const uint32 steps = (p.units + 31) / 32, k = p.each ? 1 : p.k;
-  const uint64 sums = uint64{p.choices / k} * steps;
+  const uint64 sums = uint64{p.each ? p.choices : p.tokens} * steps;
   for (uint64 item = from_warp; item < sums; item += warps) {
     const uint32 at = static_cast<uint32>(item / steps);
     const uint32 unit = static_cast<uint32>(item - uint64{at} * steps) * 32 + lane;
