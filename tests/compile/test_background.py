@@ -330,12 +330,17 @@ FORK = """
 """
 
 
-def program(tmp_path: Path, then: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the program with a C++ compiler that takes ten minutes for a region, which is more than the program has."""
-    slow = tmp_path / "c++"
-    slow.write_text('#!/bin/sh\ncase "$*" in *plan.cpp*) sleep 600;; esac\nexec c++ "$@"\n')
-    slow.chmod(0o755)
+def program(folder: Path, then: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the program with a C++ compiler that takes ten minutes for a region, which is more than the program has.
+
+    The folder is the same for all, so that Inductor's kernel is compiled for the first alone.
+    """
+    slow, new = folder / "slow-g++", folder / f"slow-g++.{os.getpid()}"
+    new.write_text('#!/bin/sh\ncase "$*" in *plan.cpp*) sleep 600;; esac\nexec c++ "$@"\n')
+    new.chmod(0o755)
+    new.rename(slow)
     inductors = {"CXX": str(slow), "ARK_COSTS": "assumed", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    inductors["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # dearer than the one kernel
     return subprocess.run(
         [sys.executable, "-c", PROGRAM.format(then=then)],
         env={**os.environ, **inductors, **environment},
@@ -346,14 +351,14 @@ def program(tmp_path: Path, then: str, **environment: str) -> subprocess.Complet
 
 
 @pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "raise SystemExit(3)"], ids=["end", "exit", "raise"])
-def test_the_program_ends_meanwhile(then: str, tmp_path: Path) -> None:
-    done = program(tmp_path, f"print('called', flush=True); {then}")
+def test_the_program_ends_meanwhile(then: str, shared_folder: Path) -> None:
+    done = program(shared_folder, f"print('called', flush=True); {then}")
     assert done.stdout == "called\n" and done.returncode == (0 if then == "pass" else 3), done.stderr
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr and "falls back" not in done.stderr
 
 
-def test_the_program_forks_meanwhile(tmp_path: Path) -> None:
-    done = program(tmp_path, FORK.strip(), FORK_AFTER="0.5")
+def test_the_program_forks_meanwhile(shared_folder: Path) -> None:
+    done = program(shared_folder, FORK.strip(), FORK_AFTER="0.5")
     assert done.returncode == 0 and done.stdout == "both are right\n", done.stderr
     assert "Traceback" not in done.stderr
 
