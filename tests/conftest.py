@@ -126,6 +126,8 @@ def _shared_compilers(request: pytest.FixtureRequest, shared_folder: Path) -> It
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no processes beside those of the tests
         "ARK_TEST_CACHE": str(cache),
     }
+    if request.config.getoption("--night"):
+        made["ARK_TEST_NIGHT"] = "1"
     compiler = None if request.config.getoption("--night") else precompiled.compiler(precompiled.FOLDER)
     if compiler is not None:
         made["CXX"] = compiler

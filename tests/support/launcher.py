@@ -48,6 +48,7 @@ class Job:
         spawn: bool = False,
         backend: str | None = None,
         destroy: bool = True,
+        leaves_at_once: bool = False,
         store: tuple[str, int] | None = None,
         store_timeout: float = 60.0,
         zygote: Zygote | None = None,
@@ -65,6 +66,7 @@ class Job:
             "env": {"TMPDIR": str(self._make("tmp")), "XDG_RUNTIME_DIR": str(self._make("run"))} | (env or {}),
             "backend": backend or BACKEND,
             "destroy": destroy,
+            "leaves_at_once": leaves_at_once and destroy,
             "store": store or store_address(),
             "store_timeout": store_timeout,
             "job": f"job{next(_serial)}-{secrets.token_hex(4)}",
@@ -261,6 +263,10 @@ class Job:
 def run_ranks(
     body: Callable[..., Any], count: int, *args: Any, timeout: float = DEFAULT_TIMEOUT, **options: Any
 ) -> list[Any]:
-    """Run the function on every rank; their values in rank order."""
+    """Run the function on every rank; their values in rank order.
+
+    By day a rank that has destroyed its groups leaves at once; by night, and in a Job, by the interpreter's shutdown.
+    """
+    options.setdefault("leaves_at_once", "ARK_TEST_NIGHT" not in os.environ)
     with Job(body, count, *args, **options) as job:
         return job.values(timeout)

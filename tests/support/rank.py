@@ -79,6 +79,8 @@ class Rank:
         group = dist.group.WORLD
         if group is None:
             raise AssertionError("init_process_group returned without a world group")
+        if backend == "gloo":  # its ranks connect one by one, and one that ends breaks off the others' start
+            dist.barrier()
         return group
 
 
@@ -119,7 +121,8 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
-    """Run the test's function; ends with SystemExit, so that the interpreter shuts down as it always does."""
+    """Run the test's function; ends with SystemExit, so that the interpreter shuts down as it always does, or at once:
+    the shutdown takes half a second, and copies most of what the ranks share with the zygote."""
     sock = socket.socket(fileno=fd)
     sock.set_inheritable(False)
     _redirect(f"{spec['scratch']}/rank{index}.log")
@@ -159,6 +162,10 @@ def run_rank(spec: dict[str, Any], index: int, fd: int) -> None:
         code = 1
         traceback.print_exc()
         wire.send(sock, ("error", describe(error), None))
+    if code == 0 and spec["leaves_at_once"]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     sys.exit(code)
 
 
