@@ -3,6 +3,7 @@
 Tiers: `quick` (make test-quick), none (make test), `nightly` (only with --night: make test-nightly, which runs all
 tests, and those of the compiler with full optimisation). `changed("setup.py", ...)`: nightly, but in `make test` too
 when the last commit or what is not committed yet changes one of these paths (ARK_TEST_BASE: since another revision).
+`by_day("3", "2-carried")`: of a parametrized test only the cases of these names run in make test, the others at night.
 `alone`: not beside other tests, since it needs both cores or holds a bound on time. --shard 2/5 runs every fifth test,
 from the second on.
 
@@ -38,6 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "quick: runs in make test-quick (all of them under 2 minutes)")
     config.addinivalue_line("markers", "nightly: long; runs with --night only (make test-nightly)")
     config.addinivalue_line("markers", "changed(*paths): nightly, but runs in make test too when one of these changed")
+    config.addinivalue_line("markers", "by_day(*names): the cases of a parametrized test that are not nightly")
     config.addinivalue_line("markers", "alone: runs beside no other test")
     config.addinivalue_line("markers", "limit(seconds): hard time limit of one test")
     # A job in a shell's background is started with Ctrl-C ignored, and so would be all processes that it starts.
@@ -69,10 +71,34 @@ def _changed_paths() -> tuple[str, ...]:
 def _is_for_the_night(item: pytest.Item) -> bool:
     if item.get_closest_marker("nightly"):
         return True
+    by_day = item.get_closest_marker("by_day")
+    if by_day is not None and _case_of(item) not in by_day.args:
+        return True
     marker = item.get_closest_marker("changed")
     return marker is not None and not any(
         path == "*" or fnmatch(path, pattern) for path in _changed_paths() for pattern in marker.args
     )
+
+
+def _case_of(item: pytest.Item) -> str:
+    """"2-carried" of test_reduce[2-carried]."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+@pytest.hookimpl(tryfirst=True, specname="pytest_collection_modifyitems")
+def pytest_check_cases_by_day(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A case that has another name now would silently be the night's."""
+    if any("::" in argument for argument in config.args):
+        return
+    cases: dict[str, tuple[set[str], set[str]]] = {}
+    for item in items:
+        by_day = item.get_closest_marker("by_day")
+        if by_day is not None:
+            named, found = cases.setdefault(item.nodeid.partition("[")[0], (set(by_day.args), set()))
+            found.add(_case_of(item))
+    unknown = [f"{test}: {sorted(named - found)}" for test, (named, found) in cases.items() if named - found]
+    if unknown:
+        raise pytest.UsageError(f"by_day names cases that are not there: {'; '.join(unknown)}")
 
 
 @pytest.hookimpl(trylast=True)

@@ -36,6 +36,7 @@ ROUNDING = {
 }
 
 
+@pytest.mark.by_day("dtype1")
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_no_less_exact_than_inductor(dtype: torch.dtype, compiled: Any) -> None:
     recorded = {

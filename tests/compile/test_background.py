@@ -142,6 +142,7 @@ def test_the_fastest_goes_on_alone(winner: str, monkeypatch: pytest.MonkeyPatch)
     call()
 
 
+@pytest.mark.nightly
 def test_pieces_of_inductor_are_compiled_one_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_in: list[int] = []
     compile_piece, calls = rest.compile_piece, [0]
@@ -181,6 +182,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert not choices()
 
 
+@pytest.mark.nightly
 def test_threads_that_call_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def apart(x: Tensor) -> Tensor:
         return torch.sin(x * 2) + torch.tanh(x)
@@ -264,6 +266,7 @@ def test_reset_while_it_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     third.until_decided()
 
 
+@pytest.mark.nightly
 def test_another_shape_is_another_graph() -> None:
     compiled = torch.compile(counting, backend="ark", dynamic=False)
     for size in (8, 16):
@@ -350,6 +353,7 @@ def program(folder: Path, then: str, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "raise SystemExit(3)"], ids=["end", "exit", "raise"])
 def test_the_program_ends_meanwhile(then: str, shared_folder: Path) -> None:
     done = program(shared_folder, f"print('called', flush=True); {then}")
@@ -357,6 +361,7 @@ def test_the_program_ends_meanwhile(then: str, shared_folder: Path) -> None:
     assert "Traceback" not in done.stderr and "terminate" not in done.stderr and "falls back" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_the_program_forks_meanwhile(shared_folder: Path) -> None:
     done = program(shared_folder, FORK.strip(), FORK_AFTER="0.5")
     assert done.returncode == 0 and done.stdout == "both are right\n", done.stderr

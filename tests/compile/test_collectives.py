@@ -107,6 +107,7 @@ def _other_forms(rank: Rank) -> None:
                 assert torch.equal(*given)
 
 
+@pytest.mark.nightly
 def test_coalesced_and_in_place() -> None:
     """Also an argument that eager code has reduced and nobody has waited for (AsyncCollectiveTensor)."""
     run_ranks(_other_forms, 2)
@@ -138,6 +139,7 @@ def _llama(rank: Rank) -> None:
     assert places == [cache.data_ptr() for model in models for cache in model.caches()]
 
 
+@pytest.mark.nightly
 def test_tensor_parallel_llama() -> None:
     run_ranks(_llama, 2)
     run_ranks(_llama, 4)
@@ -158,6 +160,7 @@ def _measured(rank: Rank) -> None:
             torch.testing.assert_close(step(x), torch.full_like(x, float(want)))
 
 
+@pytest.mark.nightly
 def test_ranks_choose_together() -> None:
     """Twice: measured, then remembered."""
     run_ranks(_measured, 2)
@@ -207,6 +210,7 @@ def _again(rank: Rank) -> None:
         rank.init()
 
 
+@pytest.mark.nightly
 def test_a_group_made_again() -> None:
     run_ranks(_again, 2)
 

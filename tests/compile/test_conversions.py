@@ -48,6 +48,7 @@ def check(dtype: torch.dtype, targets: list[torch.dtype], call: Any, device: str
         assert not told, f"{dtype} -> {target}: {told}"
 
 
+@pytest.mark.by_day("torch.float32", "torch.bool")
 @pytest.mark.parametrize("dtype", OURS, ids=str)
 def test_of_our_types(dtype: torch.dtype, compiled: Any) -> None:
     targets = [one for one in OURS if one != dtype]
@@ -56,6 +57,7 @@ def test_of_our_types(dtype: torch.dtype, compiled: Any) -> None:
     assert [piece.runs_on for piece in report.graphs[0].pieces] == ["ark"], report
 
 
+@pytest.mark.by_day("torch.float32", "torch.int64", "torch.float8_e4m3fn")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_of_every_type(dtype: torch.dtype) -> None:
     """With a region beside what Inductor converts."""

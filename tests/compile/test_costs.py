@@ -14,6 +14,7 @@ from ark_torch.compile.report import Report
 pytestmark = pytest.mark.limit(120)
 
 
+@pytest.mark.nightly
 def test_other_costs_same_bits(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two workers, whose tiles and replicas follow the costs."""
     config = models.Config(dim=256, layers=1, heads=8, kv_heads=4, ffn=512)

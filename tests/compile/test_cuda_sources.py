@@ -147,6 +147,7 @@ def test_other_llamas(sources: Sources, compiled: Any, sizes: tuple[int, int, in
     sources.check()
 
 
+@pytest.mark.nightly
 def test_many_steps_a_launch(sources: Sources) -> None:
     """Greedy decoding with a stop, in resident mode."""
     model = models.Llama(models.Config(256, 2, 8, 4, 512, 100, 64)).eval()
@@ -180,6 +181,7 @@ def test_recommender(sources: Sources, compiled: Any) -> None:
     sources.check()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", [models.Experts, models.SortedExperts])
 def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
     model = kind(dim=512, hidden=1024).to(torch.bfloat16).eval()
@@ -220,6 +222,7 @@ def test_what_spills_is_refused_and_falls_back(compiled: Any, monkeypatch: pytes
     assert re.search(named, report.graphs[0].pieces[0].reason)
 
 
+@pytest.mark.by_day("sm_90a-4-bfloat16-2")
 @pytest.mark.parametrize("arch, ranks, dtype, size", [("sm_90a", 4, "bfloat16", 2), ("sm_80", 8, "int64", 8)])
 def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     """Without a group: what lowering makes of functional collectives."""
@@ -249,6 +252,7 @@ def test_collectives(arch: str, ranks: int, dtype: str, size: int) -> None:
     assert kernel["name"] == "loop_kernel" and 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
 
 
+@pytest.mark.by_day("sm_90a-2-bfloat16-2")
 @pytest.mark.parametrize(
     "arch, ranks, dtype, size", [("sm_90a", 2, "bfloat16", 2), ("sm_90a", 8, "float16", 2), ("sm_80", 4, "float32", 4)]
 )

@@ -32,6 +32,7 @@ def beside_inductor(model: nn.Module, call: Any, arguments: tuple[Any, ...], rig
     assert error(got, right) <= 1.5 * error(inductor, right) + place
 
 
+@pytest.mark.by_day("cpp-tokens1")
 @pytest.mark.quick
 @pytest.mark.parametrize("tokens", [(1,), (3, 11)])
 def test_mixture_of_experts(tokens: tuple[int, ...], plan: str, compiled: Any) -> None:
@@ -73,6 +74,7 @@ def test_experts_in_bfloat16(compiled: Any) -> None:
     beside_inductor(half, call, (x,), exact(x.double()))
 
 
+@pytest.mark.nightly
 def test_sorted_experts(plan: str, compiled: Any) -> None:
     """Runs whose ends are known at run time; some experts have no rows."""
     model = models.SortedExperts().to(torch.bfloat16).eval()

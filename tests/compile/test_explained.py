@@ -69,6 +69,7 @@ def test_log_says_who_was_chosen(
     assert all(f"{name} " in line for name in ("ark", "Inductor", "eager PyTorch"))
 
 
+@pytest.mark.nightly
 def test_who_was_chosen_and_what_ark_would_run(plan: str) -> None:
     """explain shows ark's regions, however the contest ends, and runs what was chosen before."""
     model, ids = models.Decoder().eval(), torch.zeros(1, 4, dtype=torch.int64)
@@ -142,6 +143,7 @@ def test_compiled_model_stays_compiled(double: Any) -> None:
     assert len(double.made) == before + 1
 
 
+@pytest.mark.nightly
 def test_frame_of_a_layer_on_a_gpu() -> None:
     """The plan of a decoding step for 132 SMs, held against what a loader warp and its ring would do with it."""
     config = models.Config(dim=1024, layers=1, heads=16, kv_heads=4, ffn=2048, vocab=2000)

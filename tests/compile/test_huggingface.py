@@ -142,6 +142,7 @@ def padded(model: Any, prototype: Any) -> list[Tensor]:
     return logits
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.nightly)])
 def test_llama_padded(compiled: Any, attention: str) -> None:
     model = llama(attn_implementation=attention)
@@ -165,6 +166,7 @@ def test_generate(compiled: Any) -> None:
     assert len(report.graphs) == 2 and not report.fallbacks and [g.in_place for g in report.graphs][1] == 4, report
 
 
+@pytest.mark.nightly
 def test_llama_with_other_weights(compiled: Any) -> None:
     """param.data swapped, load_state_dict: the same kernel, right numbers. .to(): another kernel."""
     model = llama()

@@ -65,6 +65,7 @@ def test_the_ends_of_the_range(dtype: torch.dtype, compiled: Any) -> None:
     check_wrapping(dtype, compiled, "cpu")
 
 
+@pytest.mark.by_day("torch.int32")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8, torch.int16], ids=str)
 def test_shifts_by_any_count(dtype: torch.dtype) -> None:
     check_shifts(dtype, "cpu")

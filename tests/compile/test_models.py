@@ -25,6 +25,7 @@ def llama(dtype: torch.dtype = torch.float32, **config: int) -> tuple[models.Lla
     return model, copy.deepcopy(model)
 
 
+@pytest.mark.by_day("cpp-dtype0-1e-05")
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype, close", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_decode_at_every_position(plan: str, compiled: Any, dtype: torch.dtype, close: float) -> None:
@@ -99,7 +100,7 @@ def test_prefill_then_decode(plan: str, compiled: Any) -> None:
     assert len(report.graphs) == 2 and len(report.regions) == 2
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_weights_that_change_after_compiling(plan: str, compiled: Any) -> None:
     """param.data swapped, load_state_dict, .to(): right numbers or a new kernel, never those of old weights."""
     model, eager = llama()

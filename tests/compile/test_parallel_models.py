@@ -126,7 +126,7 @@ def _blocks(rank: Rank, sequence: bool, rival: str) -> None:
         check(model, plan, lambda call, dtype: [call(x.to(dtype))], wanted, rival)
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_blocks() -> None:
     run_ranks(_blocks, 2, False, "inductor")
 
@@ -158,6 +158,7 @@ def _llama(rank: Rank, layers: int, rival: str) -> None:
         check(model, parallel_llama.plan(), run, {"all_reduce": 2 * layers}, rival)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "ranks, layers, rival",
     [(2, 1, "eager"), (4, 1, "eager"), *(pytest.param(n, 2, "inductor", marks=pytest.mark.nightly) for n in (2, 4))],

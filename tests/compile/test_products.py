@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
@@ -134,6 +135,7 @@ def test_what_is_found() -> None:
             assert len(said[name]) == 1 and said[name][0].endswith(f"ark.{operator}.default"), (name, said[name])
 
 
+@pytest.mark.nightly
 def test_what_is_left() -> None:
     for said in run_ranks(_run, 2, "left"):
         for name, (_, _, reason) in LEFT.items():
@@ -199,6 +201,7 @@ def _trains(rank: Rank) -> list[str]:
     return [message for message in messages if "Inductor's graph" in message]
 
 
+@pytest.mark.nightly
 def test_graphs_that_train() -> None:
     for messages in run_ranks(_trains, 2, timeout=240):
         assert any("all_gather_matmul" in one for one in messages), messages
@@ -214,6 +217,7 @@ def _few_rows(rank: Rank) -> list[str]:
     return told
 
 
+@pytest.mark.nightly
 def test_few_rows_stay_in_the_region() -> None:
     for told in run_ranks(_few_rows, 2):
         assert "it has 31 rows" in told[0], told

@@ -1,4 +1,4 @@
-"""Random programs (random_graphs.py) on ark, eager and in float64: 20 in `make test`, 2,000 with new seeds at night.
+"""Random programs (random_graphs.py) on ark, eager and in float64: 8 in `make test`, 2,000 with new seeds at night.
 
 Seeds are fixed, so that a run of `make test` is the same every time; RANDOM_GRAPHS_SEED begins the nightly run.
 """
@@ -13,8 +13,10 @@ import pytest
 from random_batches import batches, check_coverage
 
 
-def test_twenty(tmp_path: Path) -> None:
-    check_coverage(batches(tmp_path, [1], 20), 20)
+@pytest.mark.by_day("8")
+@pytest.mark.parametrize("programs", [8, 20])
+def test_fixed_ones(tmp_path: Path, programs: int) -> None:
+    check_coverage(batches(tmp_path, [1], programs), programs)
 
 
 @pytest.mark.nightly

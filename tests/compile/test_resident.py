@@ -69,7 +69,7 @@ def test_fifty_tokens() -> None:
     assert '"chained":true' in loop.report.regions[0].plan_json.replace(" ", "")
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_stops_early() -> None:
     model, step = decoder()
     tokens, _ = one_by_one(model, step, *START)
@@ -90,7 +90,7 @@ def test_stops_early() -> None:
     assert loop(*START, steps=0).kept[0].shape == (0, 1)
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_sampling_follows_the_seed() -> None:
     model, _ = decoder()
 
@@ -125,7 +125,7 @@ def test_arguments_that_change_places() -> None:
     assert swap(torch.tensor(3), torch.tensor(4), steps=5).kept[0].tolist() == [4, 3, 4, 3, 4]
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_falls_back_to_launches_of_one_step(caplog: pytest.LogCaptureFixture) -> None:
     def unsupported(x: Tensor) -> Tensor:
         return F.conv1d((x * 3 + 1)[None, None], torch.ones(1, 1, 3), padding=1)[0, 0].abs() + x
@@ -181,7 +181,7 @@ def test_what_cannot_be_a_step() -> None:
         ark_torch.resident(lambda x: x * 2 + 1, keep=(1,))(x, steps=1)
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_weights_that_change() -> None:
     model, step = decoder()
     loop = ark_torch.resident(step, options=ALONE)

@@ -66,6 +66,7 @@ def _llama(rank: Rank) -> list[int]:
         return line
 
 
+@pytest.mark.nightly
 def test_fifty_tokens_of_a_shared_llama() -> None:
     lines = [line for ranks in (1, 2) for line in run_ranks(_llama, ranks)]
     assert len(set(lines[0])) > 10
@@ -97,6 +98,7 @@ def test_a_killed_rank_is_named() -> None:
         assert max(outcome.ended - sent for outcome in outcomes) < KILL_BOUND_S
 
 
+@pytest.mark.nightly
 def test_an_interrupted_rank_is_named() -> None:
     """Ctrl-C on one rank: KeyboardInterrupt there, an error that names it on the others."""
     with Job(_for_ever, 3, destroy=False) as job:

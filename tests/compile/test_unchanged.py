@@ -66,6 +66,7 @@ def versions(model: nn.Module) -> list[int]:
     return [tensor._version for tensor in (*model.parameters(), *model.buffers())]
 
 
+@pytest.mark.by_day("True-True")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("mode", [True, False])
 def test_all_is_put_back(training: bool, mode: bool) -> None:
@@ -120,6 +121,7 @@ def entries_of(function: Callable[..., Any], backend: Any) -> list[Any]:
     return [entry for entry in entries if getattr(entry.backend, "compiler_fn", entry.backend) is backend]
 
 
+@pytest.mark.nightly
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_dynamo_forgets_it() -> None:
     """The user's own compiled function stays compiled, and what explain saw does not make its sizes dynamic."""

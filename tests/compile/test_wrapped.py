@@ -92,6 +92,7 @@ def regions_made() -> list[str]:
     return names
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("inside", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_ddp(inside: bool) -> None:
     run_ranks(_ddp, 2, inside)
@@ -116,6 +117,7 @@ def _fsdp(rank: Rank, compiled: str) -> None:
     assert dist.get_backend() == rank.backend
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", ["blocks", pytest.param("model", marks=pytest.mark.nightly)])
 def test_fsdp2(compiled: str) -> None:
     run_ranks(_fsdp, 2, compiled)

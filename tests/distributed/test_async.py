@@ -82,6 +82,7 @@ def _async_forms(rank: Rank) -> None:
         check()
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_many_operations_in_flight(world: int) -> None:
@@ -181,6 +182,7 @@ def _collective_in_callback(rank: Rank) -> None:
         assert future.wait()[0].unique().tolist() == [float(repeat) * world]
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_callback_may_run_collectives_and_wait(world: int) -> None:

@@ -38,6 +38,7 @@ def _sparse(rank: Rank) -> None:
         assert_same_bits(tensor.to_dense(), expected, f"sparse all_reduce {dtype} {dense_dims}")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_sparse_all_reduce(world: int, carrier: str) -> None:
     run(_sparse, world, carrier)
@@ -91,6 +92,7 @@ def _coalesced(rank: Rank) -> None:
             assert_same_bits(got, expected_of(got.dtype, 77, 5, world, "SUM"), "allreduce_coalesced mixed")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_coalesced_forms(world: int, carrier: str) -> None:
     run(_coalesced, world, carrier)
@@ -115,6 +117,7 @@ def _objects(rank: Rank) -> None:
     dist.barrier()
 
 
+@pytest.mark.by_day("2")
 @each_world
 def test_object_collectives(world: int, carrier: str) -> None:
     run(_objects, world, carrier)
@@ -156,6 +159,7 @@ def _scalars(rank: Rank) -> None:
                 assert tensor.item() == (me - 1) % world
 
 
+@pytest.mark.by_day("2")
 @each_world
 def test_tensors_without_dimensions(world: int, carrier: str) -> None:
     run(_scalars, world, carrier)
@@ -174,6 +178,7 @@ def _both_carriers_agree(rank: Rank) -> list[bytes]:
     return found
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.skipif(BACKEND != "ark", reason="compares ark's two carriers")
 @pytest.mark.parametrize("world", [2, 3])
 def test_shared_memory_and_gloo_carry_the_same_bits(world: int) -> None:

@@ -56,6 +56,7 @@ def _trouble(rank: Rank, what: str) -> None:
         time.sleep(100)
 
 
+@pytest.mark.by_day("raises")
 @pytest.mark.parametrize("what", ["raises", "ends", "exits", "hangs"])
 def test_trouble_costs_the_crew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew, "OTHERS_S", 0.5)

@@ -41,6 +41,7 @@ def _out_of_reach(rank: Rank, who: int) -> None:
     assert all("no peer access" in line for line in told), told
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
 def test_gpus_out_of_reach_are_carried(pretended_gpu: Any, who: int) -> None:
     run_ranks(_out_of_reach, 2, who, env=pretended_gpu)
@@ -55,6 +56,7 @@ def _many(rank: Rank) -> None:
     assert len(lines.about("a group of 9 ranks on one node; kernels are made for up to 8")) == (rank.rank == 0)
 
 
+@pytest.mark.nightly
 def test_more_ranks_than_kernels_are_made_for(pretended_gpu: Any) -> None:
     run_ranks(_many, 9, env=pretended_gpu)
 
@@ -113,6 +115,7 @@ def _bad_machine(rank: Rank, case: str, who: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.by_day("compute capability-all")
 @pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
 @pytest.mark.parametrize("case", BAD_MACHINES)
 def test_machines_that_will_not_do(pretended_gpu: Any, case: str, who: int) -> None:
@@ -136,6 +139,7 @@ def _no_compiler(rank: Rank, who: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.by_day("one")
 @pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
 def test_no_compiler(pretended_gpu: Any, who: int) -> None:
     told = run_ranks(_no_compiler, 2, who, env=pretended_gpu)
@@ -262,6 +266,7 @@ def _times(rank: Rank, timing: bool) -> None:
         assert work._get_duration() == 1.5
 
 
+@pytest.mark.by_day("True")
 @pytest.mark.parametrize("timing", [True, False])
 def test_times_of_the_device(pretended_gpu: Any, timing: bool) -> None:
     run_ranks(_times, 2, timing, env=pretended_gpu)

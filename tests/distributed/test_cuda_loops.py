@@ -61,6 +61,7 @@ def _refused(rank: Rank, setter: str, value: int) -> str:
     return piece.reason
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "what", [what if what == "blocks" else pytest.param(what, marks=pytest.mark.nightly) for what in TOO_SMALL]
 )

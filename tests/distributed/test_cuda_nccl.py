@@ -64,6 +64,7 @@ def _shares(rank: Rank, reduction: str, async_op: bool) -> None:
     assert carriers.made[0].calls()[-1] == "shutdown"
 
 
+@pytest.mark.by_day("exact-sync", "fast-async")
 @pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_nccl_carries_what_the_table_gives_it(pretended_gpu: Any, reduction: str, async_op: bool) -> None:

@@ -34,6 +34,7 @@ def _broadcast(rank: Rank) -> None:
     assert_same_bits(big, make_input(torch.float32, LARGE[1], 1, 0), "broadcast large")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_broadcast(world: int, carrier: str) -> None:
     run(_broadcast, world, carrier)
@@ -64,6 +65,7 @@ def _all_gather(rank: Rank) -> None:
         assert_same_bits(flat, joined, what + " in place")
 
 
+@pytest.mark.by_day("2")
 @each_world
 def test_all_gather(world: int, carrier: str) -> None:
     run(_all_gather, world, carrier)
@@ -99,6 +101,7 @@ def _all_gather_aliasing(rank: Rank) -> None:
         assert_same_bits(out.reshape(-1), expected, f"all_gather_into_tensor {shape}")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_all_gather_aliasing(world: int, carrier: str) -> None:
     run(_all_gather_aliasing, world, carrier)
@@ -125,6 +128,7 @@ def _gather_scatter(rank: Rank) -> None:
         output.check(what)
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_gather_and_scatter(world: int, carrier: str) -> None:
     run(_gather_scatter, world, carrier)
@@ -152,6 +156,7 @@ def _gather_lists_of_others(rank: Rank) -> None:
         assert output.tolist() == [me] * 4
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_empty_lists_of_non_roots(world: int) -> None:
@@ -194,6 +199,7 @@ def _all_to_all(rank: Rank) -> None:
     assert_same_bits(out, torch.cat(parts), "all_to_all_single of rows")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_all_to_all(world: int, carrier: str) -> None:
     run(_all_to_all, world, carrier)
@@ -214,6 +220,7 @@ def _send_recv(rank: Rank) -> None:
         got.check(what)
 
 
+@pytest.mark.by_day("3-shm")
 @pytest.mark.parametrize(
     "world, carrier",
     [

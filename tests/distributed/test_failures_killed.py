@@ -78,6 +78,7 @@ def _kill(job: Job, victim: int, survivors: list[int], operation: str, row: str,
     assert all(code == 1 for code in codes), f"survivors' exit codes {codes}"
 
 
+@pytest.mark.by_day("0-large", "2-small")
 @pytest.mark.quick
 @pytest.mark.parametrize("count", [16, 4 << 20], ids=["small", "large"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -95,6 +96,7 @@ def test_row_1_killed_inside_an_operation(count: int, victim: int) -> None:
         )
 
 
+@pytest.mark.by_day("sync", "polling", "recv")
 @pytest.mark.parametrize("how", ["sync", "async", "future", "polling", "broadcast", "barrier", "recv"])
 def test_row_1_killed_while_others_wait(how: str) -> None:
     operation = how if how in ("broadcast", "barrier", "recv") else "all_reduce"
@@ -161,6 +163,7 @@ def _start_up(rank: Rank, victim: int, delay: float) -> None:
         dist.all_reduce(torch.ones(3))
 
 
+@pytest.mark.by_day("5")
 @pytest.mark.parametrize("delay_ms", [0, 2, 5, 10, 20, 40])
 def test_row_1_killed_during_start_up(delay_ms: int) -> None:
     """Before the victim has said a word only the group's timeout (4 s) tells; afterwards it is immediate."""
@@ -197,6 +200,7 @@ def _stopped(rank: Rank, timeout: float, inside: bool) -> float:
         dist.all_reduce(tensor)
 
 
+@pytest.mark.by_day("inside")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "before"])
 def test_row_2_stopped(inside: bool) -> None:
     with Job(_stopped, 3, TIMEOUT_S, inside, destroy=False) as job:

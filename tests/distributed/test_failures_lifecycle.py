@@ -249,6 +249,7 @@ def _harass(name: str) -> list[socket.socket]:
     return held
 
 
+@pytest.mark.nightly
 def test_row_20_strangers_at_the_bootstrap_socket() -> None:
     """The peers are stopped as soon as rank 0 listens, strangers come, then the peers go on."""
     started = time.monotonic()

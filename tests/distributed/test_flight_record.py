@@ -139,6 +139,7 @@ def _mismatch(rank: Rank) -> str:
     return _reduce(16 if rank.rank == VICTIM else 8)
 
 
+@pytest.mark.nightly
 def test_mismatching_sizes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     env = {"ARK_FLIGHT_DUMP": str(tmp_path / "flight_"), "ARK_DEBUG": "1"}
     for error in run_ranks(_mismatch, 3, env=env, destroy=False):

@@ -80,6 +80,7 @@ def _monitored(rank: Rank, missing: list[int], wait_all: bool) -> str:
     raise AssertionError("the barrier passed without everybody")
 
 
+@pytest.mark.by_day("False")
 @pytest.mark.parametrize("wait_all", [False, True])
 def test_monitored_barrier_names_the_missing(wait_all: bool) -> None:
     missing = [1, 3]

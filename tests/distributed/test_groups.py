@@ -42,6 +42,7 @@ def _subgroups(rank: Rank) -> None:
     assert total(lone, me + 1.0) == me + 1.0
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_subgroup(world: int) -> None:

@@ -50,7 +50,7 @@ def _torchrun(ranks: int, script: str, *arguments: str, options: tuple[str, ...]
     return output
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_object_collectives_and_monitored_barrier() -> None:
     _torchrun(2, "objects.py")
 
@@ -64,16 +64,19 @@ def test_fully_shard(ranks: int) -> None:
     _torchrun(ranks, "fsdp2.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_dtensor_and_tensor_parallel(ranks: int) -> None:
     _torchrun(ranks, "tensor_parallel.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_pipeline_schedules(ranks: int) -> None:
     _torchrun(ranks, "pipeline.py")
 
 
+@pytest.mark.nightly
 def test_distributed_checkpoint() -> None:
     _torchrun(2, "checkpoint.py")
 
@@ -83,6 +86,7 @@ def test_zero_redundancy_optimizer_and_join() -> None:
     _torchrun(2, "zero.py")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["kill", pytest.param("raise", marks=pytest.mark.nightly)])
 def test_elastic_restart(how: str, tmp_path: Path) -> None:
     _torchrun(2, "elastic.py", str(tmp_path), how, options=("--max-restarts=1", "--monitor-interval=0.2"))

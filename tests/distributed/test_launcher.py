@@ -22,6 +22,7 @@ def _sum(rank: Rank, offset: int) -> float:
     return tensor[0].item()
 
 
+@pytest.mark.by_day("False")
 @pytest.mark.parametrize("spawn", [False, True])
 def test_values_come_back_in_rank_order(spawn: bool) -> None:
     assert run_ranks(_sum, 2, 5, spawn=spawn) == [11.0, 11.0]

@@ -47,6 +47,7 @@ def _start_and_exit(rank: Rank, how: str) -> float:
     return tensor[0].item()
 
 
+@pytest.mark.by_day("no destroy", "async in flight")
 @pytest.mark.parametrize("how", EXITS)
 def test_starts_and_exits(how: str, request: pytest.FixtureRequest) -> None:
     """Four forked processes a way, 34 at night; values() fails on any exit code but 0."""
@@ -157,6 +158,7 @@ def _soak_worlds(rank: Rank, rounds: int) -> list[dict[str, int]]:
     return seen
 
 
+@pytest.mark.nightly
 @ark_only
 def test_soak_init_and_destroy() -> None:
     for figures in run_ranks(_soak_worlds, 2, 8, timeout=200):
@@ -205,6 +207,7 @@ def _idle(rank: Rank) -> dict[str, Any]:
     return {"idle": idle, "waiting": waiting, "pending": pending}
 
 
+@pytest.mark.nightly
 @ark_only
 @pytest.mark.alone
 def test_idle_ranks_cost_no_cpu() -> None:
@@ -224,6 +227,7 @@ def _oversubscribed(rank: Rank) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.nightly
 @pytest.mark.alone
 def test_more_ranks_than_cores_do_not_collapse() -> None:
     """Not a benchmark: a spin without a bound would take minutes here."""

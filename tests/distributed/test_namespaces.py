@@ -135,6 +135,7 @@ def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple
     tables.add("namespaces", test="two namespaces", why="", s=time.monotonic() - started)
 
 
+@pytest.mark.nightly
 def test_two_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]]) -> None:
     """Some pairs share memory, some do not: the whole group is carried, whoever asks."""
     _check(_run(namespaces, [0, 0, 1, 1]), carried=True)
@@ -150,6 +151,7 @@ def test_private_mounts_alone_still_share_memory(namespaces: list[tuple[str, str
     _check(_run(namespaces, [0, 0], private_mounts=True), carried=False)
 
 
+@pytest.mark.nightly
 def test_shared_memory_on_refuses(namespaces: list[tuple[str, str]]) -> None:
     """ARK_SHARED_MEMORY=on: ranks that share no memory are an error that says why, on every rank."""
     for rank, (code, output) in enumerate(_run(namespaces, [0, 1], ARK_SHARED_MEMORY="on", ARK_TEST_INIT_ONLY="1")):

@@ -238,6 +238,7 @@ def _as_ever(rank: Rank) -> bool:
 CHOOSE = ["TORCH_DIST_USE_NCCL2", *(["TORCH_DISTRIBUTED_USE_TORCHCOMMS"] if MINOR >= (2, 14) else [])]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variable", CHOOSE)
 def test_variables_that_choose_other_backends_leave_ark_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str

@@ -30,6 +30,7 @@ def _batch(rank: Rank) -> None:
             assert_same_bits(got[i], make_input(torch.float32, count, i, before), f"batch {count} [{i}]")
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.quick
 @pytest.mark.parametrize("world", [2, 3])
 def test_batch_isend_irecv(world: int) -> None:
@@ -117,6 +118,7 @@ def _any_source(rank: Rank) -> None:
     dist.barrier()
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("world", [2, 4])
 def test_receive_from_any_source(world: int) -> None:
     run_ranks(_any_source, world)

@@ -110,6 +110,7 @@ def _all_collectives(rank: Rank, asynchronous: bool) -> list[dict[str, Any]]:
     return _events(rank, run)
 
 
+@pytest.mark.by_day("async")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_every_collective_is_described(asynchronous: bool) -> None:
     for rank, events in enumerate(run_ranks(_all_collectives, WORLD, asynchronous)):

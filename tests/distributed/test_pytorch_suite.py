@@ -37,7 +37,7 @@ FAIL_BY_NAME = {
     "test_monitored_barrier_wait_all_ranks": r"monitored_barrier is only implemented for GLOO backend",
 }
 BODY_LIMIT_S = 150.0
-PARTS = 3  # of which the gate runs one
+PARTS = 8  # of which the gate runs one
 # Reasons found out only by starting the body. `make test` believes the list about them (100 forks less);
 # the nightly run starts every body.
 LACKS_HARDWARE = re.compile(r"CUDA is not available|Need at least \d CUDA devices|small world size")

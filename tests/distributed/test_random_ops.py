@@ -280,6 +280,7 @@ def test_a_few_random_operations() -> None:
     run_ranks(_random, 2, _seed(1), 400, 1, timeout=100)
 
 
+@pytest.mark.by_day("2-3")
 @pytest.mark.parametrize(
     "world, threads", [(2, 3), (3, 2), *(pytest.param(*more, marks=pytest.mark.nightly) for more in ((2, 1), (4, 1)))]
 )

@@ -31,6 +31,7 @@ def _all_reduce(rank: Rank) -> int:
     return done
 
 
+@pytest.mark.by_day("1", "3")
 @each_world
 def test_all_reduce_every_dtype_and_op(world: int, carrier: str) -> None:
     assert all(done > 300 for done in run(_all_reduce, world, carrier))
@@ -50,6 +51,7 @@ def _all_reduce_large(rank: Rank) -> None:
                 assert_same_bits(tensor, expected, f"all_reduce {dtype} {op} {count} repeat {repeat}")
 
 
+@pytest.mark.by_day("2")
 @each_world
 def test_all_reduce_large(world: int, carrier: str) -> None:
     run(_all_reduce_large, world, carrier)
@@ -66,6 +68,7 @@ def _all_reduce_layouts(rank: Rank) -> None:
         placed.check(what)
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_all_reduce_layouts(world: int, carrier: str) -> None:
     run(_all_reduce_layouts, world, carrier)
@@ -89,6 +92,7 @@ def _reduce(rank: Rank) -> None:
         placed.check(what)
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_reduce(world: int, carrier: str) -> None:
     run(_reduce, world, carrier)
@@ -118,6 +122,7 @@ def _reduce_scatter(rank: Rank) -> None:
         single.check(what)
 
 
+@pytest.mark.by_day("2")
 @each_world
 def test_reduce_scatter(world: int, carrier: str) -> None:
     run(_reduce_scatter, world, carrier)
@@ -170,6 +175,7 @@ def _special_values(rank: Rank) -> None:
         assert_same_bits(tensor, expected, f"special values {dtype} {op}")
 
 
+@pytest.mark.by_day("3")
 @each_world
 def test_nan_infinities_and_zero_signs(world: int, carrier: str) -> None:
     run(_special_values, world, carrier)

@@ -83,6 +83,7 @@ def _no_second_try(rank: Rank, met: bool) -> tuple[str, str, str, float] | None:
     return first, second, _told(lambda: dist.all_reduce(tensor)) if met else "", took
 
 
+@pytest.mark.by_day("False")
 @pytest.mark.quick
 @pytest.mark.parametrize("met", [False, True])
 def test_a_rank_that_does_not_register_is_named(met: bool) -> None:
@@ -223,6 +224,7 @@ def _tensors(rank: Rank) -> list[str]:
     return told
 
 
+@pytest.mark.nightly
 def test_registration_from_end_to_end(env: dict[str, str | None]) -> None:
     expected = (
         ("ValueError", "rank 2: ", "tensor is not from ark_torch.memory.pool()"),
@@ -259,6 +261,7 @@ def _pools(rank: Rank) -> list[str]:
     return told
 
 
+@pytest.mark.nightly
 def test_pools_from_end_to_end(env: dict[str, str | None]) -> None:
     for told in run_ranks(_pools, 2, env=env):
         assert "rank 0 gave 1 segments, rank 1 gave 2 segments" in told[0], told

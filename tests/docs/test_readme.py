@@ -39,7 +39,7 @@ def test_there_are_three_and_the_page_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 180
 
 
-@pytest.mark.quick
+@pytest.mark.changed("README.md", "ark_torch/distributed/*")
 def test_training(tmp_path: Path, leaves_nothing: None) -> None:
     norms = dict(re.findall(r"rank (\d): ([\d.]+)", run(0, tmp_path, *TORCHRUN)))
     assert set(norms) == {"0", "1"} and float(norms["0"]) > 0
@@ -53,6 +53,7 @@ def test_compiling(tmp_path: Path) -> None:
     assert "piece 0 runs on ark: " in output and "fall back" not in output, output
 
 
+@pytest.mark.changed("README.md", "ark_torch/compile/*resident*")
 def test_resident(tmp_path: Path) -> None:
     output = run(2, tmp_path)
     found = re.search(r"tokens: \[(.*)\]", output)

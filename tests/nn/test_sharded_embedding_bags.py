@@ -130,6 +130,7 @@ def _alike(rank: Rank, sharding: str) -> None:
             assert name not in updated.tables or updated.tables[name].weight.grad is None
 
 
+@pytest.mark.by_day("2-table_wise", "3-row_wise")
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_like_one_process(world: int, sharding: str) -> None:
@@ -163,6 +164,7 @@ def _inputs(rank: Rank, sharding: str) -> None:
     assert module([batch.indices[0][:0]] * 5, [batch.offsets[0][:0]] * 5).shape == (0, 5, 12)
 
 
+@pytest.mark.by_day("row_wise")
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_inputs(sharding: str) -> None:
     run_ranks(_inputs, 2, sharding)
@@ -236,6 +238,7 @@ def _load(rank: Rank, sharding: str, folder: str, wanted: dict[str, dict[str, Te
     assert any(not torch.equal(table, wanted["sum"][name]) for name, table in gathered(module, "sum").items())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_checkpoint_onto_other_ranks(sharding: str, tmp_path: Path) -> None:
     wanted = run_ranks(_save, 2, sharding, str(tmp_path))[0]
@@ -290,6 +293,7 @@ def _few(rank: Rank) -> None:
                 torch.testing.assert_close(gathered(module)["a"], before - step)
 
 
+@pytest.mark.nightly
 def test_ranks_that_have_nothing() -> None:
     run_ranks(_few, 4)
 

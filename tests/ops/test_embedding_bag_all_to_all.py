@@ -30,6 +30,7 @@ def _random(rank: Rank, seed: int, count: int) -> None:
         check(random_case(random, rank.world_size, 100 * seed + number), rank.rank, rank.world_size)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_shapes(world: int) -> None:
     run_ranks(_random, world, world, 20)
@@ -49,6 +50,7 @@ def _carried(rank: Rank, seed: int) -> None:
     check(Case([1, 2], 2, 70_000, seed=seed), rank.rank, rank.world_size)
 
 
+@pytest.mark.nightly
 def test_without_shared_memory_and_long_rows() -> None:
     run_ranks(_carried, 2, 9)
 
@@ -107,6 +109,7 @@ def _gradcheck(rank: Rank, mode: str, weighted: bool) -> None:
                     assert abs(numeric - float(analytic[which].view(-1)[element])) < 1e-6
 
 
+@pytest.mark.by_day("sum-True")
 @pytest.mark.parametrize(("mode", "weighted"), [("sum", False), ("sum", True), ("mean", False)])
 def test_gradients_are_numerical_ones(mode: str, weighted: bool) -> None:
     run_ranks(_gradcheck, 2, mode, weighted)
@@ -281,6 +284,7 @@ def _groups(rank: Rank) -> None:
         check(Case([1, 0, 2], 3, 4, seed=100 + step), me, 3)
 
 
+@pytest.mark.nightly
 def test_two_groups() -> None:
     run_ranks(_groups, 3)
 
@@ -318,6 +322,7 @@ def _compare_compiled(case: Case, rank: Rank, backend: str, known: list[int] | N
             same(one.grad, two.grad, f"gradient, {backend} {case}")
 
 
+@pytest.mark.by_day("eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "ark", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled(backend: str) -> None:
     run_ranks(_compiled, 2, backend, timeout=300)

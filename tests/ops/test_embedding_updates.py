@@ -40,6 +40,7 @@ def _random(rank: Rank, seed: int, count: int) -> None:
         check_updates(case, rank.rank, rank.world_size, adapts=number % 2 == 0)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_shapes(world: int) -> None:
     run_ranks(_random, world, 40 + world, 10)
@@ -56,6 +57,7 @@ def _crowded(rank: Rank) -> None:
             check_updates(case, rank.rank, rank.world_size, adapts)
 
 
+@pytest.mark.nightly
 def test_rows_in_very_many_bags() -> None:
     run_ranks(_crowded, 2)
 
@@ -260,6 +262,7 @@ def _compiled(rank: Rank, backend: str) -> None:
         same(table.grad.to_dense(), gradient, "sparse, beside a compiled graph")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled(backend: str) -> None:
     run_ranks(_compiled, 2, backend, timeout=300)

@@ -39,6 +39,7 @@ def _random(rank: Rank, seed: int, count: int) -> None:
         _check(random_case(random, rank.world_size, 100 * seed + number, DTYPES), rank)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_shapes(world: int) -> None:
     run_ranks(_random, world, world, 30)
@@ -57,6 +58,7 @@ def _carried(rank: Rank, seed: int) -> None:
         _check(random_case(random, rank.world_size, 100 * seed + number, DTYPES), rank, apart)
 
 
+@pytest.mark.nightly
 def test_without_shared_memory() -> None:
     run_ranks(_carried, 2, 9)
 
@@ -71,6 +73,7 @@ def _large(rank: Rank) -> None:
         _check(Case(name, 1200, k, n, torch.bfloat16, b="transposed", seed=3), rank)
 
 
+@pytest.mark.nightly
 def test_large() -> None:
     run_ranks(_large, 2)
 
@@ -126,6 +129,7 @@ def _gradcheck(rank: Rank, name: str) -> None:
                     assert abs(numeric - float(analytic[which][row, column])) < 1e-6, (which, row, column)
 
 
+@pytest.mark.by_day("matmul_reduce_scatter")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_gradients_are_numerical_ones(name: str) -> None:
     run_ranks(_gradcheck, 2, name)
@@ -174,6 +178,7 @@ def _bits_of_gradients(rank: Rank) -> None:
                     same(got.grad, wanted, (name, which))
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("world", [2, 3])
 def test_bits_of_gradients(world: int) -> None:
     run_ranks(_bits_of_gradients, world)
@@ -208,6 +213,7 @@ def _by_pytorch(case: Case, a: Tensor, b: Tensor) -> Tensor:
     return product + (other - product.detach())
 
 
+@pytest.mark.nightly
 def test_second_gradients() -> None:
     run_ranks(_second_gradients, 2)
 
@@ -316,6 +322,7 @@ def _groups(rank: Rank) -> None:
         _check(random_case(random, 3, 100 + step, DTYPES), rank)
 
 
+@pytest.mark.nightly
 def test_two_groups() -> None:
     run_ranks(_groups, 3)
 
@@ -350,6 +357,7 @@ def _compiled(rank: Rank, backend: str) -> None:
     same(results[2][0], results[0][0], backend)
 
 
+@pytest.mark.by_day("aot_eager")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "ark", "inductor"])
 def test_compiled(backend: str) -> None:
     run_ranks(_compiled, 2, backend, timeout=300)
@@ -364,6 +372,7 @@ def _dynamic(rank: Rank) -> None:
         same(compiled(a, b), torch.full((rows // 2, 5), 7.0), rows)
 
 
+@pytest.mark.nightly
 def test_dynamic_shapes() -> None:
     run_ranks(_dynamic, 2)
 

@@ -50,6 +50,7 @@ def _random(rank: Rank, seed: int, count: int) -> None:
         _check(random_case(random, rank.world_size, 100 * seed + number, DTYPES), rank)
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_random_shapes(world: int) -> None:
     run_ranks(_random, world, world, 30)
@@ -70,6 +71,7 @@ def _carried(rank: Rank, seed: int) -> None:
         _check(Case([2, 3], 2, 2, 200_000, seed=seed), rank, group)
 
 
+@pytest.mark.nightly
 def test_without_shared_memory_and_long_rows() -> None:
     run_ranks(_carried, 2, 9)
 
@@ -91,6 +93,7 @@ def _layers(rank: Rank, seed: int, count: int) -> None:
         _same(got, unfused.back(y, weights, len(x)), (case, activation, gated, ffn))
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_layers(world: int) -> None:
     run_ranks(_layers, world, world, 16)
@@ -159,6 +162,7 @@ def _numerical(rank: Rank, form: str) -> None:
     assert compared > 8
 
 
+@pytest.mark.by_day("pieces")
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_are_numerical_ones(form: str) -> None:
     run_ranks(_numerical, 2, form)
@@ -181,6 +185,7 @@ def _alone(rank: Rank) -> None:
     torch.autograd.gradgradcheck(there_and_back, inputs[:2])
 
 
+@pytest.mark.nightly
 def test_gradcheck() -> None:
     run_ranks(_alone, 1)
 
@@ -205,6 +210,7 @@ def _bits_of_gradients(rank: Rank, dtype: torch.dtype) -> None:
     torch.testing.assert_close(of_weights, wanted)
 
 
+@pytest.mark.by_day("dtype0")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_of_gradients(dtype: torch.dtype) -> None:
     run_ranks(_bits_of_gradients, 3, dtype)
@@ -259,6 +265,7 @@ def _groups(rank: Rank) -> None:
         _same(moe_combine(rows, handle, weights), wanted, "in another order")
 
 
+@pytest.mark.nightly
 def test_two_groups() -> None:
     run_ranks(_groups, 3)
 
@@ -295,6 +302,7 @@ def _compiled(rank: Rank, backend: str, dynamic: bool) -> None:
                 torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.by_day("eager-False")
 @pytest.mark.parametrize(
     ("backend", "dynamic"),
     [
@@ -329,6 +337,7 @@ def _opcheck(rank: Rank) -> None:
     check(library.moe_layer.default, (x, ids, weights, w1, w2, name, 2, "silu", 3, 6, False, 15))
 
 
+@pytest.mark.nightly
 def test_what_pytorch_asks_of_an_operator() -> None:
     run_ranks(_opcheck, 1)
 

@@ -42,12 +42,14 @@ def test_this_machine_works() -> None:
     }
 
 
+@pytest.mark.nightly
 def test_broken_path_costs_the_compiler_row_only() -> None:
     code, answer = report(PATH="/nonexistent")
     assert code == 0, answer
     assert rows_of(answer, "compiler")[0]["state"] == "warn"
 
 
+@pytest.mark.nightly
 def test_bad_environment_value_is_a_finding() -> None:
     code, answer = report(ARK_SPIN_US="soon", ARK_TIMNG="1")
     assert code == 1

@@ -98,7 +98,7 @@ print(json.dumps(seen))
 """
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_programs_of_other_backends_notice_nothing(python) -> None:
     without = python(OTHER_BACKENDS, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     having = python(OTHER_BACKENDS)
@@ -116,6 +116,7 @@ for text in ["ark", "cpu:gloo,cuda:ark", "cpu:ark,cuda:nccl", "cpu:ark"]:
 """
 
 
+@pytest.mark.nightly
 def test_mixed_names_parse(python) -> None:
     done = python(MIXED)
     assert done.stdout.splitlines() == [
@@ -193,6 +194,7 @@ except ImportError as error:
     assert "could not register" in done.stdout and "broken on purpose" in done.stdout, done.stderr
 
 
+@pytest.mark.nightly
 def test_compile_backend_is_found_by_name(python) -> None:
     """And loads neither Inductor nor the extension before a graph arrives."""
     script = """
@@ -240,6 +242,7 @@ def test_what_is_too_old_and_what_is_newer_than_all_tested() -> None:
         )
 
 
+@pytest.mark.by_day("explicit import")
 @pytest.mark.quick
 @pytest.mark.parametrize("way", ASK)
 def test_a_newer_pytorch_is_taken_with_one_warning(python, copied_package, way: str) -> None:
@@ -256,7 +259,7 @@ def test_a_newer_pytorch_is_taken_with_one_warning(python, copied_package, way: 
     assert told == [torch.__version__], done.stderr
 
 
-@pytest.mark.quick
+@pytest.mark.nightly
 def test_a_newer_pytorch_means_nothing_to_programs_without_ark(python, copied_package) -> None:
     folder = copied_package(_support=supporting("1.8", "1.9"))
     script = "import torch, torch.distributed as dist\n" + GROUP_OF_ONE.format(backend="gloo")

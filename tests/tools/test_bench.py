@@ -24,6 +24,7 @@ from ark_torch.tools.bench.operations import OPERATIONS, REDUCE_OPS
 TOP = start.TESTS.parent
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_every_operation_is_measured_and_right(ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
     options = ["--quick", "--no-mpi", "--rounds", "1", "--sizes", "4,10K,300K", "--ops", ",".join(OPERATIONS)]
@@ -97,6 +98,7 @@ def measure_broken_backends(rank: Rank, name: str, count: int) -> dict[str, dict
     return timings
 
 
+@pytest.mark.by_day("all_reduce", "send_recv")
 @pytest.mark.parametrize("name", sorted(set(OPERATIONS) - {"barrier", "reduce", "gather"}))
 def test_wrong_results_and_failures_are_noticed(name: str) -> None:
     timings = launcher.run_ranks(measure_broken_backends, 2, name, 70_000)

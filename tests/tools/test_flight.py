@@ -63,6 +63,7 @@ def test_mismatching_sizes_name_the_rank(tmp_path: Path, capsys: pytest.CaptureF
     assert "[[8, 2]]" in reason and "[[16, 2]]" in reason
 
 
+@pytest.mark.by_day("change0-COLLECTIVE_TYPE_MISMATCH")
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -111,6 +112,7 @@ def test_healthy_job_has_no_findings(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(collective.pass_check for collective in database.collectives)
 
 
+@pytest.mark.by_day("inside one")
 @pytest.mark.parametrize("called", [2, 3], ids=["between operations", "inside one"])
 def test_killed_rank_is_made_up_from_what_others_saw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], called: int
