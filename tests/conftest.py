@@ -81,7 +81,7 @@ def _is_for_the_night(item: pytest.Item) -> bool:
 
 
 def _case_of(item: pytest.Item) -> str:
-    """"2-carried" of test_reduce[2-carried]."""
+    """Such as 2-carried, of test_reduce[2-carried]."""
     return item.name.partition("[")[2].removesuffix("]")
 
 
@@ -94,7 +94,7 @@ def pytest_check_cases_by_day(config: pytest.Config, items: list[pytest.Item]) -
     for item in items:
         by_day = item.get_closest_marker("by_day")
         if by_day is not None:
-            named, found = cases.setdefault(item.nodeid.partition("[")[0], (set(by_day.args), set()))
+            _, found = cases.setdefault(item.nodeid.partition("[")[0], (set(by_day.args), set()))
             found.add(_case_of(item))
     unknown = [f"{test}: {sorted(named - found)}" for test, (named, found) in cases.items() if named - found]
     if unknown:

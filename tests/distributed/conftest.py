@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support import pretended
@@ -13,7 +14,15 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
     yield
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker waits for the compiler; the others have something else to do."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "pretended_gpu" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("pretended"))
+
+
 @pytest.fixture(scope="session")
-def pretended_gpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+def pretended_gpu(shared_folder: Path) -> dict[str, str | None]:
     """The environment of ranks that are to seem to have GPUs."""
-    return pretended.build(tmp_path_factory.mktemp("pretended"))
+    return pretended.build(shared_folder / "pretended")

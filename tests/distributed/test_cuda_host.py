@@ -41,7 +41,7 @@ def _out_of_reach(rank: Rank, who: int) -> None:
     assert all("no peer access" in line for line in told), told
 
 
-@pytest.mark.nightly
+@pytest.mark.by_day("one")
 @pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
 def test_gpus_out_of_reach_are_carried(pretended_gpu: Any, who: int) -> None:
     run_ranks(_out_of_reach, 2, who, env=pretended_gpu)
@@ -56,7 +56,6 @@ def _many(rank: Rank) -> None:
     assert len(lines.about("a group of 9 ranks on one node; kernels are made for up to 8")) == (rank.rank == 0)
 
 
-@pytest.mark.nightly
 def test_more_ranks_than_kernels_are_made_for(pretended_gpu: Any) -> None:
     run_ranks(_many, 9, env=pretended_gpu)
 

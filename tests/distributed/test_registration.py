@@ -142,11 +142,6 @@ def test_a_pool_needs_cuda() -> None:
         ark_torch.memory.pool("cpu")
 
 
-@pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    return pretended.build(tmp_path_factory.mktemp("pretended"))
-
-
 class Pool:
     """Memory as PyTorch would allocate it, from the functions that the extension gives it."""
 
@@ -224,8 +219,7 @@ def _tensors(rank: Rank) -> list[str]:
     return told
 
 
-@pytest.mark.nightly
-def test_registration_from_end_to_end(env: dict[str, str | None]) -> None:
+def test_registration_from_end_to_end(pretended_gpu: Any) -> None:
     expected = (
         ("ValueError", "rank 2: ", "tensor is not from ark_torch.memory.pool()"),
         ("DistBackendError", "", "rank 0 gave 8388608 bytes, rank 1 gave 8388607 bytes"),
@@ -234,7 +228,7 @@ def test_registration_from_end_to_end(env: dict[str, str | None]) -> None:
         ("ValueError", "rank 2: ", "a graph is being captured"),
         ("ValueError", "rank 0: ", "tensor is not from ark_torch.memory.pool()"),
     )
-    for rank, told in enumerate(run_ranks(_tensors, 3, env=env)):
+    for rank, told in enumerate(run_ranks(_tensors, 3, env=pretended_gpu)):
         for line, (kind, whose, text) in zip(told, expected, strict=True):
             named = "" if whose == f"rank {rank}: " else whose
             assert line.startswith(f"{kind}: ark: [rank {rank}] ") and f": {named}{text}" in line, line
@@ -261,9 +255,8 @@ def _pools(rank: Rank) -> list[str]:
     return told
 
 
-@pytest.mark.nightly
-def test_pools_from_end_to_end(env: dict[str, str | None]) -> None:
-    for told in run_ranks(_pools, 2, env=env):
+def test_pools_from_end_to_end(pretended_gpu: Any) -> None:
+    for told in run_ranks(_pools, 2, env=pretended_gpu):
         assert "rank 0 gave 1 segments, rank 1 gave 2 segments" in told[0], told
         assert "of an allocator that cannot share it" in told[1], told
         assert "the pool is not registered with this group" in told[2], told
@@ -282,5 +275,5 @@ def _carried(rank: Rank) -> tuple[bool, bool, int]:
     return first, second, int(backend.cuda_registered_bytes)
 
 
-def test_where_another_carries_nothing_is_registered(env: dict[str, str | None]) -> None:
-    assert run_ranks(_carried, 2, env=env) == [(False, False, 0)] * 2
+def test_where_another_carries_nothing_is_registered(pretended_gpu: Any) -> None:
+    assert run_ranks(_carried, 2, env=pretended_gpu) == [(False, False, 0)] * 2

@@ -7,6 +7,7 @@ were to do is not done, what a carrier does (PyTorch's NCCL, here a Recorder) is
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib.util
 import os
 import subprocess
@@ -24,7 +25,21 @@ device: Any = None  # the module pretended_device
 
 
 def build(folder: Path) -> dict[str, str | None]:
-    """Compiles all of it into the folder; returns the environment of ranks that are to use it."""
+    """Compiles all of it into the folder, once for all that ask; returns the environment of ranks."""
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "built").exists():
+            _compile(folder)
+            (folder / "built").touch()
+    return {
+        "ARK_TEST_PRETENDED": str(folder),
+        "ARK_NVRTC": str(folder / "libnvrtc.so.13"),
+        "ARK_CACHE": str(folder / "cache"),
+    }
+
+
+def _compile(folder: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     include = [f"-isystem{path}" for path in (torch_folder / "include", sysconfig.get_path("include"))]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
@@ -40,11 +55,6 @@ def build(folder: Path) -> dict[str, str | None]:
     }
     for name, sources in made.items():
         subprocess.run([*shared, *sources, "-o", str(folder / name)], check=True, timeout=200)
-    return {
-        "ARK_TEST_PRETENDED": str(folder),
-        "ARK_NVRTC": str(folder / "libnvrtc.so.13"),
-        "ARK_CACHE": str(folder / "cache"),
-    }
 
 
 def enter(with_driver: bool = True) -> None:
