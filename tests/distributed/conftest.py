@@ -14,12 +14,13 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
     yield
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(hookwrapper=True)  # before xdist looks at the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """One worker waits for the compiler; the others have something else to do."""
     for item in items:
         if isinstance(item, pytest.Function) and "pretended_gpu" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("pretended"))
+    yield
 
 
 @pytest.fixture(scope="session")
