@@ -106,7 +106,7 @@ test-cpp: test-cpp-plain test-cpp-thread test-cpp-address ## C++ tests: the libr
 
 # Links what setup.py has compiled already, and compiles the tests folder by folder. The longest are for the night, and
 # of the random cases most are (tests/csrc/support/night.hpp).
-test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime"
+test-cpp-gate: CTEST_FLAGS := -E "(RandomOperations|AllKindsInMany).*/[4-8](Plain|Registered)|AThousandGroups|KilledAtAnyTime|CostsTest.(Damage|OfEach|Equal|Plausible)|AttentionTest.WorkersDo"
 test-cpp-gate: setup
 	@export ARK_TEST_CXX="$$(PYTHONPATH=tests $(PY) -m support.precompiled)"; \
 	$(call cpp_tests,gate,-DARK_CORE_ARCHIVE="$$(ls -t $(CURDIR)/build/objects-*/libark_core.a | head -n 1)" -DARK_WITH_TORCH=OFF $(UNITY))
