@@ -95,7 +95,6 @@ class Called:
         return kept
 
 
-@pytest.mark.quick
 def test_inductor_serves_until_it_is_decided(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, call = Gate(monkeypatch), Called()
     call()

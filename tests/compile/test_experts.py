@@ -33,7 +33,6 @@ def beside_inductor(model: nn.Module, call: Any, arguments: tuple[Any, ...], rig
 
 
 @pytest.mark.by_day("cpp-tokens1")
-@pytest.mark.quick
 @pytest.mark.parametrize("tokens", [(1,), (3, 11)])
 def test_mixture_of_experts(tokens: tuple[int, ...], plan: str, compiled: Any) -> None:
     model = models.Experts().eval()
@@ -156,7 +155,6 @@ def test_recommender_on_ranks() -> None:
     run_ranks(_recommend, 4)
 
 
-@pytest.mark.quick
 def test_recommender(plan: str, compiled: Any) -> None:
     model = recommender.Dlrm().eval()
     call, report = compiled(model, fallback=False)

@@ -16,7 +16,7 @@ import ark_torch
 from ark_torch.compile import rest
 from ark_torch.compile.report import NAMES
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = pytest.mark.limit(120)
 
 ARK = {"choose": "ark"}
 

@@ -66,7 +66,6 @@ def greedy(model: Any, cache: Any, tokens: int) -> tuple[list[int], Tensor]:
     return chosen, torch.cat(seen)
 
 
-@pytest.mark.quick
 def test_llama_at_every_position(compiled: Any) -> None:
     """Eager's tokens until the cache is full, by one kernel for the prompt and one for all steps; the cache is written
     where it lies, and beyond the block of positions in use it is not even read (it holds NaN there)."""

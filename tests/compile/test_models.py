@@ -140,7 +140,6 @@ def test_encoder(plan: str, compiled: Any) -> None:
     assert len(report.regions) == 1
 
 
-@pytest.mark.quick
 def test_decoder(plan: str, compiled: Any) -> None:
     model = models.Decoder().eval()
     call, report = compiled(model, fallback=False)
@@ -149,7 +148,6 @@ def test_decoder(plan: str, compiled: Any) -> None:
     assert len(report.regions) == 1
 
 
-@pytest.mark.quick
 def test_convolutions_fall_back(plan: str, compiled: Any) -> None:
     """The convolutions run on Inductor, what lies between them on ark."""
     model = models.ResidualBlock().eval()

@@ -17,7 +17,7 @@ from torch._dynamo import pgo
 import ark_torch
 from ark_torch.compile.unchanged import Unchanged
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(200)]
+pytestmark = pytest.mark.limit(200)
 
 ARK = {"choose": "ark"}
 

@@ -304,7 +304,6 @@ def _mixed(rank: Rank, version: str) -> list[str]:
     return [line for line in told if "PyTorch versions" in line]
 
 
-@pytest.mark.quick
 def test_ranks_with_other_minors_are_told_of_once() -> None:
     own = minor_of(torch.__version__)
     told = run_ranks(_mixed, 3, "2.99.1+cpu")

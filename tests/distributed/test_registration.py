@@ -84,7 +84,6 @@ def _no_second_try(rank: Rank, met: bool) -> tuple[str, str, str, float] | None:
 
 
 @pytest.mark.by_day("False")
-@pytest.mark.quick
 @pytest.mark.parametrize("met", [False, True])
 def test_a_rank_that_does_not_register_is_named(met: bool) -> None:
     told = run_ranks(_no_second_try, 2, met)[0]

@@ -32,7 +32,6 @@ def rows_of(answer: dict, probe: str) -> list[dict]:
     return [row for row in answer["rows"] if row["probe"] == probe]
 
 
-@pytest.mark.quick
 def test_this_machine_works() -> None:
     code, answer = report()
     assert code == 0 and answer["cpu_works"], answer

@@ -243,7 +243,6 @@ def test_what_is_too_old_and_what_is_newer_than_all_tested() -> None:
 
 
 @pytest.mark.by_day("explicit import")
-@pytest.mark.quick
 @pytest.mark.parametrize("way", ASK)
 def test_a_newer_pytorch_is_taken_with_one_warning(python, copied_package, way: str) -> None:
     """By a package that knows only older minors, and an extension built for the PyTorch that is here."""

@@ -31,7 +31,6 @@ def healthy(world: int = 3) -> list[RecordBuilder]:
     return [RecordBuilder(rank, world) for rank in range(world)]
 
 
-@pytest.mark.quick
 def test_missing_operation_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for record in healthy():
         record.call().call("broadcast", root=0)
