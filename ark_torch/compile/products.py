@@ -2,9 +2,9 @@
 
 Forms that are found, as torch.nn.functional.linear and the functional collectives, DTensor and Megatron's sequence
 parallelism make them in an ATen graph: a product, views, and an all_reduce or reduce_scatter of sums; an all_gather,
-views, and a product; both also where what is scattered or gathered is the second dimension of three. Of several readers
-of gathered rows the first product gets the operator, and the others its rows. A product that is read beside its sum
-stays as it is.
+views, and a product, its bias added behind the operator; both also where what is scattered or gathered is the second
+dimension of three. Of several readers of gathered rows the first product gets the operator, and the others its rows. A
+product that is read beside its sum stays as it is.
 """
 
 from __future__ import annotations
@@ -170,11 +170,22 @@ def _sum(wait: Node, started: Node, least_rows: int) -> str:
     return str(fused.target)
 
 
+def _factors(product: Node) -> tuple[Any, Any, Any]:
+    """Its rows, its columns, and the bias of a linear layer or None."""
+    if product.target is aten.addmm.default:
+        bias, a, b = product.args
+        return a, b, bias
+    return (*product.args[:2], None)
+
+
 def _reader(node: Node, user: Node) -> Node | None:
     """The product of `node`'s rows that a user of it is or leads to by views that nobody else reads."""
     while user.target in _VIEWS and len(user.users) == 1:
         node, user = user, next(iter(user.users))
-    return user if user.target is aten.mm.default and user.args[0] is node and user.args[1] is not node else None
+    if user.target not in (aten.mm.default, aten.addmm.default) or user.kwargs:  # kwargs: a bias or product is scaled
+        return None
+    a, b, bias = _factors(user)
+    return user if a is node and b is not node and bias is not node else None
 
 
 def _gather(wait: Node, started: Node, least_rows: int) -> str:
@@ -204,14 +215,14 @@ def _gather(wait: Node, started: Node, least_rows: int) -> str:
     read_too = len(node.users) > 1  # by others, which get the rows from the operator
     if read_too and middle:
         raise _No(f"what is gathered has {len(node.users)} readers, in another order than it comes in")
-    if not source.meta["val"].is_contiguous() or _shape(product.args[0])[-1] != depth:  # type: ignore[arg-type]
+    rows_of, b, bias = _factors(product)
+    if not source.meta["val"].is_contiguous() or _shape(rows_of)[-1] != depth:
         raise _No("a view takes its rows apart")
     _check(product, least_rows)
-    b = product.args[1]
     assert isinstance(b, Node)
     first = min([product, *readers_in_order[1:]], key=order.__getitem__) if read_too else product
-    if order[b] > order[first]:
-        raise _No("others read what is gathered before the product's other factor is there")
+    if any(order[one] > order[first] for one in (b, bias) if one is not None):
+        raise _No("others read what is gathered before the product's other factor or bias is there")
     rows = math.prod(_shape(source)[:-1])
     with graph.inserting_before(first):
         a = _call(graph, aten.view.default, source, [rows, depth])
@@ -232,6 +243,8 @@ def _gather(wait: Node, started: Node, least_rows: int) -> str:
             turned = _call(graph, aten.permute.default, apart, [1, 0, 2, 3])
             copied = _call(graph, aten.clone.default, turned)
             result = _call(graph, aten.reshape.default, copied, list(_shape(product)))
+        if bias is not None:
+            result = _call(graph, aten.add.Tensor, result, bias)
     _inherit(both, product)
     product.replace_all_uses_with(result)
     _erase(product)
