@@ -175,7 +175,8 @@ def _factors(product: Node) -> tuple[Any, Any, Any]:
     if product.target is aten.addmm.default:
         bias, a, b = product.args
         return a, b, bias
-    return (*product.args[:2], None)
+    a, b = product.args
+    return a, b, None
 
 
 def _reader(node: Node, user: Node) -> Node | None:
