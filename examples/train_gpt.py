@@ -36,8 +36,7 @@ from gpt.data import check_length, load_corpus
 from gpt.model import GPT, ModelConfig
 from gpt.training import Place, RunResult, TrainingConfig, measure_communication, train
 
-# Backends whose groups carry CUDA tensors today. "ark" joins them with its CUDA engines; nothing else needs to change.
-CUDA_BACKENDS = {"nccl"}
+CUDA_BACKENDS = {"ark", "nccl"}  # their groups carry CUDA tensors; Gloo's only by way of host memory
 
 
 def positive(text: str) -> int:
