@@ -170,7 +170,10 @@ void GroupCore::abort(const std::string& why) {
         Error(ErrorKind::aborted, why, ErrorContext{rank, rank, "abort", 0, "Destroy the process group."}));
     shm->point_to_point().fail_all();
   }
-  if (carrier) carrier->abort();
+  if (carrier) {
+    communicator->abort();
+    carrier->abort();
+  }
   if (const auto side = cuda()) side->abort();
 }
 

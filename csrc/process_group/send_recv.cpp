@@ -4,6 +4,7 @@
 // of the group. A carried group hands the tensors to its carrier and follows the carrier's work.
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include "process_group/carried_messages.hpp"
 #include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 #include "process_group/work_cuda.hpp"
@@ -25,6 +26,11 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     }
     if (tag < 0) {
       refuse(here, ErrorKind::invalid_argument, "tag is " + std::to_string(tag), "Use a tag of zero or more.");
+    }
+    if (!core_->shm && !tensor.is_cuda() && tag >= kFirstReservedTag) {
+      refuse(here, ErrorKind::invalid_argument,
+             "tag is " + std::to_string(tag) + ", and collectives of a group that another backend carries use it",
+             "Use a tag below " + std::to_string(kFirstReservedTag) + ".");
     }
     if (any_source && tensor.is_cuda()) {
       refuse(here, ErrorKind::invalid_argument,

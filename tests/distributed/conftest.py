@@ -15,9 +15,10 @@ def _clean(leaves_nothing: None) -> Iterator[None]:
 
 
 @pytest.hookimpl(hookwrapper=True)  # before xdist looks at the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """One worker waits for the compiler; the others have something else to do."""
-    for item in items:
+    grouped = items if config.pluginmanager.hasplugin("xdist") else []
+    for item in grouped:
         if isinstance(item, pytest.Function) and "pretended_gpu" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("pretended"))
     yield
