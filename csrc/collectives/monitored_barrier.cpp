@@ -26,13 +26,16 @@ void monitored_barrier(GroupHealth& health, uint64_t number, const OperationCont
       sleep_on(counter, seen, kSlice);
     }
   };
+  // Worded as Gloo's, which programs (and PyTorch's own tests, from 2.15 on) look for.
   auto give_up = [&](const std::vector<int>& missing) {
     std::string names;
     for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
-    throw Error(ErrorKind::timeout,
-                "Rank " + std::to_string(rank) +
-                    " timed out in monitoredBarrier: " + (missing.size() > 1 ? "ranks " : "rank ") + names +
-                    " failed to pass monitoredBarrier in " + std::to_string(context.timeout.count()) + " ms",
+    const std::string what =
+        rank == 0 ? (missing.size() > 1 ? "Ranks " : "Rank ") + names + " failed to pass monitoredBarrier"
+                  : "Rank " + std::to_string(rank) +
+                        " successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
+                        "rank 0: it has not passed";
+    throw Error(ErrorKind::timeout, what + " in " + std::to_string(context.timeout.count()) + " ms",
                 ErrorContext{rank, missing.front(), context.name, context.sequence,
                              "Look at what these ranks are doing, or allow them more time."});
   };

@@ -5,6 +5,8 @@
 #include "memory/bootstrap.hpp"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 #include "error.hpp"
 #include "memory/exchange.hpp"
@@ -82,7 +84,8 @@ class Bootstrap {
     if (options_.size == 1) return alone(std::move(own), options_.allow_sharing);
     rendezvous_.publish(record);
     const std::vector<HandleRecord> records = rendezvous_.records();
-    if (std::string reason = why_apart(records); !reason.empty()) return {std::nullopt, std::move(reason), {}};
+    if (std::string reason = why_apart(records); !reason.empty())
+      return {std::nullopt, std::move(reason), {}, nodes_of(records)};
 
     ExchangeOptions exchange_options;
     exchange_options.rank = options_.rank;
@@ -103,8 +106,8 @@ class Bootstrap {
     if (!result.silent.empty()) rendezvous_.raise_timeout("answer on its local socket", result.silent);
     if (!result.apart) rendezvous_.publish(Outcome::connected, -1, "");
     std::string reason = conclude(result.neighbourhood);
-    if (!reason.empty()) return {std::nullopt, std::move(reason), {}};
-    return {std::move(result.neighbourhood), {}, {}};
+    if (!reason.empty()) return {std::nullopt, std::move(reason), {}, nodes_of(records)};
+    return {std::move(result.neighbourhood), {}, {}, {}};
   }
 
   // Creates the segment and the listener, as far as this rank is willing and able.
@@ -141,12 +144,22 @@ class Bootstrap {
   }
 
   ConnectResult alone(SharedMemory own, bool allowed) {
-    if (!allowed) return {std::nullopt, "sharing memory is switched off", {}};
+    if (!allowed) return {std::nullopt, "sharing memory is switched off", {}, {0}};
     Neighbourhood only;
     only.segments.push_back(std::move(own));
     only.connections.resize(1);
     only.pids.push_back(static_cast<int>(identity_.pid));
-    return {std::move(only), {}};
+    return {std::move(only), {}, {}, {}};
+  }
+
+  static std::vector<int> nodes_of(const std::vector<HandleRecord>& records) {
+    std::map<std::pair<Bytes16, uint64_t>, int> numbers;
+    std::vector<int> nodes;
+    for (const HandleRecord& record : records) {
+      const auto number = static_cast<int>(numbers.size());
+      nodes.push_back(numbers.try_emplace({record.host_id, record.network_space}, number).first->second);
+    }
+    return nodes;
   }
 
   // The same on every rank: looks at nothing but the records (and the words that belong to them).

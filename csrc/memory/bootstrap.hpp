@@ -48,6 +48,8 @@ struct ConnectResult {
   std::optional<Neighbourhood> neighbourhood;
   std::string reason;  // why memory is not shared; empty when it is
   std::string start;   // this start of the group, in hexadecimal: equal on all ranks, never used before
+  std::vector<int>
+      nodes;  // where memory is not shared: rank r's machine (or container), numbered as ranks come to them
 };
 
 // The store's keys must be this group's own (a prefix that no other living group uses).

@@ -17,13 +17,6 @@ constexpr size_t kWhole = 64 << 10;
 constexpr size_t kLeastChunk = 256 << 10, kMostChunk = 1 << 20, kChunks = 4;
 constexpr size_t kAhead = 3;  // chunks on their way while one is added up
 
-const std::byte* at_offset(const void* data, size_t bytes) {
-  return static_cast<const std::byte*>(data) + bytes;
-}
-std::byte* at_offset(void* data, size_t bytes) {
-  return static_cast<std::byte*>(data) + bytes;
-}
-
 // A tensor in nearly equal parts, one a rank.
 struct Parts {
   Parts(const void* in, size_t count, size_t element, int ranks)
@@ -46,8 +39,9 @@ void copy(void* to, const void* from, size_t bytes) {
 
 }  // namespace
 
-CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier)
-    : Communicator(rank, size), carrier_(std::move(carrier)), first_(size), sent_(size) {}
+CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier,
+                                         const std::vector<int>& nodes)
+    : Communicator(rank, size), carrier_(std::move(carrier)), line_(is_line(nodes)), first_(size), sent_(size) {}
 
 // abort() reaches the messages of the operation that runs, and of each that begins later.
 struct CarriedCommunicator::Current {
@@ -110,11 +104,12 @@ void CarriedCommunicator::meet(CarriedMessages& messages, const Operation& opera
     if (const auto error = disagreement(operation, first_[peer].descriptor, rank_, peer)) throw *error;
 }
 
-void CarriedCommunicator::add(const Operation& operation, void* out, const void* const* sources, size_t count) const {
+void CarriedCommunicator::add(const Operation& operation, void* out, const void* const* sources, int ranks,
+                              size_t count) const {
   std::vector<double> factors;
   for (const First& first : first_) factors.push_back(first.factor);
   const bool scaled = operation.descriptor.op == ReduceOp::premul_sum;
-  find_reduce(operation.descriptor.dtype, operation.descriptor.op)(out, nullptr, sources, size_, count,
+  find_reduce(operation.descriptor.dtype, operation.descriptor.op)(out, nullptr, sources, ranks, count,
                                                                    scaled ? factors.data() : nullptr);
 }
 
@@ -151,7 +146,7 @@ void CarriedCommunicator::reduce_parts(CarriedMessages& messages, const Operatio
       sources[peer] = peer == rank_ ? at_offset(ins[rank_], k * chunk * element) : slot(k, peer);
     }
     if (const size_t count = elements(rank_, k)) {
-      add(operation, at_offset(part, k * chunk * element), sources.data(), count);
+      add(operation, at_offset(part, k * chunk * element), sources.data(), size_, count);
     }
     added(k * chunk * element, [&](int rank) { return elements(rank, k) * element; });
     post(k + kAhead);
@@ -166,7 +161,7 @@ void CarriedCommunicator::reduce_small(const Operation& operation, const void* o
     const bool with_first = bytes <= First::kRoom;
     sources[peer] = peer == rank_ ? own : with_first ? came_from(peer) : scratch_.data() + peer * bytes;
   }
-  add(operation, out, sources.data(), count);
+  add(operation, out, sources.data(), size_, count);
 }
 
 void CarriedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
@@ -190,6 +185,7 @@ void CarriedCommunicator::all_reduce(const Operation& operation, const void* in,
       reduce_small(operation, in, out, count);
       return;
     }
+    if (line_ && adds_in_line(operation.descriptor)) return reduce_in_line(messages, operation, in, out, count);
     const Parts parts(in, count, element, size_);
     const auto part_of = [&](int rank) { return at_offset(out, parts.begins(rank)); };
     reduce_parts(messages, operation, parts.ins.data(), parts.counts, part_of(rank_),
@@ -247,6 +243,8 @@ void CarriedCommunicator::all_gather(const Operation& operation, const void* in,
     const bool with_first = bytes <= First::kRoom;
     const std::vector<const void*> whole(size_, in);
     meet(messages, operation, with_first ? whole.data() : nullptr, bytes);
+    copy(outs[rank_], in, bytes);
+    if (line_ && bytes * size_ > kWhole) return gather_in_line(messages, in, outs, bytes);
     for (int step = 1; step < size_; ++step) {
       const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
       if (with_first) {
@@ -256,7 +254,6 @@ void CarriedCommunicator::all_gather(const Operation& operation, const void* in,
       messages.receive(from, MessageChannel::data, outs[from], bytes);
       messages.send(to, MessageChannel::data, in, bytes);
     }
-    copy(outs[rank_], in, bytes);
   });
 }
 

@@ -21,7 +21,8 @@ namespace ark {
 
 class CarriedCommunicator : public Communicator {
  public:
-  CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier);
+  // nodes[r]: on which machine rank r is; empty: not known.
+  CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, const std::vector<int>& nodes);
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -59,10 +60,16 @@ class CarriedCommunicator : public Communicator {
   template <class Added>
   void reduce_parts(CarriedMessages& messages, const Operation& operation, const void* const* ins,
                     const std::vector<size_t>& counts, void* part, Added&& added);
-  void add(const Operation& operation, void* out, const void* const* sources, size_t count) const;
+  // sources: of all ranks, or of two (then not for what takes all of them: AVG and factors).
+  void add(const Operation& operation, void* out, const void* const* sources, int ranks, size_t count) const;
+  static bool is_line(const std::vector<int>& nodes);
+  static bool adds_in_line(const Descriptor& what);
+  void reduce_in_line(CarriedMessages& messages, const Operation& operation, const void* in, void* out, size_t count);
+  void gather_in_line(CarriedMessages& messages, const void* in, void* const* outs, size_t bytes);
   size_t chunk_of(const Operation& operation, size_t count) const;
 
   c10::intrusive_ptr<c10d::Backend> carrier_;
+  const bool line_;                  // carried_line.cpp
   std::vector<First> first_, sent_;  // what came from each rank, what went to it
   std::vector<std::byte> scratch_;
   std::mutex mutex_;  // of what follows

@@ -18,6 +18,13 @@ namespace ark {
 enum class MessageChannel : int32_t { agreement = 0, data = 1, results = 2 };
 inline constexpr int32_t kFirstReservedTag = std::numeric_limits<int32_t>::max() - 15;
 
+inline const std::byte* at_offset(const void* data, size_t bytes) {
+  return static_cast<const std::byte*>(data) + bytes;
+}
+inline std::byte* at_offset(void* data, size_t bytes) {
+  return static_cast<std::byte*>(data) + bytes;
+}
+
 class CarriedMessages {
  public:
   CarriedMessages(c10d::Backend& carrier, const Operation& operation) : carrier_(carrier), operation_(operation) {}

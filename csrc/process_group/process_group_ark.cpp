@@ -104,7 +104,7 @@ void ProcessGroupArk::join() {
                                "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
                                "this process's limits (ulimit -a)."});
     }
-    core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier);
+    core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier, result.nodes);
   } catch (const Error& error) {
     throw error.at(rank_, "init");
   }

@@ -312,7 +312,7 @@ TEST(MonitoredBarrier, NamesTheMissingAndLeavesTheGroupUsable) {
       } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::timeout);
         if (rank == 0) {
-          EXPECT_NE(std::string(error.what()).find("ranks 2, 3 failed to pass"), std::string::npos);
+          EXPECT_NE(std::string(error.what()).find("Ranks 2, 3 failed to pass"), std::string::npos);
         }
       }
     }

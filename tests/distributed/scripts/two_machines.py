@@ -62,6 +62,18 @@ def collectives(rank: int, world: int, group: Any) -> None:
         strided = inputs[rank].repeat_interleave(2)[::2]
         dist.all_reduce(strided, group=group)
         assert_same_bits(strided, reduce(inputs, "SUM"), f"strided {dtype}")
+    # Large ones, which go along the line of ranks where these share machines.
+    for dtype, count in ((torch.float32, 700_001), (torch.bfloat16, 300_001), (torch.int64, 200_003)):
+        inputs = [make_input(dtype, count, 77, r) for r in range(world)]
+        for op in ("SUM", "MAX", "AVG"):
+            if op == "AVG" and not dtype.is_floating_point:
+                continue
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
+            assert_same_bits(tensor, reduce(inputs, op), f"large all_reduce {dtype} {op}")
+        flat = torch.empty(count * world, dtype=dtype)
+        dist.all_gather_into_tensor(flat, inputs[rank], group=group)
+        assert_same_bits(flat, join(inputs), f"large all_gather {dtype}")
     dist.barrier(group=group)
     sparse = torch.eye(6).to_sparse()
     dist.all_reduce(sparse, group=group)
