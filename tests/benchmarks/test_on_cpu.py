@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -292,6 +293,23 @@ def test_variants_of_ark() -> None:
     for text in ("", ":A=1", "few:A", "few:=1"):
         with pytest.raises(on_gpus.argparse.ArgumentTypeError):
             on_gpus.variant(text)
+
+
+@of_benchmarks
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("tc"), reason="needs root and iproute2")
+def test_nodes(tmp_path: Path) -> None:
+    """Two namespaces on a shaped link, results checked, and the table is made from the file."""
+    command = [sys.executable, str(FOLDER / "nodes.py"), "--rates", "1gbit", "--sizes", "16", "300K", "--rounds", "1"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path)],
+        env=start.base_environment(), capture_output=True, text=True, timeout=250, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    about = json.loads((tmp_path / "nodes.json").read_text())
+    assert len(about["rows"]) == 2 * 6 and all(row["us"]["ark"] > 0 < row["us"]["gloo"] for row in about["rows"])
+    import nodes
+
+    assert "| all_reduce |" in nodes.table(about)
 
 
 @of_benchmarks
