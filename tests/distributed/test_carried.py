@@ -113,7 +113,7 @@ def _alone(rank: Rank, how: str) -> float:
     if how == "abort":
         threading.Timer(0.5, group.abort).start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="gloo, which carries this group|abort"):
+    with pytest.raises(RuntimeError, match=r"gloo, which carries this group|abort"):
         dist.all_reduce(torch.ones(300_000))
     rank.report("ended")
     return time.monotonic() - began
