@@ -97,10 +97,25 @@ FAULTS = (
     fault(
         "group.carried_agreement",
         HERE + "carried_communicator.cpp",
-        "    if (const auto error = disagreement(operation, theirs, rank_, peer)) throw *error;\n",
-        "",
+        "disagreement(operation, first_[peer].descriptor, rank_, peer)) throw *error;\n",
+        "disagreement(operation, first_[rank_].descriptor, rank_, peer)) throw *error;\n",
         "ranks that Gloo carries do not hear that they disagree",
-        "tests/distributed/test_failures_disagree.py",
+        "tests/distributed/test_carried.py",
+    ),
+    fault(
+        "group.carried_chunk",
+        HERE + "carried_communicator.cpp",
+        "(k % kAhead * size_ + peer) * chunk * element; };",
+        "(k % (kAhead - 1) * size_ + peer) * chunk * element; };",
+        "a chunk arrives where the one before it is being added up",
+        "tests/distributed/test_carried.py",
+    ),
+    fault(
+        "group.carried_line_order",
+        HERE + "carried_line.cpp",
+        "        const void* sources[] = {slot(k), of(in, k)};\n",
+        "        const void* sources[] = {slot(k), slot(k)};\n",
+        "a rank in the line adds what came from below to itself",
         "tests/distributed/test_namespaces.py",
     ),
     fault(
