@@ -1,0 +1,111 @@
+"""One call of a compressed collective: segments from layers, residuals, and bytes counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.distributed.compression.layers import Layer
+from ark_torch.distributed.compression.rules import code_bytes
+from ark_torch.distributed.compression.state import State
+
+
+@dataclass
+class Segments:
+    """Layers as the operators take them. Neighbours that are exact are one segment; empty ones are none."""
+
+    numel: list[int]
+    bits: list[int]
+    bucket: list[int]
+
+    @property
+    def exact(self) -> bool:
+        return not any(self.bits)
+
+    def bytes_of(self, format: str, item: int) -> int:
+        each = zip(self.numel, self.bits, self.bucket, strict=True)
+        return sum(code_bytes(numel, bits, bucket, format, item) for numel, bits, bucket in each)
+
+
+def segments_of(widths: Sequence[tuple[int, int]], numels: Sequence[int], bucket: int) -> Segments:
+    """`widths`: bits and bucket of each layer; `bucket`: what exact segments say, since the operators want one."""
+    segments = Segments([], [], [])
+    for (bits, of_layer), numel in zip(widths, numels, strict=True):
+        if numel == 0:
+            continue
+        if bits == 0 and segments.bits and segments.bits[-1] == 0:
+            segments.numel[-1] += numel
+            continue
+        segments.numel.append(numel)
+        segments.bits.append(bits)
+        segments.bucket.append(of_layer if bits else bucket)
+    return segments
+
+
+def all_reduce(state: State, data: Tensor, layers: Sequence[Layer], segments: Segments) -> Tensor:
+    """The mean over ranks of `data`, [sum of segments]; takes and renews the layers' residuals."""
+    group = state.group
+    residual = _residual(state, layers, [layer.numel for layer in layers], 1, data.device)
+    count(state, segments, data.element_size(), _all_reduce_times(state))
+    result: Tensor = torch.ops.ark.compressed_all_reduce(
+        data, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding,
+        state.next_seed(), "avg", group.group_name,
+    )  # fmt: skip
+    return result
+
+
+def reduce_scatter(
+    state: State, data: Tensor, layers: Sequence[Layer], shares: Sequence[int], segments: Segments, op: str,
+    group: dist.ProcessGroup,
+) -> Tensor:  # fmt: skip
+    """This rank's share, [sum of segments], of the sum or mean of `data`, [world * sum of segments]."""
+    residual = _residual(state, layers, shares, group.size(), data.device)
+    count(state, segments, data.element_size(), group.size() - 1)
+    result: Tensor = torch.ops.ark.compressed_reduce_scatter(
+        data, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding,
+        state.next_seed(), op, group.group_name,
+    )  # fmt: skip
+    return result
+
+
+def all_gather(state: State, data: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
+    """What all ranks hold, [world * sum of segments]. Rounds to nearest: the same at each gathering."""
+    count(state, segments, data.element_size(), group.size() - 1)
+    result: Tensor = torch.ops.ark.compressed_all_gather(
+        data, segments.numel, segments.bits, segments.bucket, state.format, "nearest", 0, group.group_name
+    )
+    return result
+
+
+def count(state: State, segments: Segments, item: int, times: float) -> None:
+    """Adds what this rank sends; `times`: how often an element leaves it."""
+    state.bytes_sent += round(segments.bytes_of(state.format, item) * times)
+    state.bytes_exact += round(sum(segments.numel) * item * times)
+
+
+def count_exact(state: State, data: Tensor, times: float | None = None) -> None:
+    """Adds an exact exchange of `data`: an all-reduce, or where each element leaves this rank `times` times."""
+    times = _all_reduce_times(state) if times is None else times
+    count(state, Segments([data.numel()], [0], [state.bucket]), data.element_size(), times)
+
+
+def count_left_out(state: State, data: Tensor, layers: Sequence[Layer], travelling: Sequence[bool]) -> None:
+    """Adds what an exact all-reduce would have sent for the layers that do not travel."""
+    numel = sum(layer.numel for layer, travels in zip(layers, travelling, strict=True) if not travels)
+    state.bytes_exact += round(numel * data.element_size() * _all_reduce_times(state))
+
+
+def _all_reduce_times(state: State) -> float:
+    """Each rank sends the others their parts, and its own sum to them."""
+    return 2 * (state.group.size() - 1) / state.group.size()
+
+
+def _residual(
+    state: State, layers: Sequence[Layer], numels: Sequence[int], rows: int, device: torch.device
+) -> Tensor | None:
+    return state.layers.residual(layers, numels, rows, device) if state.error_feedback else None

@@ -1,0 +1,120 @@
+"""Compressed collectives in plain PyTorch, as the tests' oracle: the arithmetic of torch.ops.ark.compressed_*.
+
+Every rank sees what all ranks have (an exact all_gather) and plays all of them. Parts and bits of stochastic rounding
+need not be those of the operators: with nearest rounding a value differs only where another bucket's ends decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def quantised(values: Tensor, bits: int, bucket: int, format: str, rounding: str, seed: int) -> Tensor:
+    """What arrives of float32 `values` [n] after quantising them."""
+    result = torch.empty_like(values)
+    generator = torch.Generator().manual_seed(seed & (2**62 - 1))
+    for first in range(0, len(values), bucket):
+        part = values[first : first + bucket]
+        if format == "fp8":
+            scale = part.abs().max() / 448
+            scaled = part / scale if scale > 0 else part
+            result[first : first + bucket] = scaled.to(torch.float8_e4m3fn).float() * scale
+            continue
+        low, high = part.min(), part.max()
+        if not (low.isfinite() and high.isfinite()):
+            result[first : first + bucket] = float("nan")
+            continue
+        step = (high - low) / (2**bits - 1)
+        codes = (part - low) / step if step > 0 else torch.zeros_like(part)
+        noise = torch.rand(len(part), generator=generator) if rounding == "stochastic" else 0.5
+        result[first : first + bucket] = low + (codes + noise).floor().clamp(0, 2**bits - 1) * step
+    return result
+
+
+def segments(values: Tensor, numel: Sequence[int], bits: Sequence[int], bucket: Sequence[int], *rest: object) -> Tensor:
+    """As `quantised`, segment by segment; 0 bits: exact."""
+    parts = values.split(list(numel))
+    each = zip(parts, bits, bucket, strict=True)
+    return torch.cat([quantised(p, b, size, *rest) if b else p.clone() for p, b, size in each])  # type: ignore
+
+
+def _everywhere(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    result = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(result, tensor.contiguous(), group=group)
+    return result
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def _taken(input: Tensor, residual: Tensor | None, numel: list[int], bits: list[int], rows: int, args: tuple) -> Tensor:
+    """What this rank sends, [rows * sum(numel)] in float32; renews the residual."""
+    full = input.float() if residual is None else input.float() + residual
+    sent = torch.cat([segments(row, numel, bits, *args) for row in full.view(rows, -1)])
+    if residual is not None:
+        residual.copy_((full - sent).nan_to_num(0.0, 0.0, 0.0))
+    return sent
+
+
+def compressed_all_reduce(
+    input: Tensor, residual: Tensor | None, numel: list[int], bits: list[int], bucket: list[int], format: str,
+    rounding: str, seed: int, op: str, group: str,
+) -> Tensor:  # fmt: skip
+    of = _group(group)
+    sent = _taken(input, residual, numel, bits, 1, (bucket, format, rounding, seed * 1000 + of.rank()))
+    total = torch.zeros_like(sent)
+    for one in _everywhere(sent, of):
+        total += one
+    mean = total / of.size() if op == "avg" else total
+    back = segments(mean, numel, bits, bucket, format, rounding, seed * 1000 + of.size())
+    if residual is not None:
+        lost = (mean - back).nan_to_num(0.0, 0.0, 0.0) * (of.size() if op == "avg" else 1)
+        first, last = (len(lost) * part // of.size() for part in (of.rank(), of.rank() + 1))
+        residual[first:last] += lost[first:last]
+    return back.to(input.dtype)
+
+
+def compressed_reduce_scatter(
+    input: Tensor, residual: Tensor | None, numel: list[int], bits: list[int], bucket: list[int], format: str,
+    rounding: str, seed: int, op: str, group: str,
+) -> Tensor:  # fmt: skip
+    of = _group(group)
+    sent = _taken(input, residual, numel, bits, of.size(), (bucket, format, rounding, seed * 1000 + of.rank()))
+    total = torch.zeros(sum(numel))
+    for one in _everywhere(sent, of):
+        total += one.view(of.size(), -1)[of.rank()]
+    return (total / of.size() if op == "avg" else total).to(input.dtype)
+
+
+def compressed_all_gather(
+    input: Tensor, numel: list[int], bits: list[int], bucket: list[int], format: str, rounding: str, seed: int,
+    group: str,
+) -> Tensor:  # fmt: skip
+    of = _group(group)
+    sent = segments(input.float(), numel, bits, bucket, format, rounding, seed * 1000 + of.rank())
+    return torch.cat(_everywhere(sent, of)).to(input.dtype)
+
+
+SCHEMAS = {
+    "compressed_all_reduce": "(Tensor input, Tensor(a!)? residual, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str op, str group) -> Tensor",
+    "compressed_reduce_scatter": "(Tensor input, Tensor(a!)? residual, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str op, str group) -> Tensor",
+    "compressed_all_gather": "(Tensor input, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str group) -> Tensor",
+}
+_library: torch.library.Library | None = None
+
+
+def stand_in() -> None:
+    """Until the extension has the operators."""
+    global _library
+    from ark_torch import _C  # noqa: F401
+
+    if _library is None and not hasattr(torch.ops.ark, "compressed_all_reduce"):
+        _library = torch.library.Library("ark", "FRAGMENT")
+        for name, schema in SCHEMAS.items():
+            _library.define(name + schema)
+            _library.impl(name, globals()[name], "CompositeExplicitAutograd")
