@@ -6,33 +6,41 @@ need not be those of the operators: with nearest rounding a value differs only w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from ark_torch.distributed import compression
 
 
 def quantised(values: Tensor, bits: int, bucket: int, format: str, rounding: str, seed: int) -> Tensor:
     """What arrives of float32 `values` [n] after quantising them."""
-    result = torch.empty_like(values)
-    generator = torch.Generator().manual_seed(seed & (2**62 - 1))
-    for first in range(0, len(values), bucket):
-        part = values[first : first + bucket]
-        if format == "fp8":
-            scale = part.abs().max() / 448
-            scaled = part / scale if scale > 0 else part
-            result[first : first + bucket] = scaled.to(torch.float8_e4m3fn).float() * scale
-            continue
-        low, high = part.min(), part.max()
-        if not (low.isfinite() and high.isfinite()):
-            result[first : first + bucket] = float("nan")
-            continue
-        step = (high - low) / (2**bits - 1)
-        codes = (part - low) / step if step > 0 else torch.zeros_like(part)
-        noise = torch.rand(len(part), generator=generator) if rounding == "stochastic" else 0.5
-        result[first : first + bucket] = low + (codes + noise).floor().clamp(0, 2**bits - 1) * step
-    return result
+    whole = len(values) // bucket * bucket
+    noise = torch.rand(len(values), generator=torch.Generator().manual_seed(seed & (2**62 - 1)))
+    noise = noise if rounding == "stochastic" else torch.full_like(noise, 0.5)
+    parts = [
+        _rows(values[part].view(-1, width), noise[part].view(-1, width), bits, format)
+        for part, width in ((slice(0, whole), bucket), (slice(whole, None), len(values) - whole))
+        if width and values[part].numel()
+    ]
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def _rows(rows: Tensor, noise: Tensor, bits: int, format: str) -> Tensor:
+    """A bucket a row."""
+    if format == "fp8":
+        scale = rows.abs().amax(1, keepdim=True) / 448
+        scale = scale.where(scale > 0, 1.0)
+        return (rows / scale).to(torch.float8_e4m3fn).float() * scale
+    low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
+    step = (high - low) / (2**bits - 1)
+    codes = ((rows - low) / step.where(step > 0, 1.0) + noise).floor().clamp(0, 2**bits - 1)
+    return (low + codes * step).where((high - low).isfinite(), float("nan"))
 
 
 def segments(values: Tensor, numel: Sequence[int], bits: Sequence[int], bucket: Sequence[int], *rest: object) -> Tensor:
@@ -100,10 +108,11 @@ def compressed_all_gather(
     return torch.cat(_everywhere(sent, of)).to(input.dtype)
 
 
+_SEGMENTS = "int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed"
 SCHEMAS = {
-    "compressed_all_reduce": "(Tensor input, Tensor(a!)? residual, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str op, str group) -> Tensor",
-    "compressed_reduce_scatter": "(Tensor input, Tensor(a!)? residual, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str op, str group) -> Tensor",
-    "compressed_all_gather": "(Tensor input, int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed, str group) -> Tensor",
+    "compressed_all_reduce": f"(Tensor input, Tensor(a!)? residual, {_SEGMENTS}, str op, str group) -> Tensor",
+    "compressed_reduce_scatter": f"(Tensor input, Tensor(a!)? residual, {_SEGMENTS}, str op, str group) -> Tensor",
+    "compressed_all_gather": f"(Tensor input, {_SEGMENTS}, str group) -> Tensor",
 }
 _library: torch.library.Library | None = None
 
@@ -118,3 +127,38 @@ def stand_in() -> None:
         for name, schema in SCHEMAS.items():
             _library.define(name + schema)
             _library.impl(name, globals()[name], "CompositeExplicitAutograd")
+
+
+def has_operators() -> bool:
+    """Whether the extension has the real ones."""
+    from ark_torch import _C  # noqa: F401
+
+    return hasattr(torch.ops.ark, "compressed_all_reduce") and _library is None
+
+
+class Heard(logging.Handler):
+    """What the package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("ark_torch").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def of(self, text: str) -> list[str]:
+        return [line for line in self.lines if text in line]
+
+
+def hooked(model: nn.Module, options: dict[str, Any] | None = None, **settings: Any) -> tuple[DDP, compression.State]:
+    ddp = DDP(model, **(options or {}))
+    state = compression.State(module=ddp, **settings)
+    ddp.register_comm_hook(state, compression.hook)
+    return ddp, state
+
+
+def mean(gradient: Tensor) -> Tensor:
+    total = gradient.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()

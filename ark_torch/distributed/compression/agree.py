@@ -46,7 +46,7 @@ def member(group: Any) -> dist.ProcessGroup:
 
 def gather_text(group: dist.ProcessGroup, text: str, device: torch.device) -> list[str]:
     """Collective: the texts of all ranks, by rank."""
-    mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
     lengths = [int(size) for size in sizes]
