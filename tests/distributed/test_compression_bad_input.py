@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import compression as oracle
 from support.compression import Heard, hooked, mean
 from support.groups import ark_only
 from support.launcher import run_ranks
@@ -69,7 +68,6 @@ def test_settings_that_will_not_do() -> None:
 
 
 def _differ(rank: Rank, key: str, values: tuple[Any, Any]) -> str:
-    oracle.stand_in()
     rank.init()
     ddp, _ = hooked(nn.Linear(64, 64), **{key: values[min(rank.rank, 1)]})
     with pytest.raises(ValueError) as caught:
@@ -135,7 +133,6 @@ def test_a_state_of_another_module() -> None:
 
 
 def _integers(rank: Rank) -> None:
-    oracle.stand_in()
     group = rank.init()
     for dtype in (torch.int32, torch.int64, torch.uint8, torch.bool, torch.complex64):
         data = torch.ones(512).to(dtype)
@@ -145,7 +142,6 @@ def _integers(rank: Rank) -> None:
             )
 
 
-@pytest.mark.skipif(not oracle.has_operators(), reason="the operators are not in this extension")
 def test_integer_tensors() -> None:
     run_ranks(_integers, 2)
 
@@ -154,7 +150,6 @@ def test_integer_tensors() -> None:
 
 
 def _not_finite(rank: Rank, value: float) -> list[str]:
-    oracle.stand_in()
     rank.init()
     heard = Heard()
     torch.manual_seed(0)
@@ -215,7 +210,6 @@ def _make(**settings: Any) -> tuple[DDP, compression.State]:
 
 def _restored(rank: Rank) -> Any:
     """Training that is interrupted has the bits of training that is not."""
-    oracle.stand_in()
     rank.init()
     for settings in ({"bits": 2}, {"bits": 4, "rounding": "stochastic", "error_feedback": True, "seed": 7}):
         straight, _ = _make(**settings)
@@ -243,7 +237,6 @@ def _restored(rank: Rank) -> Any:
 
 
 def _on_three(rank: Rank, saved: Any) -> None:
-    oracle.stand_in()
     rank.init()
     heard = Heard()
     ddp, state = _make(bits=2)

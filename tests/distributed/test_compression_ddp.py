@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import compression as oracle
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
@@ -122,7 +121,6 @@ GATE = ("many buckets, rebuilt", "static graph", "no_sync, views", "unused, view
 
 
 def _ways(rank: Rank, ways: tuple[str, ...]) -> None:
-    oracle.stand_in()
     group = rank.init()
     for what in ways:
         options, more = WAYS[what]
@@ -131,7 +129,6 @@ def _ways(rank: Rank, ways: tuple[str, ...]) -> None:
 
 
 def _settings(rank: Rank) -> None:
-    oracle.stand_in()
     group = rank.init()
     for settings in (
         {"bits": 2},
@@ -160,7 +157,6 @@ def test_nothing_is_lost_at_any_bits(world: int) -> None:
 
 def _subgroups(rank: Rank) -> None:
     """Ranks 1 and 2 of three train in a group of their own; the world's other member does nothing."""
-    oracle.stand_in()
     rank.init()
     group = dist.new_group([1, 2])
     if rank.rank == 0:
@@ -179,7 +175,6 @@ def test_subgroups() -> None:
 
 
 def _one(rank: Rank) -> None:
-    oracle.stand_in()
     rank.init()
     ddp, alone = DDP(Net()), Net()
     state = compression.State(bits=1, module=ddp)
@@ -196,7 +191,6 @@ def test_one_rank_is_exact() -> None:
 
 
 def _dtypes(rank: Rank) -> None:
-    oracle.stand_in()
     group = rank.init()
     for dtype, close in ((torch.bfloat16, 0.1), (torch.float16, 0.1), (torch.float64, 1e-12)):
         torch.manual_seed(3)
@@ -224,7 +218,6 @@ def test_bfloat16_and_float16_and_float64_exact() -> None:
 
 def _join(rank: Rank) -> None:
     """Rank 0 has fewer batches; while the others go on it answers with zeros (and what it had lost before)."""
-    oracle.stand_in()
     group = rank.init()
     ddp = DDP(Net())
     state = compression.State(bits=4, module=ddp)
@@ -255,7 +248,6 @@ def test_join() -> None:
 
 def _large(rank: Rank) -> None:
     """A layer longer than DDP's buckets and than any piece in which the group moves bytes."""
-    oracle.stand_in()
     group = rank.init()
     ddp = DDP(nn.Linear(2048, 3001, bias=False), bucket_cap_mb=1)
     state = compression.State(bits=8, module=ddp, rounding="nearest")
@@ -277,7 +269,6 @@ def test_a_layer_larger_than_a_bucket_is_reduced_whole() -> None:
 
 def _plain_stays_exact(rank: Rank) -> None:
     """Beside a hook on the same group."""
-    oracle.stand_in()
     group = rank.init()
     before, after = (torch.randn(5000, generator=torch.Generator().manual_seed(rank.rank)) for _ in range(2))
     dist.all_reduce(before)
@@ -318,7 +309,7 @@ def _pytorchs_hooks(rank: Rank) -> None:
     power = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
 
     # DDP refuses the bfloat16 hook by its name where there is no NCCL.
-    def bf16(state: Any, bucket: dist.GradBucket) -> Any:
+    def bf16(state, bucket):  # type: ignore[no-untyped-def]
         return default_hooks.bf16_compress_hook(state, bucket)
 
     for hook, state, close in (

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support import compression as oracle
 from support.compression import Heard, hooked, mean
 from support.groups import ark_only
 from support.launcher import run_ranks
@@ -38,7 +37,6 @@ def test_the_first_rule_that_matches_counts() -> None:
 
 
 def _ruled(rank: Rank) -> None:
-    oracle.stand_in()
     rank.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
@@ -93,7 +91,6 @@ def test_bits_by_marginal_gain_are_nearly_the_best_there_are() -> None:
 
 
 def _automatic(rank: Rank) -> None:
-    oracle.stand_in()
     rank.init()
     heard = Heard()
     torch.manual_seed(0)
@@ -154,7 +151,6 @@ class Adapted(nn.Module):
 
 
 def _bytes(rank: Rank) -> None:
-    oracle.stand_in()
     rank.init()
 
     def run(model: Adapted, steps: int = 3, adapters: bool = True) -> compression.State:
@@ -189,7 +185,6 @@ def test_frozen_and_zero_layers_send_nothing() -> None:
 
 def _zero_here(rank: Rank) -> None:
     """A layer that one rank does not use travels; one that none uses keeps what it lost until it is used again."""
-    oracle.stand_in()
     rank.init()
     torch.manual_seed(0)
 
@@ -233,7 +228,6 @@ def test_layers_used_by_some_ranks_or_some_steps() -> None:
 
 
 def _sparse(rank: Rank) -> None:
-    oracle.stand_in()
     group = rank.init()
 
     class Bags(nn.Module):
@@ -279,7 +273,6 @@ def _faster(rank: Rank, wins: bool) -> None:
 
     from ark_torch.distributed.compression import contest
 
-    oracle.stand_in()
     rank.init()
     heard = Heard()
     ticks = iter(range(10**9))

@@ -108,34 +108,6 @@ def compressed_all_gather(
     return torch.cat(_everywhere(sent, of)).to(input.dtype)
 
 
-_SEGMENTS = "int[] numel, int[] bits, int[] bucket, str format, str rounding, int seed"
-SCHEMAS = {
-    "compressed_all_reduce": f"(Tensor input, Tensor(a!)? residual, {_SEGMENTS}, str op, str group) -> Tensor",
-    "compressed_reduce_scatter": f"(Tensor input, Tensor(a!)? residual, {_SEGMENTS}, str op, str group) -> Tensor",
-    "compressed_all_gather": f"(Tensor input, {_SEGMENTS}, str group) -> Tensor",
-}
-_library: torch.library.Library | None = None
-
-
-def stand_in() -> None:
-    """Until the extension has the operators."""
-    global _library
-    from ark_torch import _C  # noqa: F401
-
-    if _library is None and not hasattr(torch.ops.ark, "compressed_all_reduce"):
-        _library = torch.library.Library("ark", "FRAGMENT")
-        for name, schema in SCHEMAS.items():
-            _library.define(name + schema)
-            _library.impl(name, globals()[name], "CompositeExplicitAutograd")
-
-
-def has_operators() -> bool:
-    """Whether the extension has the real ones."""
-    from ark_torch import _C  # noqa: F401
-
-    return hasattr(torch.ops.ark, "compressed_all_reduce") and _library is None
-
-
 class Heard(logging.Handler):
     """What the package logs."""
 

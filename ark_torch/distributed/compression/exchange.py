@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
+from ark_torch.distributed.compression.functional import _coded_bytes
 from ark_torch.distributed.compression.layers import Layer
-from ark_torch.distributed.compression.rules import code_bytes
 from ark_torch.distributed.compression.state import State
 
 
@@ -27,9 +27,10 @@ class Segments:
     def exact(self) -> bool:
         return not any(self.bits)
 
-    def bytes_of(self, format: str, item: int) -> int:
+    def bytes_of(self, item: int) -> int:
+        """What they take on their way: codes and scales, or the elements themselves (`item` bytes each)."""
         each = zip(self.numel, self.bits, self.bucket, strict=True)
-        return sum(code_bytes(numel, bits, bucket, format, item) for numel, bits, bucket in each)
+        return sum(_coded_bytes(numel, bits, bucket) if bits else numel * item for numel, bits, bucket in each)
 
 
 def segments_of(widths: Sequence[tuple[int, int]], numels: Sequence[int], bucket: int) -> Segments:
@@ -84,7 +85,7 @@ def all_gather(state: State, data: Tensor, segments: Segments, group: dist.Proce
 
 def count(state: State, segments: Segments, item: int, times: float) -> None:
     """Adds what this rank sends; `times`: how often an element leaves it."""
-    state.bytes_sent += round(segments.bytes_of(state.format, item) * times)
+    state.bytes_sent += round(segments.bytes_of(item) * times)
     state.bytes_exact += round(sum(segments.numel) * item * times)
 
 

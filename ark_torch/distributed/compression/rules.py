@@ -95,11 +95,3 @@ def rule_for(name: str, dims: int, numel: int, rules: Mapping[str, Rule], exact_
         if fnmatchcase(name, pattern):
             return rule
     return EXACT if dims <= 1 or numel < exact_below else None
-
-
-def code_bytes(numel: int, bits: int, bucket: int, format: str, item: int) -> int:
-    """Bytes that `numel` elements take on their way: codes and scales, or the elements themselves (`item` each)."""
-    if bits == 0:
-        return numel * item
-    scales = -(-numel // bucket) * (4 if format == "fp8" else 8)
-    return scales + -(-numel * bits // 8)
