@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 from ark_torch.distributed.compression.functional import _coded_bytes
 from ark_torch.distributed.compression.layers import Layer
+from ark_torch.distributed.compression.loading import ENDS, loaded
 from ark_torch.distributed.compression.state import State
 
 
@@ -51,13 +52,17 @@ def segments_of(widths: Sequence[tuple[int, int]], numels: Sequence[int], bucket
 def all_reduce(state: State, data: Tensor, layers: Sequence[Layer], segments: Segments) -> Tensor:
     """The mean over ranks of `data`, [sum of segments]; takes and renews the layers' residuals."""
     group = state.group
-    residual = _residual(state, layers, [layer.numel for layer in layers], 1, data.device)
     count(state, segments, data.element_size(), _all_reduce_times(state))
-    result: Tensor = torch.ops.ark.compressed_all_reduce(
-        data, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding,
-        state.next_seed(), "avg", group.group_name,
-    )  # fmt: skip
-    return result
+    seed = state.next_seed()
+
+    def run(given: Tensor, residual: Tensor | None) -> Tensor:
+        result: Tensor = torch.ops.ark.compressed_all_reduce(
+            given, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding, seed, "avg",
+            group.group_name,
+        )  # fmt: skip
+        return result
+
+    return _with_feedback(state, data, layers, [layer.numel for layer in layers], 1, run)
 
 
 def reduce_scatter(
@@ -65,13 +70,35 @@ def reduce_scatter(
     group: dist.ProcessGroup,
 ) -> Tensor:  # fmt: skip
     """This rank's share, [sum of segments], of the sum or mean of `data`, [world * sum of segments]."""
-    residual = _residual(state, layers, shares, group.size(), data.device)
     count(state, segments, data.element_size(), group.size() - 1)
-    result: Tensor = torch.ops.ark.compressed_reduce_scatter(
-        data, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding,
-        state.next_seed(), op, group.group_name,
-    )  # fmt: skip
-    return result
+    seed = state.next_seed()
+
+    def run(given: Tensor, residual: Tensor | None) -> Tensor:
+        result: Tensor = torch.ops.ark.compressed_reduce_scatter(
+            given, residual, segments.numel, segments.bits, segments.bucket, state.format, state.rounding, seed, op,
+            group.group_name,
+        )  # fmt: skip
+        return result
+
+    return _with_feedback(state, data, layers, shares, group.size(), run)
+
+
+def _with_feedback(
+    state: State,
+    data: Tensor,
+    layers: Sequence[Layer],
+    numels: Sequence[int],
+    rows: int,
+    run: Callable[[Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """`run(data, residual)` with the layers' residuals; `rows`: how often the layers stand in `data`."""
+    if not state.error_feedback:
+        return run(data, None)
+    residual = state.layers.residual(layers, numels, rows, data.device)
+    widths = [state.width(layer) for layer in layers]
+    if state.format == "uniform" and any(bits in ENDS for bits, _ in widths):
+        return loaded(data, residual, rows, numels, widths, lambda given: run(given, residual))
+    return run(data, residual)
 
 
 def all_gather(state: State, data: Tensor, segments: Segments, group: dist.ProcessGroup) -> Tensor:
@@ -104,9 +131,3 @@ def count_left_out(state: State, data: Tensor, layers: Sequence[Layer], travelli
 def _all_reduce_times(state: State) -> float:
     """Each rank sends the others their parts, and its own sum to them."""
     return 2 * (state.group.size() - 1) / state.group.size()
-
-
-def _residual(
-    state: State, layers: Sequence[Layer], numels: Sequence[int], rows: int, device: torch.device
-) -> Tensor | None:
-    return state.layers.residual(layers, numels, rows, device) if state.error_feedback else None
