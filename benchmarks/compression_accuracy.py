@@ -2,9 +2,8 @@
 
     python benchmarks/compression_accuracy.py [--steps 400] [--seeds 3] [--output FOLDER]
 
-Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller
-buckets; bits chosen by Auto) trains the same model on the
-same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and for each way the
+Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller buckets; bits chosen by Auto) trains the
+same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and for each way the
 mean loss at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands there when time is
 over is written: --seconds ends it between two runs.
 """

@@ -110,7 +110,7 @@ def _parameters(rank: Rank) -> None:
 
     for index in (0, 2, 4):
         model[index].which = f"{index}.weight"
-        model[index].register_forward_hook(look)
+        model[index].register_forward_pre_hook(look)  # behind the one that gathers
     with mock.patch.object(fsdp2.exchange, "all_gather", note):
         model(_batch(0, rank.rank)).square().mean().backward()
     assert len(gathered) == 3 and all(len(calls) == 2 for calls in gathered.values())

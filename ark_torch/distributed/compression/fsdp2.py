@@ -78,8 +78,7 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
         if len(groups) > 1:
             raise ValueError("ark: fsdp: a module has parameters on several meshes: its exchanges cannot be replaced.")
         for group in groups:
-            if one is found[0]:
-                state.group = group._reduce_scatter_process_group
+            state.group = group._reduce_scatter_process_group
             flat = _Flat(state, group, names)
             one.set_custom_reduce_scatter(_ReduceScatter(flat, group._reduce_scatter_comm))
             if parameters is not None:
