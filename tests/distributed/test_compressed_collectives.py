@@ -62,6 +62,7 @@ def _cases(name: str) -> list[Settings]:
 
 def _against_oracle(rank: Rank, dtypes: tuple[torch.dtype, ...]) -> None:
     rank.init()
+    torch.set_num_threads(1)
     group = dist.group.WORLD
     _check_all(rank.rank, rank.world_size, group, dtypes)
 
