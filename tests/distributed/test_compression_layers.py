@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support import compression as oracle
 from support.compression import Heard, hooked, mean
 from support.groups import ark_only
 from support.launcher import run_ranks
@@ -15,7 +16,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 
 from ark_torch.distributed import compression
-from ark_torch.distributed.compression import auto, rules
+from ark_torch.distributed.compression import auto, loading, rules
 
 pytestmark = [ark_only]
 
@@ -128,6 +129,51 @@ def test_bits_chosen_from_gradients() -> None:
 def test_spread_is_by_bucket() -> None:
     gradient = torch.cat([torch.linspace(0, 1, 128), torch.linspace(0, 3, 128), torch.tensor([5.0, 6.0])])
     assert float(auto.spread_of(gradient, 128)) == pytest.approx(128 * 1 + 128 * 9 + 2 * 1)
+
+
+# -- few bits
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_few_bits_lose_less_than_there_is_when_values_are_drawn_in(bits: int) -> None:
+    """What error feedback needs; from least to greatest value it is not so."""
+    generator = torch.Generator().manual_seed(bits)
+    values = torch.randn(8 * 512, generator=generator) * torch.rand(8 * 512, generator=generator).reciprocal().sqrt()
+    values += 0.01
+    residual = torch.randn(8 * 512, generator=generator) * 0.1
+    full = values + residual
+
+    def lost(ends: bool) -> float:
+        left = residual.clone()
+        if ends:
+            got = loading.loaded(
+                values, left, 2, [4 * 512 - 7, 7], [(bits, 512), (0, 512)],
+                lambda given: _rows_of(given, left, bits),
+            )  # fmt: skip
+        else:
+            left.zero_()
+            got = _rows_of(full, left, bits)
+        torch.testing.assert_close(got + left, full, rtol=1e-5, atol=1e-5)
+        return float(left.norm() / full.norm())
+
+    assert lost(True) < 0.85
+    assert bits == 3 or lost(False) > 1.0
+
+
+def _rows_of(given: Tensor, residual: Tensor, bits: int) -> Tensor:
+    """An exchange of one rank: two rows of a quantised layer and an exact one."""
+    sent = torch.cat([oracle.segments(row, [4 * 512 - 7, 7], [bits, 0], [512, 512], "uniform", "nearest", 0)
+                      for row in given.view(2, -1)])  # fmt: skip
+    residual += given - sent
+    return sent
+
+
+def test_a_nan_bucket_leaves_nothing_behind() -> None:
+    values, residual = torch.randn(1024), torch.zeros(1024)
+    values[700] = float("nan")
+    got = loading.loaded(values, residual, 1, [1024], [(2, 512)], lambda given: given.clone())
+    assert got[512:].isnan().all() and got[:512].isfinite().all() and residual.isfinite().all()
+    assert not residual[512:].any() and residual[:512].any()
 
 
 # -- layers that send nothing

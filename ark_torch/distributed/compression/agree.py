@@ -15,19 +15,20 @@ import torch.distributed as dist
 log = logging.getLogger("ark_torch")
 
 
-def carried_by_ark(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """False where ARK_DISABLE has put another backend in ark's place: gradients are then exact.
+def why_exact(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Why the group's gradients cannot be compressed though it was made as ark's; empty where they can.
 
     Raises ValueError for a group that is not ark's, naming its backend.
     """
     from ark_torch import _C, env
 
     backend: Any = group._get_backend(device)
-    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     if isinstance(backend, _C.ProcessGroupArk):
-        return True
+        return ""
+    if isinstance(getattr(backend, "wrapped_pg", None), _C.ProcessGroupArk):
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL hides ark's group from its operators"
     if env.read().disable:
-        return False
+        return "ARK_DISABLE is set"
     raise ValueError(
         f"ark: [rank {group.rank()}] compression: the group's {device.type} tensors are carried by {backend.name()!r}: "
         "make the group with backend 'ark', or register no compression hook."

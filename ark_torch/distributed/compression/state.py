@@ -122,18 +122,19 @@ class State:
         }
 
     def begin(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Collective in a group's first call. Whether gradients are compressed: not by one rank, nor with ARK_DISABLE.
+        """Collective in a group's first call. Whether gradients are compressed: not by one rank, nor with ARK_DISABLE
+        or TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
         Raises ValueError for a group that is not ark's, and where ranks have different settings.
         """
         key = f"{group.group_name} {device.type}"
         if key not in self._met:
-            carried = agree.carried_by_ark(group, device)
+            why_exact = agree.why_exact(group, device)
             if group.size() > 1:
                 agree.compare_settings(group, self.settings(), device)
-            if not carried:
-                self.say("ARK_DISABLE", "ARK_DISABLE is set: gradients are sent exact")
-            self._met[key] = carried and group.size() > 1
+            if why_exact:
+                self.say("exact", f"{why_exact}: gradients are sent exact")
+            self._met[key] = not why_exact and group.size() > 1
         return self._met[key]
 
     def say(self, what: str, text: str) -> None:
