@@ -16,7 +16,7 @@ from support.rank import Rank
 from torch import Tensor, nn
 
 from ark_torch.distributed import compression
-from ark_torch.distributed.compression import auto, loading, rules
+from ark_torch.distributed.compression import auto, layers, loading, rules, zeros
 
 pytestmark = [ark_only]
 
@@ -227,6 +227,19 @@ def _bytes(rank: Rank) -> None:
 
 def test_frozen_and_zero_layers_send_nothing() -> None:
     run_ranks(_bytes, 2)
+
+
+def test_how_often_flags_are_asked_for() -> None:
+    """Each step on the CPU; on a GPU each 64th, and each while a layer is left out."""
+    made = [layers.Layer("a", [4, 4], None), layers.Layer("b", [4, 4], None)]
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert all(zeros.Zeros(None).asks(made, cpu) for _ in range(3))
+    sometimes = zeros.Zeros(None)
+    assert [sometimes.asks(made, cuda) for _ in range(130)] == [step % 64 == 0 for step in range(130)]
+    sometimes._left_out.add(tuple(map(id, made)))
+    assert sometimes.asks(made, cuda)
+    always, never = zeros.Zeros(True), zeros.Zeros(False)
+    assert all(always.asks(made, cuda) for _ in range(3)) and not any(never.asks(made, cpu) for _ in range(3))
 
 
 def _zero_here(rank: Rank) -> None:
