@@ -201,8 +201,9 @@ def all_gather(inputs: list[Tensor], segments: list[Segment], settings: Settings
 
 def record_bytes(numel: int, bits: int, element_bytes: int) -> int:
     if bits == 0:
-        return -(-numel * element_bytes // 8) * 8
-    return 8 + -(--(-numel // 8) * bits // 8) * 8
+        return (numel * element_bytes + 7) // 8 * 8
+    groups = (numel + 7) // 8  # of eight codes, `bits` bytes each
+    return 8 + (groups * bits + 7) // 8 * 8
 
 
 def owners(segments: list[Segment], element_bytes: int, world: int) -> Tensor:

@@ -35,8 +35,8 @@ def compressed_all_reduce(
     its whole bucket NaN; nothing is clipped. A group of one rank returns the tensor as it is, copied.
 
     For inference. It has no gradient and keeps no residual: gradients want a hook with error feedback. A plain
-    `all_reduce` of the same group stays exact. Collective: all ranks call it, in the same order. It may be captured in a
-    CUDA graph once ranks have compared its settings, in a call before.
+    `all_reduce` of the same group stays exact. Collective: all ranks call it, in the same order. CUDA graphs may
+    capture it once ranks have compared its settings, in a call before.
 
     Args:
         tensor: any shape and strides, the same shape on all ranks; float32, bfloat16 or float16, on the CPU or a CUDA
@@ -86,17 +86,14 @@ def _coded_bytes(numel: Any, bits: int, bucket: int) -> Any:
     return whole * each + last + 8 * ((rest + bucket - 1) // bucket)
 
 
-@torch.library.register_fake("ark::quantize")
 def _fake_quantize(input: Tensor, bits: int, bucket: int, format: str, rounding: str, seed: int) -> Tensor:
     return input.new_empty((_coded_bytes(input.shape[0], bits, bucket),), dtype=torch.uint8)
 
 
-@torch.library.register_fake("ark::dequantize")
 def _fake_dequantize(codes: Tensor, numel: Any, dtype: torch.dtype, bits: int, bucket: int, format: str) -> Tensor:
     return codes.new_empty((numel,), dtype=dtype)
 
 
-@torch.library.register_fake("ark::compressed_all_reduce")
 def _fake_all_reduce(
     input: Tensor,
     residual: Tensor | None,
@@ -112,7 +109,6 @@ def _fake_all_reduce(
     return torch.empty_like(input)
 
 
-@torch.library.register_fake("ark::compressed_reduce_scatter")
 def _fake_reduce_scatter(
     input: Tensor,
     residual: Tensor | None,
@@ -128,7 +124,6 @@ def _fake_reduce_scatter(
     return input.new_empty((input.shape[0] // dist.distributed_c10d._get_group_size_by_name(group),))
 
 
-@torch.library.register_fake("ark::compressed_all_gather")
 def _fake_all_gather(
     input: Tensor,
     numel: Sequence[Any],
@@ -140,3 +135,13 @@ def _fake_all_gather(
     group: Any,
 ) -> Tensor:
     return input.new_empty((input.shape[0] * dist.distributed_c10d._get_group_size_by_name(group),))
+
+
+for _operator, _fake in (
+    ("ark::quantize", _fake_quantize),
+    ("ark::dequantize", _fake_dequantize),
+    ("ark::compressed_all_reduce", _fake_all_reduce),
+    ("ark::compressed_reduce_scatter", _fake_reduce_scatter),
+    ("ark::compressed_all_gather", _fake_all_gather),
+):
+    torch.library.register_fake(_operator, _fake)

@@ -12,7 +12,8 @@ namespace ark::ARK_REDUCE_ISA::quantizer {
 using U32 = Vec<uint32_t, kLanes>;
 using U64 = Vec<uint64_t, kLanes / 2>;
 
-inline constexpr int kRandomElements = 8 * kLanes;  // of one call
+inline constexpr int kChains = 2;                             // side by side: a round waits for the one before it
+inline constexpr int kRandomElements = kChains * 8 * kLanes;  // of one call
 
 #if defined(__x86_64__)
 
@@ -54,24 +55,34 @@ ARK_INLINE void multiply(U32 a, uint32_t b, U32& low, U32& high) {
 // Chances of elements [8 * group, 8 * group + kRandomElements) of a bucket.
 inline __attribute__((noinline)) void chances(const quantize::Rule& rule, uint32_t bucket, uint32_t group,
                                               uint16_t* to) {
-  U32 c0 = {};
-  for (uint32_t lane = 0; lane < kLanes; ++lane) c0[lane] = lane % 4 * (kLanes / 4) + lane / 4;
-  c0 += group;
-  U32 c1 = U32{} + bucket, c2 = U32{} + rule.rank, c3 = U32{} + static_cast<uint32_t>(rule.stage);
+  U32 lanes = {};
+  for (uint32_t lane = 0; lane < kLanes; ++lane) lanes[lane] = lane % 4 * (kLanes / 4) + lane / 4;
+  U32 c0[kChains], c1[kChains], c2[kChains], c3[kChains];
+#pragma GCC unroll 2
+  for (int i = 0; i < kChains; ++i) {
+    c0[i] = lanes + (group + static_cast<uint32_t>(i * kLanes)), c1[i] = U32{} + bucket, c2[i] = U32{} + rule.rank;
+    c3[i] = U32{} + static_cast<uint32_t>(rule.stage);
+  }
   uint32_t k0 = static_cast<uint32_t>(rule.seed), k1 = static_cast<uint32_t>(rule.seed >> 32);
 #pragma GCC unroll 10
   for (int round = 0; round < quantize::kPhiloxRounds; ++round) {
-    U32 low_a, high_a, low_b, high_b;
-    multiply(c0, quantize::kPhiloxA, low_a, high_a);
-    multiply(c2, quantize::kPhiloxB, low_b, high_b);
-    c0 = high_b ^ c1 ^ k0, c2 = high_a ^ c3 ^ k1, c1 = low_b, c3 = low_a;
+#pragma GCC unroll 2
+    for (int i = 0; i < kChains; ++i) {
+      U32 low_a, high_a, low_b, high_b;
+      multiply(c0[i], quantize::kPhiloxA, low_a, high_a);
+      multiply(c2[i], quantize::kPhiloxB, low_b, high_b);
+      c0[i] = high_b ^ c1[i] ^ k0, c2[i] = high_a ^ c3[i] ^ k1, c1[i] = low_b, c3[i] = low_a;
+    }
     k0 += quantize::kWeylA, k1 += quantize::kWeylB;
   }
-  const U32 a = ARK_INTERLEAVE_32(lo, c0, c1), b = ARK_INTERLEAVE_32(hi, c0, c1);
-  const U32 c = ARK_INTERLEAVE_32(lo, c2, c3), d = ARK_INTERLEAVE_32(hi, c2, c3);
-  const U32 ordered[4] = {ARK_INTERLEAVE_64(lo, a, c), ARK_INTERLEAVE_64(hi, a, c), ARK_INTERLEAVE_64(lo, b, d),
-                          ARK_INTERLEAVE_64(hi, b, d)};
-  __builtin_memcpy(to, ordered, sizeof(ordered));
+#pragma GCC unroll 2
+  for (int i = 0; i < kChains; ++i) {
+    const U32 a = ARK_INTERLEAVE_32(lo, c0[i], c1[i]), b = ARK_INTERLEAVE_32(hi, c0[i], c1[i]);
+    const U32 c = ARK_INTERLEAVE_32(lo, c2[i], c3[i]), d = ARK_INTERLEAVE_32(hi, c2[i], c3[i]);
+    const U32 ordered[4] = {ARK_INTERLEAVE_64(lo, a, c), ARK_INTERLEAVE_64(hi, a, c), ARK_INTERLEAVE_64(lo, b, d),
+                            ARK_INTERLEAVE_64(hi, b, d)};
+    __builtin_memcpy(to + i * 8 * kLanes, ordered, sizeof(ordered));
+  }
 }
 
 #undef ARK_INTERLEAVE_32
@@ -83,7 +94,7 @@ inline __attribute__((noinline)) void chances(const quantize::Rule& rule, uint32
 
 inline __attribute__((noinline)) void chances(const quantize::Rule& rule, uint32_t bucket, uint32_t group,
                                               uint16_t* to) {
-  for (uint32_t g = 0; g < kLanes; ++g) {
+  for (uint32_t g = 0; g < kRandomElements / 8; ++g) {
     const quantize::Random random = quantize::random_of(rule, bucket, group + g);
     for (uint32_t i = 0; i < 8; ++i) to[8 * g + i] = static_cast<uint16_t>(quantize::chance_of(random, i));
   }
