@@ -3,9 +3,10 @@
     python benchmarks/compression_accuracy.py [--steps 400] [--seeds 3] [--output FOLDER]
 
 Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller buckets; bits chosen by Auto) trains the
-same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and for each way the
-mean loss at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands there when time is
-over is written: --seconds ends it between two runs.
+same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and
+for each way the mean loss at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands
+there when time is over is written: --seconds ends it between two runs, and runs of an earlier call stay where they are
+not run again.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     place = Place(store, rank, world, torch.device("cpu"))
     corpus = load_corpus()
     model = ModelConfig(arguments.layers, arguments.width, 4, 64)
-    started, runs, late = time.monotonic(), [], torch.zeros(1)
+    started, runs, late = time.monotonic(), earlier(arguments), torch.zeros(1)
     conditions = report.surroundings(" ".join(["python benchmarks/compression_accuracy.py", *sys.argv[1:]]))
     chosen = {name: how for name, how in ways().items() if arguments.ways is None or name in arguments.ways}
     for number, (seed, way) in enumerate((seed, way) for seed in range(arguments.seeds) for way in chosen):
@@ -80,6 +81,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         result, _ = train(config, corpus, "ark", number, place, lambda *_: None)
         if rank == 0:
             row = {"way": way, "seed": seed, "held_out": result.held_out, "seconds": result.seconds}
+            runs = [run for run in runs if (run["way"], run["seed"]) != (way, seed)]
             runs.append({**row, "bytes_sent": result.bytes_sent, "bytes_exact": result.bytes_exact})
             print(f"seed {seed}, {way}: {result.held_out[-1][1]:.4f} after {result.seconds:.1f} s", flush=True)
             write(runs, arguments, {**conditions, "ranks": world})
@@ -91,11 +93,25 @@ def run_rank(arguments: argparse.Namespace) -> None:
             )
 
 
+def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    model = {"layers": arguments.layers, "width": arguments.width, "context": 64}
+    return {"model": model, "steps": arguments.steps, "batch": arguments.batch}
+
+
+def earlier(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs of the same model and steps that stand in the file: kept where they are not run again."""
+    path = arguments.output / "compression_accuracy.json"
+    if not path.exists():
+        return []
+    written = json.loads(path.read_text())
+    shape = shape_of(arguments)
+    return list(written["runs"]) if all(written.get(key) == value for key, value in shape.items()) else []
+
+
 def write(runs: list[dict[str, Any]], arguments: argparse.Namespace, conditions: dict[str, Any]) -> None:
     """After each run, so that what ran is there whatever ends the next one."""
-    model = {"layers": arguments.layers, "width": arguments.width, "context": 64}
-    training = {"steps": arguments.steps, "batch": arguments.batch}
-    written = {**conditions, "model": model, **training, "summary": summary(runs), "runs": runs}
+    runs = sorted(runs, key=lambda run: (run["seed"], list(ways()).index(run["way"])))
+    written = {**conditions, **shape_of(arguments), "summary": summary(runs), "runs": runs}
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "compression_accuracy.json").write_text(json.dumps(written, indent=1) + "\n")
     draw(written, arguments.output / "compression_accuracy.png")
@@ -142,6 +158,7 @@ def draw(written: dict[str, Any], path: Path) -> None:
     right.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main() -> None:

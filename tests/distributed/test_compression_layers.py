@@ -71,24 +71,37 @@ def test_rules_by_name_and_pattern() -> None:
 
 
 def test_bits_by_marginal_gain_are_nearly_the_best_there_are() -> None:
-    """Against all ways to give five layers 1 to 8 bits in the budget."""
-    numels, spreads = [100, 40, 10, 300, 50], [5.0, 90.0, 3.0, 20.0, 0.5]
+    """Against all ways to give four layers 1 to 8 bits in the budget."""
+    numels, sums = [100, 40, 300, 50], [(1.0, 5.0), (2.0, 90.0), (0.1, 20.0), (0.01, 0.5)]
+    for feedback, relative in itertools.product((False, True), repeat=2):
+        errors = [auto.errors_of(*pair, n, feedback, relative) for pair, n in zip(sums, numels, strict=True)]
 
-    def error(bits: Any) -> float:
-        return sum(s / (2**b - 1) ** 2 for s, b in zip(spreads, bits, strict=True))
+        def error(bits: Any, errors: Any = errors) -> float:
+            return sum(of_layer[b - 1] for of_layer, b in zip(errors, bits, strict=True))
 
-    for budget in (1.5, 2.0, 2.5, 3.0, 4.2):
-        allowed = budget * sum(numels)
-        ways = itertools.product(range(1, 9), repeat=5)
-        best = min(error(bits) for bits in ways if sum(b * n for b, n in zip(bits, numels, strict=True)) <= allowed)
-        chosen = auto.allocate(spreads, numels, budget, least=1)
-        assert sum(b * n for b, n in zip(chosen, numels, strict=True)) <= allowed
-        # The best but for one bit of the layer that did not fit any more.
-        less = max(s / (2**b - 1) ** 2 - s / (2 ** (b + 1) - 1) ** 2 for s, b in zip(spreads, chosen, strict=True))
-        assert error(chosen) <= best + less, (budget, chosen)
-        assert error(chosen) < 0.7 * error([int(budget)] * 5), (budget, chosen)
-    assert auto.allocate([0.0, 1.0], [10, 10], 4.0) == [2, 6]
-    assert auto.allocate([1.0, 1.0], [10, 10], 8.0) == [8, 8]
+        for budget in (1.5, 2.0, 2.5, 3.0, 4.2):
+            allowed = budget * sum(numels)
+            ways = itertools.product(range(1, 9), repeat=4)
+            best = min(error(bits) for bits in ways if sum(b * n for b, n in zip(bits, numels, strict=True)) <= allowed)
+            chosen = auto.allocate(errors, numels, budget, least=1)
+            assert sum(b * n for b, n in zip(chosen, numels, strict=True)) <= allowed
+            # The best but for the next step of the layer that did not fit any more.
+            less = max(one[b - 1] - min(one) for one, b in zip(errors, chosen, strict=True))
+            assert error(chosen) <= best + less, (budget, chosen)
+    flat = auto.errors_of(0.0, 0.0, 10, False, True)
+    assert auto.allocate([flat, auto.errors_of(1.0, 1.0, 10, False, True)], [10, 10], 4.0) == [2, 6]
+    assert auto.allocate([auto.errors_of(1.0, 1.0, 10, True, True)] * 2, [10, 10], 8.0) == [8, 8]
+
+
+def test_what_counts_is_absolute_for_sgd_and_relative_for_adam() -> None:
+    """The same layer at a hundred times the scale."""
+    quiet, loud = (1.0, 40.0), (1e4, 40e4)
+
+    def chosen(relative: bool) -> list[int]:
+        errors = [auto.errors_of(*sums, 10, False, relative) for sums in (quiet, loud)]
+        return auto.allocate(errors, [10, 10], 4.0)
+
+    assert chosen(True) == [4, 4] and chosen(False) == [2, 6]
 
 
 def _automatic(rank: Rank) -> None:
@@ -98,7 +111,7 @@ def _automatic(rank: Rank) -> None:
     model = nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in ("loud", "quiet", "fixed")})
     ddp, state = hooked(
         nn.Sequential(model["loud"], model["quiet"], model["fixed"]),
-        bits=compression.Auto(budget=4, steps=2),
+        bits=compression.Auto(budget=4, steps=2, relative=False),
         rules={"2.weight": 8},
     )
     for step in range(3):
@@ -106,9 +119,7 @@ def _automatic(rank: Rank) -> None:
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step + 10 * rank.rank))
         if rank.rank == 0:
             x = 0.1 * x  # what ranks measure differs, what they choose must not
-        first = ddp.module[0](x)
-        # The first layer's gradient is small, the second's large.
-        (ddp(x).sum() + 0 * first.sum()).backward() if step < 0 else (ddp(x) * 1e2).square().mean().backward()
+        (ddp(x) * 1e2).square().mean().backward()
     bits = {layer.name: state.width(layer)[0] for layer in state.layers}
     assert bits["2.weight"] == 8 and bits["0.weight"] + bits["1.weight"] == 8, bits
     every: list[Any] = [None] * rank.world_size
@@ -118,7 +129,7 @@ def _automatic(rank: Rank) -> None:
     assert len(chosen) == (1 if rank.rank == 0 else 0)
     if chosen:
         assert f"{bits['0.weight']} bits, bucket 512" in chosen[0] and "2.weight  8 bits" in chosen[0]
-    spreads = [float(auto.spread_of(layer.weight.grad, 512)) for layer in (ddp.module[0], ddp.module[1])]
+    spreads = [float(auto.sums_of(layer.weight.grad, 512)[1]) for layer in (ddp.module[0], ddp.module[1])]
     assert (bits["0.weight"] > bits["1.weight"]) == (spreads[0] > spreads[1]) or bits["0.weight"] == bits["1.weight"]
 
 
@@ -128,7 +139,9 @@ def test_bits_chosen_from_gradients() -> None:
 
 def test_spread_is_by_bucket() -> None:
     gradient = torch.cat([torch.linspace(0, 1, 128), torch.linspace(0, 3, 128), torch.tensor([5.0, 6.0])])
-    assert float(auto.spread_of(gradient, 128)) == pytest.approx(128 * 1 + 128 * 9 + 2 * 1)
+    energy, spread = auto.sums_of(gradient, 128).tolist()
+    assert spread == pytest.approx(128 * 1 + 128 * 9 + 2 * 1)
+    assert energy == pytest.approx(float(gradient.square().sum()))
 
 
 # -- few bits

@@ -29,7 +29,7 @@ class Layer:
         self.chosen: int | None = None  # bits, by Auto
         self.residual: Tensor | None = None
         self.movable = True  # whether elements stand in the same order whatever the number of ranks
-        self.spread: Tensor | None = None  # what Auto has measured
+        self.sums: Tensor | None = None  # what Auto has measured
 
     def __repr__(self) -> str:
         return f"Layer({self.name}, {self.shape})"

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ark_torch.distributed.compression import agree
 from ark_torch.distributed.compression import rules as rules_of
 from ark_torch.distributed.compression.agree import log
-from ark_torch.distributed.compression.auto import Auto, allocate, spread_of
+from ark_torch.distributed.compression.auto import Auto, allocate, errors_of, sums_of
 from ark_torch.distributed.compression.contest import Contest
 from ark_torch.distributed.compression.layers import Layer, Layers, redistribute
 from ark_torch.distributed.compression.watch import Watch
@@ -170,21 +170,25 @@ class State:
             return
         for layer, gradient in zip(layers, gradients, strict=True):
             if layer.rule is None:
-                seen = spread_of(gradient, self.bucket)
-                layer.spread = seen if layer.spread is None else layer.spread + seen
+                seen = sums_of(gradient, self.bucket)
+                layer.sums = seen if layer.sums is None else layer.sums + seen
 
     def _choose(self, auto: Auto, device: torch.device) -> None:
         layers = [layer for layer in self.layers if layer.rule is None]
         if not layers:
             return
-        none = torch.zeros((), dtype=torch.float64, device=device)
-        spreads = torch.stack([none if layer.spread is None else layer.spread for layer in layers])
+        none = torch.zeros(2, dtype=torch.float64, device=device)
+        sums = torch.stack([none if layer.sums is None else layer.sums for layer in layers])
         if self.group.size() > 1:
-            dist.all_reduce(spreads, group=self.group)
-        spreads = spreads.nan_to_num(0.0, 0.0, 0.0)  # a step that overflowed says nothing
-        chosen = allocate(spreads.tolist(), [layer.numel for layer in layers], auto.budget, auto.least)
-        for layer, bits in zip(layers, chosen, strict=True):
-            layer.chosen, layer.spread = bits, None
+            dist.all_reduce(sums, group=self.group)
+        numels = [layer.numel for layer in layers]
+        # A step that overflowed says nothing.
+        errors = [
+            errors_of(energy, spread, numel, self.error_feedback and self.format == "uniform", auto.relative)
+            for (energy, spread), numel in zip(sums.nan_to_num(0.0, 0.0, 0.0).tolist(), numels, strict=True)
+        ]
+        for layer, bits in zip(layers, allocate(errors, numels, auto.budget, auto.least), strict=True):
+            layer.chosen, layer.sums = bits, None
         if self.group.rank() == 0:
             log.info("compression: bits chosen from the gradients of %d steps\n%s", auto.steps, self.describe())
 
