@@ -107,6 +107,18 @@ def compression_accuracy(load: Load) -> str:
     return "\n".join(lines)
 
 
+def compression_bytes(load: Load) -> str:
+    """What a rank sends a step, by what learns."""
+    data = load("compression_bytes")
+    lines = [
+        "| what learns | elements that require gradients | bytes a rank and step, exact | sent |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in data["rows"]:
+        lines.append(f"| {row['way']} | {row['requires_grad']:,} | {row['exact']:,} | {row['sent']:,} |")
+    return "\n".join(lines)
+
+
 def resident(load: Load) -> str:
     data = load("decode")
     lines = [
@@ -146,6 +158,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
     "compression.accuracy": compression_accuracy,
+    "compression.bytes": compression_bytes,
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
     "contest": lambda load: _scripts("contest").table(load("contest")),
