@@ -93,7 +93,7 @@ def _special(rank: Rank) -> None:
                   for bad in (torch.nan, torch.inf, -torch.inf)),
                 torch.zeros(600), -torch.zeros(600), torch.full((600,), -3.25), tiny, -tiny, large,
             ):  # fmt: skip
-                x = x.to(dtype)
+                x = x.to(dtype)  # noqa: PLW2901
                 codes = torch.ops.ark.quantize(x, bits, 512, format, rounding, 9)
                 there = torch.ops.ark.quantize(x.to(device), bits, 512, format, rounding, 9)
                 same(there, codes, f"{format} {bits} {rounding} {dtype} {x[:3]}")
