@@ -225,6 +225,7 @@ def _fakes(rank: Rank) -> None:
     """What fake tensors say of shapes is so."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    torch.set_num_threads(1)
     group = rank.init().group_name
     for numel, bits, bucket in ((0, 4, 128), (1, 3, 128), (129, 5, 128), (1000, 8, 160), (512, 1, 512)):
         x = torch.randn(numel)
@@ -267,6 +268,7 @@ def test_the_quantiser_alone(format: str, rounding: str) -> None:
 
 def _not_finite(rank: Rank) -> None:
     """A NaN or an infinity stays one, and its bucket owes nothing; other buckets are as they were."""
+    torch.set_num_threads(1)
     group = rank.init().group_name
     for bad, (format, bits), dtype in product(
         (torch.nan, torch.inf, -torch.inf), (("uniform", 4), ("fp8", 8)), (torch.float32, torch.bfloat16)
@@ -294,6 +296,7 @@ def test_nan_and_infinity_are_never_clipped() -> None:
 
 def _feedback(rank: Rank) -> None:
     """With a residual nothing is lost over time: what was sent and what is owed add up to what there was."""
+    torch.set_num_threads(1)
     group = rank.init().group_name
     world, count, steps = rank.world_size, 3000, 30
     inputs = [x / 3 for x in _drawn(count, torch.float32, 21, world)]

@@ -101,8 +101,7 @@ std::vector<Stub> representative_stubs() {
   add(RuleKind::bf16, 8, 7);
   stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
   stubs.push_back({"compressed_bfloat16", compressed_stub(DType::bf16, false)});
-  stubs.push_back({"compressed_float16_wide", compressed_stub(DType::f16, true)});
-  stubs.push_back({"compressed_float32", compressed_stub(DType::f32, false)});
+  stubs.push_back({"compressed_float32_wide", compressed_stub(DType::f32, true)});
   for (Stub& stub : representative_fused_stubs()) stubs.push_back(std::move(stub));
   return stubs;
 }
