@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -38,8 +39,9 @@ def ways() -> dict[str, dict[str, Any] | None]:
     """Settings of compression.State by the name that tables give them; None: exact."""
     from ark_torch.distributed.compression import Auto
 
-    with_feedback = {f"{bits} bits": {"bits": bits, "error_feedback": True} for bits in (8, 4, 2, 1)}
-    without = {f"{bits} bits, no feedback": {"bits": bits, "error_feedback": False} for bits in (8, 4, 2, 1)}
+    names = {8: "8 bits", 4: "4 bits", 2: "2 bits", 1: "1 bit"}
+    with_feedback = {name: {"bits": bits, "error_feedback": True} for bits, name in names.items()}
+    without = {f"{name}, no feedback": {"bits": bits, "error_feedback": False} for bits, name in names.items()}
     small = {f"{bits} bits, bucket 128": {"bits": bits, "bucket": 128} for bits in (4, 2)}
     chosen = {"3 bits": {"bits": 3}, "3 bits on average, by Auto": {"bits": Auto(budget=3.0)}}
     return {"exact": None, **with_feedback, **small, **chosen, **without}
@@ -67,8 +69,10 @@ def run_rank(arguments: argparse.Namespace) -> None:
     place = Place(store, rank, world, torch.device("cpu"))
     corpus = load_corpus()
     model = ModelConfig(arguments.layers, arguments.width, 4, 64)
-    started, runs, late = time.monotonic(), earlier(arguments), torch.zeros(1)
-    conditions = report.surroundings(" ".join(["python benchmarks/compression_accuracy.py", *sys.argv[1:]]))
+    started, late, before = time.monotonic(), torch.zeros(1), earlier(arguments)
+    runs = list(before.get("runs", []))
+    command = shlex.join(["python", "benchmarks/compression_accuracy.py", *sys.argv[1:]])
+    conditions = report.surroundings("; ".join([before["command"], command] if before else [command]))
     chosen = {name: how for name, how in ways().items() if arguments.ways is None or name in arguments.ways}
     for number, (seed, way) in enumerate((seed, way) for seed in range(arguments.seeds) for way in chosen):
         late[0] = time.monotonic() - started > arguments.seconds
@@ -98,14 +102,11 @@ def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"model": model, "steps": arguments.steps, "batch": arguments.batch}
 
 
-def earlier(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs of the same model and steps that stand in the file: kept where they are not run again."""
+def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What stands in the file of the same model and steps: runs are kept where they are not run again."""
     path = arguments.output / "compression_accuracy.json"
-    if not path.exists():
-        return []
-    written = json.loads(path.read_text())
-    shape = shape_of(arguments)
-    return list(written["runs"]) if all(written.get(key) == value for key, value in shape.items()) else []
+    written = dict(json.loads(path.read_text())) if path.exists() else {}
+    return written if all(written.get(key) == value for key, value in shape_of(arguments).items()) else {}
 
 
 def write(runs: list[dict[str, Any]], arguments: argparse.Namespace, conditions: dict[str, Any]) -> None:
@@ -149,8 +150,10 @@ def draw(written: dict[str, Any], path: Path) -> None:
         curves = [run["held_out"] for run in written["runs"] if run["way"] == way]
         steps = [step for step, _ in curves[0]]
         mean = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(steps))]
-        left.plot(steps[1:], mean[1:], "--" if "no feedback" in way else "-", color=colours(index), label=way)
-        right.plot([curve[-1][1] for curve in curves], [index] * len(curves), "o", color=colours(index))
+        forgetful = ", no feedback" in way
+        colour = colours(names.index(way.removesuffix(", no feedback")) % 10)
+        left.plot(steps[1:], mean[1:], "--" if forgetful else "-", color=colour, label=way)
+        right.plot([curve[-1][1] for curve in curves], [index] * len(curves), "x" if forgetful else "o", color=colour)
     left.set(xlabel="step", ylabel="held-out loss, nats a byte", title="mean over seeds")
     left.legend(fontsize=8)
     right.set_yticks(range(len(names)), names, fontsize=8)
