@@ -202,6 +202,7 @@ def _checkpoint_on_three(rank: Rank, saved: Any) -> None:
         torch.testing.assert_close(got + left.view_as(got) / 3, exact[name] + kept.view_as(got), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_residuals_go_to_another_number_of_ranks() -> None:
     run_ranks(_checkpoint_on_three, 3, run_ranks(_checkpoint, 2))
 

@@ -331,9 +331,9 @@ def _sparse(rank: Rank) -> None:
     assert state.bytes_sent < 0.2 * 3 * 1000 * 12 * 4
 
 
-def test_sparse_gradients_as_index_and_value() -> None:
-    run_ranks(_sparse, 2)
-    run_ranks(_sparse, 3)
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_sparse_gradients_as_index_and_value(world: int) -> None:
+    run_ranks(_sparse, world)
 
 
 # -- when="faster"
