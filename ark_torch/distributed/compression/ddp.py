@@ -39,7 +39,7 @@ def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Te
         bucket: what DDP hands over.
 
     Returns:
-        The future of the bucket's mean over the ranks of the state's group, in the bucket's own memory.
+        The future of the bucket's mean over the ranks of the state's group.
 
     Raises (out of `backward()`):
         ValueError: the group is not ark's, ranks have different settings (on all ranks, with both values), or a
@@ -130,9 +130,9 @@ class _Load:
         return result.split_with_sizes([layer.numel for layer in self.layers])
 
     def unpack(self, result: Tensor) -> Tensor:
-        """The bucket, with the result in it."""
+        """What DDP is given: the result itself, which it copies to gradients; or the bucket, with the result in it."""
         if self.whole:
-            return result if result is self.tensor else self.tensor.copy_(result)
+            return result
         for piece, mean in zip(self.pieces, self.split(result), strict=True):
             piece.copy_(mean)
         return self.tensor
