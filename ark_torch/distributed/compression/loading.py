@@ -36,27 +36,29 @@ def loaded(
         widths: bits and bucket of each layer.
         run: the exchange.
     """
-    full = data.float() + residual
+    full = torch.add(residual, data)
     drawn = torch.empty_like(data)
-    wide = full.view(rows, -1).split_with_sizes(list(numels), dim=1)
-    narrow = drawn.view(rows, -1).split_with_sizes(list(numels), dim=1)
-    for layer, to, (bits, bucket) in zip(wide, narrow, widths, strict=True):
-        to.copy_(_drawn_in(layer, bucket, ENDS[bits]) if bits in ENDS else layer)
+    for row, to_row in zip(full.view(rows, -1), drawn.view(rows, -1), strict=True):
+        parts = zip(row.split_with_sizes(list(numels)), to_row.split_with_sizes(list(numels)), widths, strict=True)
+        for layer, to, (bits, bucket) in parts:
+            if bits in ENDS:
+                _draw_in(layer, to, bucket, ENDS[bits])
+            else:
+                to.copy_(layer)
     residual.zero_()
     result = run(drawn)
     # A bucket with a NaN arrives as NaN and leaves nothing behind.
-    residual += (full - drawn.float()).nan_to_num_(0.0, 0.0, 0.0)
+    residual.add_(full).sub_(drawn).nan_to_num_(0.0, 0.0, 0.0)
     return result
 
 
-def _drawn_in(layer: Tensor, bucket: int, ends: float) -> Tensor:
-    """`[rows, n]`, bucket by bucket within `ends` deviations of the bucket's mean."""
-    whole = layer.shape[1] // bucket * bucket
-    parts = []
-    for part, width in ((layer[:, :whole], bucket), (layer[:, whole:], layer.shape[1] - whole)):
-        if part.numel():
-            buckets = part.reshape(-1, width)
-            deviation, mean = torch.std_mean(buckets, dim=1, keepdim=True, correction=0)
-            reach = deviation * ends
-            parts.append(buckets.clamp(mean - reach, mean + reach).view_as(part))
-    return torch.cat(parts, dim=1) if parts else layer
+def _draw_in(layer: Tensor, to: Tensor, bucket: int, ends: float) -> None:
+    """`[n]`, bucket by bucket, to within `ends` deviations of the bucket's mean."""
+    whole = len(layer) // bucket * bucket
+    for part, width in ((slice(0, whole), bucket), (slice(whole, None), len(layer) - whole)):
+        if width and len(layer[part]):
+            buckets = layer[part].view(-1, width)
+            mean = buckets.mean(1, keepdim=True)
+            square = torch.linalg.vector_norm(buckets, dim=1, keepdim=True).square() / width
+            reach = (square - mean.square()).clamp_(min=0).sqrt_() * ends
+            to[part].view(-1, width).copy_(buckets.clamp(mean - reach, mean + reach))
