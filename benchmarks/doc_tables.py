@@ -87,6 +87,38 @@ def accuracy(load: Load) -> str:
     return "\n".join(lines)
 
 
+def compression_accuracy(load: Load) -> str:
+    """Held-out loss by bits, beside exact."""
+    data = load("compression_accuracy")
+    lines = [
+        f"The demo's GPT ({data['model']['layers']} layers of width {data['model']['width']}) on {data['ranks']} CPU "
+        f"ranks, {data['steps']} steps: held-out loss in nats a byte, mean of the seeds that ran. Difference: from "
+        "exact gradients of the same seed, and the least and greatest of it.\n",
+        "| gradients | seeds | loss | spread over seeds | difference | bytes sent |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in data["summary"]:
+        apart, spread = row["from_exact_by_seed"], row["spread"]
+        difference = f"{row['from_exact']:+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+        lines.append(
+            f"| {row['way']} | {row['seeds']} | {row['loss']:.3f} | {'' if spread is None else f'{spread:.3f}'} | "
+            f"{'' if row['way'] == 'exact' else difference} | {row['bytes']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def compression_bytes(load: Load) -> str:
+    """What a rank sends a step, by what learns."""
+    data = load("compression_bytes")
+    lines = [
+        "| what learns | elements that require gradients | bytes a rank and step, exact | sent |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in data["rows"]:
+        lines.append(f"| {row['way']} | {row['requires_grad']:,} | {row['exact']:,} | {row['sent']:,} |")
+    return "\n".join(lines)
+
+
 def resident(load: Load) -> str:
     data = load("decode")
     lines = [
@@ -125,6 +157,8 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
+    "compression.accuracy": compression_accuracy,
+    "compression.bytes": compression_bytes,
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
     "contest": lambda load: _scripts("contest").table(load("contest")),

@@ -1,5 +1,6 @@
-"""Creating ark groups, what a group can tell about itself, and memory that it uses in place."""
+"""Creating ark groups, what a group can tell about itself, compressed collectives, and memory that it uses in place."""
 
+from ark_torch.distributed.compression.functional import compressed_all_reduce
 from ark_torch.distributed.registration import deregister, register
 
-__all__ = ["deregister", "register"]
+__all__ = ["compressed_all_reduce", "deregister", "register"]

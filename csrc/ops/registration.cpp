@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "ops/compressed.hpp"
 #include "ops/embedding_bag.hpp"
 #include "ops/exchange_bags.hpp"
 #include "ops/matmul.hpp"
@@ -162,6 +163,48 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> moe_experts_backward(const at::Te
   return ark::ops::moe_experts_backward(gradient, rows, counts, w1, w2, std::string(activation));
 }
 
+ark::ops::CompressedCall compressed_call(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                                         at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
+                                         c10::string_view format, c10::string_view rounding, int64_t seed,
+                                         c10::string_view op, c10::string_view group) {
+  return {input,           residual,          numel.vec(),
+          bits.vec(),      bucket.vec(),      {std::string(format), std::string(rounding), seed},
+          std::string(op), std::string(group)};
+}
+
+at::Tensor compressed_all_reduce(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                                 at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
+                                 c10::string_view format, c10::string_view rounding, int64_t seed, c10::string_view op,
+                                 c10::string_view group) {
+  return ark::ops::compressed_all_reduce(
+      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group));
+}
+
+at::Tensor compressed_reduce_scatter(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                                     at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
+                                     c10::string_view format, c10::string_view rounding, int64_t seed,
+                                     c10::string_view op, c10::string_view group) {
+  return ark::ops::compressed_reduce_scatter(
+      compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group));
+}
+
+at::Tensor compressed_all_gather(const at::Tensor& input, at::IntArrayRef numel, at::IntArrayRef bits,
+                                 at::IntArrayRef bucket, c10::string_view format, c10::string_view rounding,
+                                 int64_t seed, c10::string_view group) {
+  return ark::ops::compressed_all_gather(
+      compressed_call(input, std::nullopt, numel, bits, bucket, format, rounding, seed, "", group));
+}
+
+at::Tensor quantize(const at::Tensor& input, int64_t bits, int64_t bucket, c10::string_view format,
+                    c10::string_view rounding, int64_t seed) {
+  return ark::ops::quantize(input, bits, bucket, {std::string(format), std::string(rounding), seed});
+}
+
+at::Tensor dequantize(const at::Tensor& codes, int64_t numel, at::ScalarType dtype, int64_t bits, int64_t bucket,
+                      c10::string_view format) {
+  return ark::ops::dequantize(codes, numel, dtype, bits, bucket, std::string(format));
+}
+
 }  // namespace
 
 TORCH_LIBRARY(ark, library) {
@@ -212,6 +255,17 @@ TORCH_LIBRARY(ark, library) {
   library.def(
       "moe_experts_backward(Tensor gradient, Tensor rows, Tensor counts, Tensor w1, Tensor w2, str activation) -> "
       "(Tensor, Tensor, Tensor)");
+  library.def("quantize(Tensor input, int bits, int bucket, str format, str rounding, int seed) -> Tensor");
+  library.def("dequantize(Tensor codes, SymInt numel, ScalarType dtype, int bits, int bucket, str format) -> Tensor");
+  library.def(
+      "compressed_all_reduce(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, str format, "
+      "str rounding, int seed, str op, str group) -> Tensor");
+  library.def(
+      "compressed_reduce_scatter(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, "
+      "str format, str rounding, int seed, str op, str group) -> Tensor");
+  library.def(
+      "compressed_all_gather(Tensor input, SymInt[] numel, int[] bits, int[] bucket, str format, str rounding, "
+      "int seed, str group) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
@@ -230,4 +284,9 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("moe_gather", &moe_gather);
   library.impl("moe_experts", &moe_experts);
   library.impl("moe_experts_backward", &moe_experts_backward);
+  library.impl("quantize", &quantize);
+  library.impl("dequantize", &dequantize);
+  library.impl("compressed_all_reduce", &compressed_all_reduce);
+  library.impl("compressed_reduce_scatter", &compressed_reduce_scatter);
+  library.impl("compressed_all_gather", &compressed_all_gather);
 }

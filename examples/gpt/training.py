@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class TrainingConfig:
     evaluate_every: int = 50
     held_out_windows: int = 256
     timing_rounds: int = 20
+    compression: dict[str, Any] | None = None  # settings of ark's compression.State; None: exact gradients
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class RunResult:
     held_out: list[tuple[int, float]]  # (steps done, loss on the held-out windows)
     weights: Tensor  # all parameters, flat, on the CPU
     seconds: float
+    bytes_sent: int = 0  # of compressed gradients, by this rank
+    bytes_exact: int = 0
 
 
 Progress = Callable[[int, float, float | None], None]  # step, training loss, held-out loss when it is new
@@ -75,6 +79,7 @@ def train(
         torch.manual_seed(config.seed)
         model = GPT(config.model).to(device)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        state = compress(ddp, config.compression) if config.compression is not None else None
         optimizer = torch.optim.AdamW(
             ddp.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -113,7 +118,18 @@ def train(
         weights=weights,
         seconds=seconds,
     )
+    if state is not None:
+        result.bytes_sent, result.bytes_exact = state.bytes_sent, state.bytes_exact
     return result, model
+
+
+def compress(ddp: DistributedDataParallel, settings: dict[str, Any]) -> Any:
+    """Gradients with few bits from here on; the hook's state knows what was sent."""
+    from ark_torch.distributed import compression
+
+    state = compression.State(module=ddp, **settings)
+    ddp.register_comm_hook(state, compression.hook)
+    return state
 
 
 def join_group(backend: str, name: str, place: Place) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import compressed
 import dlrm_step
 import fused
 import fused_moe
@@ -94,6 +95,23 @@ def test_fused(tmp_path: Path, leaves_nothing: None) -> None:
         assert row["wrong"].keys() >= {"eager_gloo", "fused"} and not any(row["wrong"].values()), row
         assert row["of_pool_ark"] > 0 and row["faster_than_rival"] > 0
     assert fused.table(report(tmp_path)).count("\n| T") == len(rows)
+
+
+@of_benchmarks
+def test_compressed(tmp_path: Path, leaves_nothing: None) -> None:
+    done = run("compressed.py", "--device", "cpu", "--sizes", "0.01", "0.03", "--rounds", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    reduces = [row for row in rows if row["work"] == "all_reduce"]
+    assert [row["mb"] for row in reduces] == [0.01, 0.03]
+    for row in reduces:
+        assert all(value > 0 for value in row["us"].values()) and "exact_gloo" in row["us"], row
+        assert row["wrong"].keys() == {"ark_8", "ark_4", "ark_2", "ark_fp8", "carried_4"}, row
+        assert not any(row["wrong"].values()) and row["exact_ark_over"]["ark_4"] > 0, row
+    alone = [row for row in rows if row["work"] == "quantiser"]
+    assert len(alone) == 16 and all(row["quantise_gb_s"] > 0 and row["dequantise_gb_s"] > 0 for row in alone)
+    table = compressed.table(report(tmp_path))
+    assert table.count(" ranks |") == 2 and table.count(", nearest |") == 8
 
 
 @of_benchmarks

@@ -65,6 +65,20 @@ def test_dlrm_learns_and_equals_one_process(sharding: str, ranks: int, tmp_path:
 
 
 @of_examples
+def test_compressed_gradients_learn_as_exact_ones_do(tmp_path: Path, leaves_nothing: None) -> None:
+    arguments = ["--bits=4", "--steps=40", "--layers=1", "--width=32", "--batch=4"]
+    done = run([sys.executable, str(EXAMPLES / "compressed_gpt.py"), *arguments], tmp_path)
+    assert done.returncode == 0, done.stdout
+    share = re.search(
+        r"4 bits an element: held-out loss \d\.\d+ nats a byte, .* s, (\d+\.\d)% of the bytes", done.stdout
+    )
+    assert share is not None and 10 < float(share[1]) < 25, done.stdout
+    assert "compressed against exact: " in done.stdout
+    done = run([sys.executable, str(EXAMPLES / "compressed_gpt.py"), "--bits", "9"], tmp_path)
+    assert done.returncode == 2 and "--bits 9: 1 to 8" in done.stdout
+
+
+@of_examples
 def test_dlrm_data_and_auc(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("rich")
     monkeypatch.syspath_prepend(str(EXAMPLES))

@@ -11,6 +11,10 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"probe", jit::probe_stub()});
   stubs.push_back({"move", move_stub()});
   stubs.push_back({"relay", relay_stub()});
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const bool wide : {false, true})
+      stubs.push_back(
+          {std::string("compressed_") + name_of(dtype) + (wide ? "_wide" : ""), compressed_stub(dtype, wide)});
   for (Stub& stub : every_fused_stub()) stubs.push_back(std::move(stub));
   const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};
   for (const int size : sizes) {

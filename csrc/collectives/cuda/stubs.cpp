@@ -3,6 +3,7 @@
 
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/bulk_two_shot.cuh"
+#include "cuda/compressed_codes.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
@@ -73,6 +74,15 @@ std::string relay_stub() {
   return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
 }
 
+std::string compressed_stub(DType dtype, bool wide) {
+  const char* const format = kFormats[static_cast<int>(rule_of(dtype, ReduceOp::sum))];
+  const std::string arguments = std::string("<ark::device::") + format + (wide ? ", true>(p)" : ", false>(p)");
+  std::string text = "#include \"cuda/compressed.cuh\"\n";
+  for (const char* const name : {"compressed_encode", "compressed_reduce", "compressed_sum", "compressed_decode"})
+    text += entry(name, device::kCodeThreads, "CodeParams", name + arguments);
+  return text;
+}
+
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
@@ -90,6 +100,8 @@ std::vector<Stub> representative_stubs() {
   add(RuleKind::bf16, 4, 1);
   add(RuleKind::bf16, 8, 7);
   stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
+  stubs.push_back({"compressed_bfloat16", compressed_stub(DType::bf16, false)});
+  stubs.push_back({"compressed_float32_wide", compressed_stub(DType::f32, true)});
   for (Stub& stub : representative_fused_stubs()) stubs.push_back(std::move(stub));
   return stubs;
 }

@@ -23,6 +23,9 @@ std::string bulk_stub(RuleKind rule, int ranks, int rank);
 std::string move_stub();
 // Entry "relay".
 std::string relay_stub();
+// Entries "compressed_encode", "compressed_reduce", "compressed_sum" and "compressed_decode"; bf16, f16 or f32. Wide:
+// buckets that take a block, not a warp.
+std::string compressed_stub(DType dtype, bool wide);
 
 struct Stub {
   std::string name;   // "probe"

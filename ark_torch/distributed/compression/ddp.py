@@ -1,0 +1,171 @@
+"""The hook for DistributedDataParallel: a bucket of gradients to the future of their mean.
+
+No annotations by text here: register_comm_hook compares the hook's with its own types.
+
+On the CPU the exchange is done when the hook returns, so that buckets go in the same order on all ranks; buckets that
+are exact as a whole go as an asynchronous all_reduce. On a CUDA device exchanges go to a stream of their own, beside
+the backward pass, and the future carries their event.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ark_torch.distributed.compression import exchange, sparse
+from ark_torch.distributed.compression.layers import Layer
+from ark_torch.distributed.compression.state import COMPRESSED_DTYPES, State
+
+_streams: dict[int, Any] = {}
+
+
+def hook(state: State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook for DistributedDataParallel that averages gradients with few bits an element.
+
+    Register it before the first backward pass:
+
+        >>> ddp = DistributedDataParallel(model)
+        >>> state = compression.State(bits=4, module=ddp)
+        >>> ddp.register_comm_hook(state, compression.hook)
+
+    float32, bfloat16 and float16 gradients are compressed, others exact; sparse ones go as index and value. Layers that
+    are frozen are in no bucket, and those whose gradients are all zero everywhere send nothing (State.skip_zeros). All
+    ranks get the same bits. A NaN or Inf arrives as NaN or Inf and is told once, with the layer's name.
+
+    Args:
+        state: the State; one for each DistributedDataParallel.
+        bucket: what DDP hands over.
+
+    Returns:
+        The future of the bucket's mean over the ranks of the state's group.
+
+    Raises (out of `backward()`):
+        ValueError: the group is not ark's, ranks have different settings (on all ranks, with both values), or a
+            parameter is not of the state's module.
+        torch.distributed.DistBackendError: what ended the group.
+    """
+    tensor = bucket.buffer()
+    layers = [state.layers.of(parameter) for parameter in bucket.parameters()]
+    compresses = state.begin(state.group, tensor.device)
+    if not tensor.is_cuda:
+        return _finish(state, bucket, _reduce(state, tensor, layers, compresses))
+    stream = _stream_of(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        return _finish(state, bucket, _reduce(state, tensor, layers, compresses))
+
+
+def _stream_of(device: torch.device) -> Any:
+    if device.index not in _streams:
+        _streams[device.index] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _streams[device.index]
+
+
+def _finish(state: State, bucket: dist.GradBucket, result: Any) -> torch.futures.Future[torch.Tensor]:
+    tensor = bucket.buffer()
+    if bucket.is_last():
+        state.end_step(tensor.device)
+    if not isinstance(result, Tensor):
+        return result  # type: ignore[no-any-return]
+    devices: list[int | str | torch.device] | None = [tensor.device] if tensor.is_cuda else None
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+    future.set_result(result)
+    return future
+
+
+def _reduce(state: State, tensor: Tensor, layers: Sequence[Layer], compresses: bool) -> Any:
+    """The mean, or the future of it."""
+    if state.group.size() == 1:
+        return tensor
+    if tensor.is_sparse:
+        return sparse.mean(state, tensor)
+    load = _Load(tensor, layers)
+    if not compresses:
+        return _exact(state, load)
+    if state.zeros.asks(layers, tensor.device):
+        state.bytes_sent += len(layers)
+        travelling = state.zeros.travelling(layers, load.pieces, state.group)
+        exchange.count_left_out(state, tensor, layers, travelling)
+        if not any(travelling):
+            return tensor  # zero on all ranks
+        if not all(travelling):
+            load = _Load(tensor, layers, travelling)
+    state.measure(load.layers, load.pieces)
+    widths = [state.width(layer) for layer in load.layers]
+    segments = exchange.segments_of(widths, [layer.numel for layer in load.layers], state.bucket)
+    if tensor.dtype not in COMPRESSED_DTYPES:
+        state.say(str(tensor.dtype), f"{tensor.dtype} gradients are sent exact")
+    if segments.exact or tensor.dtype not in COMPRESSED_DTYPES:
+        return _exact(state, load)
+
+    def compressed() -> Tensor:
+        return exchange.all_reduce(state, load.data, load.layers, segments)
+
+    if state.when == "always":
+        result = compressed()
+    else:
+        key = tuple(map(id, load.layers))
+        wins = state.contest.verdict(key)
+        if wins is False:
+            return _exact(state, load)
+        result = compressed() if wins else _contested(state, key, compressed, load)
+    state.watch.look(load.layers, load.split(result), load.pieces, state.group.rank())
+    return load.unpack(result)
+
+
+class _Load:
+    """The layers of a bucket that travel, in one piece: the bucket itself where all do."""
+
+    def __init__(self, tensor: Tensor, layers: Sequence[Layer], travelling: Sequence[bool] | None = None) -> None:
+        self.tensor, self.whole = tensor, travelling is None
+        chosen = travelling or [True] * len(layers)
+        pieces = tensor.split_with_sizes([layer.numel for layer in layers])
+        self.layers = [layer for layer, travels in zip(layers, chosen, strict=True) if travels]
+        self.pieces = [piece for piece, travels in zip(pieces, chosen, strict=True) if travels]
+        self.data = tensor if self.whole else torch.cat(self.pieces)
+
+    def split(self, result: Tensor) -> Sequence[Tensor]:
+        return result.split_with_sizes([layer.numel for layer in self.layers])
+
+    def unpack(self, result: Tensor) -> Tensor:
+        """What DDP is given: the result itself, which it copies to gradients; or the bucket, with the result in it."""
+        if self.whole:
+            return result
+        for piece, mean in zip(self.pieces, self.split(result), strict=True):
+            piece.copy_(mean)
+        return self.tensor
+
+
+def _exact(state: State, load: _Load) -> torch.futures.Future[torch.Tensor]:
+    """An asynchronous all_reduce. What compression has lost before goes with it."""
+    kept = [layer for layer in load.layers if layer.residual is not None]
+    for layer, piece in zip(load.layers, load.split(load.data), strict=True):
+        if layer.residual is not None:
+            piece.add_(layer.residual.reshape(-1))
+    state.layers.forget(kept)
+    exchange.count_exact(state, load.data)
+    load.data.div_(state.group.size())
+    work = dist.all_reduce(load.data, group=state.group, async_op=True)
+    mean: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: load.unpack(done.value()[0]))
+    return mean
+
+
+def _contested(state: State, key: tuple[int, ...], compressed: Callable[[], Tensor], load: _Load) -> Tensor:
+    """One of the calls that are timed; the verdict behind the last one is told where it is the first loss."""
+    copy = load.data.clone()
+
+    def exact() -> None:
+        exchange.count_exact(state, copy)
+        dist.all_reduce(copy, group=state.group)
+
+    result, times = state.contest.measure(key, compressed, exact, load.data, state.group)
+    if times is not None and times[0] >= times[1]:
+        size = load.data.numel() * load.data.element_size() / 1e6
+        state.say(
+            "slower",
+            f"a bucket of {size:.2f} MB takes {times[0] * 1e3:.2f} ms compressed and {times[1] * 1e3:.2f} ms exact: it "
+            "is sent exact from now on, and so are others where compression loses",
+        )
+    return result

@@ -1,0 +1,55 @@
+"""Layers whose gradients are all zero on all ranks, which then send nothing.
+
+Ranks agree by one byte a layer, an all-reduce of a bucket's flags. A layer that is left out keeps its residual until it
+is used again: nothing is lost, and DDP would not hand over what arrived for a parameter that no rank has used.
+On a CUDA device the host has to wait for the flags, so they are asked for every 64th call, and in every call while
+some layer is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ark_torch.distributed.compression.layers import Layer
+
+PROBE_EVERY = 64
+
+
+class Zeros:
+    """Which layers of a bucket travel. `always`: None, True or False, as State's skip_zeros."""
+
+    def __init__(self, always: bool | None) -> None:
+        self._always = always
+        self._calls: dict[tuple[int, ...], int] = {}
+        self._left_out: set[tuple[int, ...]] = set()
+
+    def asks(self, layers: Sequence[Layer], device: torch.device) -> bool:
+        """Whether this call looks; alike on all ranks."""
+        key = tuple(map(id, layers))
+        calls = self._calls.get(key, 0)
+        self._calls[key] = calls + 1
+        if self._always is not None:
+            return self._always
+        return device.type == "cpu" or calls % PROBE_EVERY == 0 or key in self._left_out
+
+    def travelling(self, layers: Sequence[Layer], pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[bool]:
+        """Collective: by layer, whether any rank has something in it."""
+        device = pieces[0].device
+        if device.type == "cpu":
+            # Most layers show it in their first elements.
+            flags = torch.tensor([bool(p[:64].any()) or bool(p.any()) for p in pieces], dtype=torch.uint8)
+        else:
+            norms = torch._foreach_norm([p if p.numel() else p.new_zeros(1) for p in pieces], float("inf"))
+            flags = (torch.stack(norms) != 0).to(torch.uint8)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        travelling = [bool(flag) for flag in flags.tolist()]
+        key = tuple(map(id, layers))
+        if all(travelling):
+            self._left_out.discard(key)
+        else:
+            self._left_out.add(key)
+        return travelling

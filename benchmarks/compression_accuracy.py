@@ -1,0 +1,177 @@
+"""What few bits a gradient cost in accuracy: the demo's GPT trained over two CPU ranks, held-out loss by bits.
+
+    python benchmarks/compression_accuracy.py [--steps 400] [--seeds 3] [--output FOLDER]
+
+Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller buckets; bits chosen by Auto) trains the
+same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and
+for each way the mean loss at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands
+there when time is over is written: --seconds ends it between two runs, and runs of an earlier call stay where they are
+not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.run import main as torchrun
+
+from ark_torch.tools.bench import report
+
+FOLDER = Path(__file__).resolve().parent
+sys.path.insert(0, str(FOLDER.parent / "examples"))
+
+from gpt.data import load_corpus  # noqa: E402
+from gpt.model import ModelConfig  # noqa: E402
+from gpt.training import Place, TrainingConfig, train  # noqa: E402
+
+
+def ways() -> dict[str, dict[str, Any] | None]:
+    """Settings of compression.State by the name that tables give them; None: exact."""
+    from ark_torch.distributed.compression import Auto
+
+    names = {8: "8 bits", 4: "4 bits", 2: "2 bits", 1: "1 bit"}
+    with_feedback = {name: {"bits": bits, "error_feedback": True} for bits, name in names.items()}
+    without = {f"{name}, no feedback": {"bits": bits, "error_feedback": False} for bits, name in names.items()}
+    small = {f"{bits} bits, bucket 128": {"bits": bits, "bucket": 128} for bits in (4, 2)}
+    chosen = {"3 bits": {"bits": 3}, "3 bits on average, by Auto": {"bits": Auto(budget=3.0)}}
+    return {"exact": None, **with_feedback, **small, **chosen, **without}
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2)
+    add("--steps", type=int, default=400)
+    add("--seeds", type=int, default=3)
+    add("--layers", type=int, default=2)
+    add("--width", type=int, default=64)
+    add("--batch", type=int, default=8, help="windows of 64 bytes a rank and step")
+    add("--ways", nargs="+", help="some of the ways, by name")
+    add("--seconds", type=float, default=1200.0, help="no run begins after so long")
+    add("--output", type=Path, default=FOLDER / "results")
+    return parser.parse_args()
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    store, rank, world = next(dist.rendezvous("env://"))
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    place = Place(store, rank, world, torch.device("cpu"))
+    corpus = load_corpus()
+    model = ModelConfig(arguments.layers, arguments.width, 4, 64)
+    started, late, before = time.monotonic(), torch.zeros(1), earlier(arguments)
+    runs = list(before.get("runs", []))
+    command = shlex.join(["python", "benchmarks/compression_accuracy.py", *sys.argv[1:]])
+    conditions = report.surroundings("; ".join([before["command"], command] if before else [command]))
+    chosen = {name: how for name, how in ways().items() if arguments.ways is None or name in arguments.ways}
+    for number, (seed, way) in enumerate((seed, way) for seed in range(arguments.seeds) for way in chosen):
+        late[0] = time.monotonic() - started > arguments.seconds
+        store.set(f"late{number}", str(int(late))) if rank == 0 else None
+        if int(store.get(f"late{number}")):
+            break
+        config = TrainingConfig(
+            model, arguments.steps, arguments.batch, seed=seed, held_out_windows=512, compression=chosen[way]
+        )
+        result, _ = train(config, corpus, "ark", number, place, lambda *_: None)
+        if rank == 0:
+            row = {"way": way, "seed": seed, "held_out": result.held_out, "seconds": result.seconds}
+            runs = [run for run in runs if (run["way"], run["seed"]) != (way, seed)]
+            runs.append({**row, "bytes_sent": result.bytes_sent, "bytes_exact": result.bytes_exact})
+            print(f"seed {seed}, {way}: {result.held_out[-1][1]:.4f} after {result.seconds:.1f} s", flush=True)
+            write(runs, arguments, {**conditions, "ranks": world})
+    if rank == 0 and runs:
+        for row in summary(runs):
+            print(
+                f"{row['way']:<24} {row['loss']:.4f}  spread {row['spread'] or 0:.4f}  from exact "
+                f"{row['from_exact'] or 0:+.4f}  bytes {row['bytes']:.3f}"
+            )
+
+
+def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    model = {"layers": arguments.layers, "width": arguments.width, "context": 64}
+    return {"model": model, "steps": arguments.steps, "batch": arguments.batch}
+
+
+def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What stands in the file of the same model and steps: runs are kept where they are not run again."""
+    path = arguments.output / "compression_accuracy.json"
+    written = dict(json.loads(path.read_text())) if path.exists() else {}
+    return written if all(written.get(key) == value for key, value in shape_of(arguments).items()) else {}
+
+
+def write(runs: list[dict[str, Any]], arguments: argparse.Namespace, conditions: dict[str, Any]) -> None:
+    """After each run, so that what ran is there whatever ends the next one."""
+    runs = sorted(runs, key=lambda run: (run["seed"], list(ways()).index(run["way"])))
+    written = {**conditions, **shape_of(arguments), "summary": summary(runs), "runs": runs}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "compression_accuracy.json").write_text(json.dumps(written, indent=1) + "\n")
+    draw(written, arguments.output / "compression_accuracy.png")
+
+
+def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row a way: mean and spread of the last held-out loss, and the difference from exact of the same seed."""
+    last = {(run["way"], run["seed"]): run["held_out"][-1][1] for run in runs}
+    rows = []
+    for way in dict.fromkeys(run["way"] for run in runs):
+        losses = [loss for (other, _), loss in last.items() if other == way]
+        apart = [loss - last["exact", s] for (other, s), loss in last.items() if other == way and ("exact", s) in last]
+        of_way = [run for run in runs if run["way"] == way]
+        sent, exact = (sum(run[key] for run in of_way) for key in ("bytes_sent", "bytes_exact"))
+        rows.append({
+            "way": way, "seeds": len(losses), "loss": statistics.fmean(losses),
+            "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+            "from_exact": statistics.fmean(apart) if apart else None, "from_exact_by_seed": apart,
+            "bytes": sent / exact if exact else 1.0,
+        })  # fmt: skip
+    return rows
+
+
+def draw(written: dict[str, Any], path: Path) -> None:
+    """Left the curves (mean over seeds), right the last loss of every run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), width_ratios=(3, 2))
+    names = [row["way"] for row in written["summary"]]
+    colours = pyplot.get_cmap("tab10")
+    for index, way in enumerate(names):
+        curves = [run["held_out"] for run in written["runs"] if run["way"] == way]
+        steps = [step for step, _ in curves[0]]
+        mean = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(steps))]
+        forgetful = ", no feedback" in way
+        colour = colours(names.index(way.removesuffix(", no feedback")) % 10)
+        left.plot(steps[1:], mean[1:], "--" if forgetful else "-", color=colour, label=way)
+        right.plot([curve[-1][1] for curve in curves], [index] * len(curves), "x" if forgetful else "o", color=colour)
+    left.set(xlabel="step", ylabel="held-out loss, nats a byte", title="mean over seeds")
+    left.legend(fontsize=8)
+    right.set_yticks(range(len(names)), names, fontsize=8)
+    right.set(xlabel="held-out loss at the end, each seed")
+    right.invert_yaxis()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    if "RANK" in os.environ:
+        run_rank(arguments)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun(["--standalone", f"--nproc-per-node={arguments.ranks}", __file__, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

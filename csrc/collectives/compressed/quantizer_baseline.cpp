@@ -1,0 +1,36 @@
+// Quantisation for the architecture's baseline: SSE2 on x86-64, NEON on aarch64.
+//
+// Headers that are not kernels come first: only what follows the pragmas may use the instruction set, so that no
+// inline function of the standard library is ever compiled for it. Contraction into fused multiply-adds is off.
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "quantizer_isa.hpp"
+
+#define ARK_REDUCE_ISA baseline
+#define ARK_REDUCE_BYTES 16
+
+#if defined(__clang__)
+#pragma clang fp contract(off)
+#else
+#pragma GCC push_options
+#pragma GCC optimize("-ffp-contract=off")
+#endif
+#include "quantizer_kernels.hpp"
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+
+namespace ark::compressed {
+
+const QuantizerKernels* find_quantizer_baseline(DType dtype) {
+  return baseline::quantizer::find(dtype);
+}
+
+}  // namespace ark::compressed
