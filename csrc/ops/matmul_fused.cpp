@@ -117,9 +117,10 @@ std::string why_not_fused(const MatmulCall& call, int ranks) {
   return {};
 }
 
-// As measured on two and four H200 (benchmarks/results/fused_products*.json). The library's products are quicker than this one's
-// by up to a tenth, so the kernel wins where there is much to send for what is to be computed, and from where its waits
-// for peers (20 us) no longer count: at most 14 us slower and 75 quicker than the product first at the shapes there.
+// As measured on two and four H200 (benchmarks/results/fused_products*.json). The library's products are quicker than
+// this one's by up to a tenth, so the kernel wins where there is much to send for what is to be computed, and from
+// where its waits for peers (20 us) no longer count: at most 14 us slower and 75 quicker than the product first at the
+// shapes there.
 bool prefers_fused(const MatmulCall& call, int ranks) {
   const int64_t shared = call.rows() * (call.kind == MatmulKind::all_gather ? call.depth() : call.columns());
   switch (call.kind) {
