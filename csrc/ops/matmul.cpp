@@ -101,8 +101,8 @@ bool agree(const MatmulCall& call, ProcessGroupArk& group, const CallSite& site)
     }
     throw *refused;
   }
-  const bool fused =
-      cuda && (call.form == "auto" ? prefers_fused(call, size) : call.form == "fused") && why_not_fused(call, size).empty();
+  const bool fused = cuda && (call.form == "auto" ? prefers_fused(call, size) : call.form == "fused") &&
+                     why_not_fused(call, size).empty();
   if (size == 1) return fused;
   const std::vector<int64_t> key = words;
   if (const auto known = cuda ? group.agreed(key) : std::nullopt) return *known;

@@ -14,14 +14,22 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   // are taken beside computation, which rings of warps slow down more than what takes few multiprocessors or none: copy
   // engines on two ranks, rings in bulk on four, where copy engines gain from 512 MB on.
   const bool pair = ranks <= 2, four = ranks > 2 && ranks <= 4;
-  return {.one_shot_to = uint64_t{pair ? 512u : four ? 160u : 64u} << 10,
+  return {.one_shot_to = uint64_t{pair   ? 512u
+                                  : four ? 160u
+                                         : 64u}
+                         << 10,
           .chunks_from = 8 << 20,
           .landings_from = 8 << 20,
           .relay_from = 1 << 20,
           .bulk_from = four ? 24 << 20 : kNever,
           .ring_blocks = four ? 24u : 16u,
-          .part_bytes = uint64_t{pair ? 64u : four ? 8u : 4u} << 20,
-          .copy_engine_from = pair ? 24 << 20 : four ? 512 << 20 : kNever,
+          .part_bytes = uint64_t{pair   ? 64u
+                                 : four ? 8u
+                                        : 4u}
+                        << 20,
+          .copy_engine_from = pair   ? 24 << 20
+                              : four ? 512 << 20
+                                     : kNever,
           .in_line_to = pair ? 64u << 20 : 0u,
           .reduce_scatter_engine_from = kNever,
           .all_gather_engine_from = pair ? 64 << 20 : kNever,
