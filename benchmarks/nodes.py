@@ -34,6 +34,7 @@ from ark_torch.tools.bench.config import parse_size, show_size
 
 FOLDER = Path(__file__).resolve().parent
 NODES = 2
+COMPRESSED = "all_reduce in 4 bits"  # against Gloo's exact one
 OPERATIONS = (
     "all_reduce",
     "all_gather_into_tensor",
@@ -41,13 +42,18 @@ OPERATIONS = (
     "broadcast",
     "reduce",
     "all_to_all_single",
+    COMPRESSED,
 )
 LIMIT_S = 400.0
 
 
 def call_of(operation: str, x: torch.Tensor, out: torch.Tensor, group: Any) -> Callable[[], Any]:
     """`x` is this rank's tensor, of as many bytes as the row says."""
-    if operation == "all_reduce":
+    if operation == COMPRESSED and group is dist.group.WORLD:
+        from ark_torch.distributed import compressed_all_reduce
+
+        return lambda: x.copy_(compressed_all_reduce(x, bits=4))
+    if operation in ("all_reduce", COMPRESSED):
         return lambda: dist.all_reduce(x, group=group)
     if operation == "all_gather_into_tensor":
         return lambda: dist.all_gather_into_tensor(out, x, group=group)
@@ -60,9 +66,18 @@ def call_of(operation: str, x: torch.Tensor, out: torch.Tensor, group: Any) -> C
     return lambda: dist.all_to_all_single(out[: len(x)], x, group=group)
 
 
+def made(operation: str, rank: int, count: int) -> torch.Tensor:
+    if operation != COMPRESSED:
+        return torch.full((count,), rank + 1.0)
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
+
+
 def right(operation: str, x: torch.Tensor, out: torch.Tensor, count: int) -> bool:
-    """Every element of rank r's tensor was r + 1 when the call began."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    if operation == COMPRESSED:  # each of world + 1 roundings by half a step of 15 at most; a sum's range is wider
+        inputs = [made(operation, r, count) for r in range(world)]
+        ranges = sum(float(one.max() - one.min()) for one in inputs)
+        return bool((x - sum(inputs)).abs().max() <= ranges / 15)
     total = world * (world + 1) / 2
     if operation in ("all_reduce", "reduce"):
         return (operation == "reduce" and rank > 0) or bool((x == total).all())
@@ -89,7 +104,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
             times: dict[str, list[float]] = {name: [] for name in groups}
             for number in range(arguments.rounds + 1):
                 for name in list(groups) if number % 2 == 0 else list(groups)[::-1]:
-                    x = torch.full((count,), rank + 1.0)
+                    x = made(operation, rank, count)
                     out.fill_(-1)
                     call = call_of(operation, x, out, groups[name])
                     dist.barrier(group=groups[name])
