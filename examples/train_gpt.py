@@ -58,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--ranks", type=positive, default=2, help="processes to start; torchrun's own number counts under torchrun")
     add("--threads", type=positive, default=1, help="compute threads a rank")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where all backends carry it")
-    add("--steps", type=positive, default=150)
+    add("--steps", type=positive, default=120)
     add("--batch", type=positive, default=16, help="windows of text a rank and step")
     add("--context", type=positive, default=64, help="bytes a window")
     add("--layers", type=positive, default=4)

@@ -27,7 +27,7 @@ from .timing import CommunicationTimes, time_communication
 @dataclass(frozen=True)
 class TrainingConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 150
+    steps: int = 120
     batch: int = 16  # windows a rank and step
     learning_rate: float = 4e-3
     seed: int = 1234
