@@ -17,7 +17,7 @@ import sys
 import urllib.parse
 from pathlib import Path
 
-SUPPORTED_MINORS = ("2.11", "2.12", "2.13", "2.14")
+SUPPORTED_MINORS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def minor_of(version: str) -> str:
