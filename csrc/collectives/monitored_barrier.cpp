@@ -30,12 +30,15 @@ void monitored_barrier(GroupHealth& health, uint64_t number, const OperationCont
   auto give_up = [&](const std::vector<int>& missing) {
     std::string names;
     for (int peer : missing) names += (names.empty() ? "" : ", ") + std::to_string(peer);
+    const std::string span = " in " + std::to_string(context.timeout.count()) + " ms";
     const std::string what =
-        rank == 0 ? (missing.size() > 1 ? "Ranks " : "Rank ") + names + " failed to pass monitoredBarrier"
+        rank == 0 ? (missing.size() > 1 ? "Ranks " : "Rank ") + names + " failed to pass monitoredBarrier" + span +
+                        ", and Rank 0 timed out in monitoredBarrier"
                   : "Rank " + std::to_string(rank) +
                         " successfully reached monitoredBarrier, but received errors while waiting for send/recv from "
-                        "rank 0: it has not passed";
-    throw Error(ErrorKind::timeout, what + " in " + std::to_string(context.timeout.count()) + " ms",
+                        "rank 0: it has not passed" +
+                        span;
+    throw Error(ErrorKind::timeout, what,
                 ErrorContext{rank, missing.front(), context.name, context.sequence,
                              "Look at what these ranks are doing, or allow them more time."});
   };
