@@ -68,8 +68,8 @@ endef
 test: setup test-cpp-gate ## the tests of every change (ten minutes on two cores)
 	$(call python_tests,,)
 
-test-quick: setup ## the fast tests (two minutes)
-	$(call python_tests,quick and ,)
+test-quick: setup ## the fast tests, none of which is `alone` (two minutes)
+	$(PYTEST) -n $(JOBS) --dist loadgroup -m quick
 
 # A shard takes up to 25 minutes on two cores; the first of several has the C++ tests, too.
 SHARD ?= 1/1
