@@ -1,7 +1,7 @@
 """Tells C++ what compiles kernels and where things are: kernels, cache, NVRTC, host compiler. C++ reads no environment.
 
-Call `configure()` before the first CUDA collective or compiled region of a process; what is in force then counts for
-the process.
+C++ calls `configure()` before a process's first CUDA collective, and the compiler before a region; what is in force
+then counts for the process.
 """
 
 from __future__ import annotations

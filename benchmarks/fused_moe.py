@@ -5,7 +5,8 @@
 E experts (of all ranks), K choices a token, dim x ffn, T tokens a rank; gated SiLU, bfloat16 (float32 on CPU); choices
 are drawn evenly, weights are softmaxed. Ways:
 
-experts        the products of this rank's experts alone, on rows that are there: no communication
+experts        PyTorch's products of this rank's experts alone, on as many rows for each, which are there
+experts_ark    the same by torch.ops.ark.moe_experts
 eager_nccl     tokens sorted by expert, all_to_all_single of counts and rows, torch._grouped_mm (off Hopper and on CPU
                a loop over experts), all_to_all_single, index_add_; the host reads the counts (Gloo on CPU)
 even_nccl      the same where all counts are known: as many rows for each expert (one at least), so that no host waits
@@ -47,7 +48,7 @@ SIZES = ("1024x4096", "2048x8192", "1024x16384")
 TOKENS = (1, 4, 16, 64, 384, 1024, 4096)
 SHAPES = tuple(f"E8-K2-{sizes}-T{tokens}" for sizes in SIZES for tokens in TOKENS)
 OURS = ("dispatch", "pieces", "layer", "step")
-OTHERS = ("experts", "eager_step")  # no rivals
+OTHERS = ("experts", "experts_ark", "eager_step")  # no rivals
 
 
 class Mixture:
@@ -81,6 +82,7 @@ class Mixture:
         self.even_ends = torch.arange(1, self.local + 1, device=rank.device, dtype=torch.int32) * (
             self.share * self.world
         )
+        self.even_counts = self.even_ends.diff(prepend=self.even_ends.new_zeros(1)).long()
         rows = self.world * self.share * self.local
         self.rows = draw(rows, self.dim).to(self.dtype)
         order = torch.arange(self.share * self.experts, device=rank.device) % max(self.tokens, 1)
@@ -159,6 +161,7 @@ class Mixture:
         rival = "nccl" if self.cuda else "gloo"
         return {
             "experts": lambda i: self.products(self.rows, self.even_ends, None),
+            "experts_ark": lambda i: torch.ops.ark.moe_experts(self.rows, self.even_counts, self.w1, self.w2, "silu"),
             f"eager_{rival}": self.eager,
             f"even_{rival}": lambda i: self.even(self.x[i], self.weights[i]),
             f"inductor_{rival}": lambda i: self.compiled(self.x[i], self.weights[i]),

@@ -133,6 +133,10 @@ void bind_jit(py::module_& m) {
       .def_readwrite("cxx_words", &Settings::cxx_words)
       .def_readwrite("log", &Settings::log);
   m.def("_configure_jit", &ark::jit::configure);
+  ark::jit::on_first_use([] {
+    const py::gil_scoped_acquire gil;
+    py::module_::import("ark_torch._jit").attr("configure")();
+  });
   m.def("_has_cuda_driver", &ark::has_driver);
   m.def("_cuda_driver_problem", &ark::driver_problem);
   m.def(
@@ -247,7 +251,6 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("make_carrier", &Options::make_carrier)
       .def_readwrite("make_cuda_carrier", &Options::make_cuda_carrier)
       .def_readwrite("allocate", &Options::allocate)
-      .def_readwrite("before_cuda", &Options::before_cuda)
       .def_readwrite("log", &Options::log)
       .def_property(
           "dispatch", [](const Options& self) { return from_rules(self.dispatch); },

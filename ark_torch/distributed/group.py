@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ark_torch import _jit, env, memory
+from ark_torch import env, memory
 
 log = logging.getLogger("ark_torch")
 if not log.handlers:
@@ -90,7 +90,6 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.share_gpu = True
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_cuda_carrier
-    options.before_cuda = _jit.configure
     options.allocate = memory.empty
     options.log = log.info
     return options

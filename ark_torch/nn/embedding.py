@@ -134,11 +134,13 @@ class ShardedEmbeddingBags(nn.Module):
             shard.reset_parameters()
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbeddingBags:
-        """Where buffers move, the optimizer's state is what they have become."""
+        """Where buffers move, the optimizer's state is what they have become, and its learning rate is beside them."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for shard in self._shards():
-            if self.optimizer is not None and shard.sum is not None:
-                self.optimizer.state[shard.weight]["sum"] = shard.sum
+        if self.optimizer is not None:
+            for shard in self._shards():
+                if shard.sum is not None:
+                    self.optimizer.state[shard.weight]["sum"] = shard.sum
+            self.optimizer._place_rate()
         return self
 
     def forward(

@@ -28,7 +28,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not eps >= 0:
             raise ValueError(f"ark: {name}: eps is {eps}. Pass 0 or more.")
         super().__init__([{"params": list(tables)}], {"lr": lr, "eps": eps})
-        like = self._place_rate() if not self.tables else self.tables[0]
+        # Here, not in a compiled function: Dynamo of PyTorch 2.11 lets none write an optimizer's attributes.
+        rate = self._place_rate()
+        like = self.tables[0] if self.tables else rate
         self.trigger = torch.empty(0, dtype=like.dtype, device=like.device, requires_grad=True)
         for table in self.tables if self._adapts else ():
             dtype = torch.float64 if table.dtype == torch.float64 else torch.float32

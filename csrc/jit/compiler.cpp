@@ -9,22 +9,44 @@ namespace {
 
 std::mutex g_settings_mutex;
 
+struct Process {
+  Settings settings;
+  bool configured = false;
+  std::function<void()> configures;
+};
+
 // Never destroyed: its log may be a Python function, and Python is gone by then.
-Settings& process_settings() {
-  static auto* settings = new Settings;
-  return *settings;
+Process& process() {
+  static auto* process = new Process;
+  return *process;
 }
 
 }  // namespace
 
 void configure(Settings settings) {
   const std::lock_guard lock(g_settings_mutex);
-  std::swap(process_settings(), settings);
+  std::swap(process().settings, settings);
+  process().configured = true;
+}
+
+void on_first_use(std::function<void()> configures) {
+  const std::lock_guard lock(g_settings_mutex);
+  process().configures = std::move(configures);
+}
+
+void ensure_configured() {
+  std::function<void()> configures;
+  {
+    const std::lock_guard lock(g_settings_mutex);
+    if (process().configured) return;
+    configures = process().configures;
+  }
+  if (configures) configures();
 }
 
 Settings settings() {
   const std::lock_guard lock(g_settings_mutex);
-  return process_settings();
+  return process().settings;
 }
 
 // Headers of other folders are not in the key, so what includes them is not kept.

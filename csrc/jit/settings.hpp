@@ -27,4 +27,8 @@ struct Settings {
 void configure(Settings settings);
 Settings settings();
 
+// What is to call configure() where nothing has by then: Python's part, which must not run under a lock.
+void on_first_use(std::function<void()> configures);
+void ensure_configured();
+
 }  // namespace ark::jit

@@ -9,6 +9,7 @@
 
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/launcher.hpp"
+#include "jit/settings.hpp"
 #include "process_group/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
 
@@ -86,7 +87,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
            "Call one collective on CUDA tensors, on all ranks, before the capture begins.");
   }
   try {
-    if (options_->before_cuda) options_->before_cuda();
+    jit::ensure_configured();
     std::string why = "its ranks share no memory";
     std::shared_ptr<CudaGroup> side;
     if (core_->shm) {

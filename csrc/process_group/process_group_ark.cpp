@@ -229,7 +229,6 @@ c10::intrusive_ptr<ProcessGroupArk::Options> ProcessGroupArk::options_like(
     if (!options->make_carrier) options->make_carrier = options_->make_carrier;
     if (!options->make_cuda_carrier) options->make_cuda_carrier = options_->make_cuda_carrier;
     if (!options->allocate) options->allocate = options_->allocate;
-    if (!options->before_cuda) options->before_cuda = options_->before_cuda;
     if (!options->log) options->log = options_->log;
     options->global_rank = options_->global_rank;
     return options;

@@ -68,7 +68,6 @@ class ProcessGroupArk : public c10d::Backend {
         make_cuda_carrier;
     // An uninitialised tensor of memory that can be registered (ark_torch.memory.pool()).
     std::function<at::Tensor(int64_t size, at::ScalarType dtype, c10::Device device)> allocate;
-    std::function<void()> before_cuda;            // called once, before the first operation on CUDA tensors
     std::function<void(const std::string&)> log;  // one line for people
 
     // PyTorch copies a parent's options for split and merge; without this they would be shared, and changed.

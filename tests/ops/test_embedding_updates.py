@@ -240,8 +240,9 @@ def _compiled(rank: Rank, backend: str) -> None:
         for run in (model, compiled):
             tables = [table.clone() for table in part.tables]
             optimizer = RowwiseAdagrad(tables, lr=0.5) if adapts else SGD(tables, lr=0.5)
-            for lr in (0.5, 0.25, 0.125):
-                optimizer.lr.fill_(lr)
+            for lr in (None, 0.25, 0.125):
+                if lr is not None:
+                    optimizer.lr.fill_(lr)
                 run(torch.ones(1, requires_grad=True), tables, optimizer).backward(gradient_of(case, me))
             results.append([*tables, *(one["sum"] for one in optimizer.state.values())])
         assert compiles.frame_count == 1

@@ -125,6 +125,30 @@ __device__ __forceinline__ void find_codes(const Team& team, const quantize::Rul
   }
 }
 
+struct StoreCodes {
+  const Team& team;
+  char* codes;
+  const uint32 (*code)[kGroup];
+  template <int kBits>
+  __device__ __forceinline__ void at() const {
+    ARK_UNROLL for (int h = 0; h < kHeld; ++h) if (team.count(h) != 0)
+        store_word<kBits>(codes + team.group(h) * kBits, packed<kBits>(code[h]));
+  }
+};
+
+struct LoadCodes {
+  const Team& team;
+  const char* codes;
+  uint32 (*code)[kGroup];
+  template <int kBits>
+  __device__ __forceinline__ void at() const {
+    ARK_UNROLL for (int h = 0; h < kHeld; ++h) {
+      const char* const from = codes + team.group(h) * kBits;
+      unpacked<kBits>(team.count(h) != 0 ? load_word<kBits>(from) : 0, code[h]);
+    }
+  }
+};
+
 template <bool kWide, bool kLost>
 __device__ __forceinline__ void write_record(const Team& team, const quantize::Rule& rule, char* record,
                                              float (*x)[kGroup]) {
@@ -149,10 +173,7 @@ __device__ __forceinline__ void write_record(const Team& team, const quantize::R
     const uint32 used = (team.numel + 7) / 8 * bits, all = static_cast<uint32>(quantize::code_bytes(team.numel, bits));
     for (uint32 i = used; i < all; ++i) codes[i] = 0;
   }
-  of_width(bits, [&]<int kBits>() {
-    ARK_UNROLL for (int h = 0; h < kHeld; ++h) if (team.count(h) != 0)
-        store_word<kBits>(codes + team.group(h) * kBits, packed<kBits>(code[h]));
-  });
+  of_width(bits, StoreCodes{team, codes, code});
 }
 
 // Adds the team's elements of a record to x.
@@ -170,12 +191,7 @@ __device__ __forceinline__ void add_record(const Team& team, quantize::Format fo
   }
   const float2 head = *reinterpret_cast<const float2*>(record);
   uint32 code[kHeld][kGroup];
-  of_width(team.piece.bits, [&]<int kBits>() {
-    ARK_UNROLL for (int h = 0; h < kHeld; ++h) {
-      const char* const from = record + quantize::kHeadBytes + team.group(h) * kBits;
-      unpacked<kBits>(team.count(h) != 0 ? load_word<kBits>(from) : 0, code[h]);
-    }
-  });
+  of_width(team.piece.bits, LoadCodes{team, record + quantize::kHeadBytes, code});
   const bool uniform = format == quantize::Format::uniform;
   ARK_UNROLL for (int h = 0; h < kHeld; ++h) ARK_UNROLL for (int j = 0; j < kGroup; ++j) {
     const float value =

@@ -106,18 +106,19 @@ __device__ __forceinline__ void unpacked(uint64 word, uint32* code) {
   ARK_UNROLL for (int j = 0; j < kGroup; ++j) code[j] = static_cast<uint32>(word >> (j * kBits)) & ((1u << kBits) - 1);
 }
 
-// Calls body<kBits>() for the width that a bucket has.
+// Calls body.at<kBits>() for the width that a bucket has. Not a lambda: NVRTC takes a lambda with template parameters
+// for a host function.
 template <class Body>
-__device__ __forceinline__ void of_width(uint32 bits, Body&& body) {
+__device__ __forceinline__ void of_width(uint32 bits, const Body& body) {
   switch (bits) {
-    case 1: return body.template operator()<1>();
-    case 2: return body.template operator()<2>();
-    case 3: return body.template operator()<3>();
-    case 4: return body.template operator()<4>();
-    case 5: return body.template operator()<5>();
-    case 6: return body.template operator()<6>();
-    case 7: return body.template operator()<7>();
-    default: return body.template operator()<8>();
+    case 1: return body.template at<1>();
+    case 2: return body.template at<2>();
+    case 3: return body.template at<3>();
+    case 4: return body.template at<4>();
+    case 5: return body.template at<5>();
+    case 6: return body.template at<6>();
+    case 7: return body.template at<7>();
+    default: return body.template at<8>();
   }
 }
 
