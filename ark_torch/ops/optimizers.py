@@ -28,6 +28,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not eps >= 0:
             raise ValueError(f"ark: {name}: eps is {eps}. Pass 0 or more.")
         super().__init__([{"params": list(tables)}], {"lr": lr, "eps": eps})
+        self._views = any(table._is_view() for table in self.tables)
         # Here, not in a compiled function: Dynamo of PyTorch 2.11 lets none write an optimizer's attributes.
         rate = self._place_rate()
         like = self.tables[0] if self.tables else rate
@@ -69,6 +70,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"ark: embedding_bag_all_to_all: optimizer is a {type(self).__name__} of other tables. Make it with "
                 "the tensors that are passed as tables."
+            )
+        if self._views and torch.compiler.is_compiling():
+            # Inductor (to 2.15) copies a view that an operator writes, and may read beyond its end.
+            raise ValueError(
+                "ark: embedding_bag_all_to_all: a table that optimizer= updates is a view into other memory, which "
+                "torch.compile does not write in place. Give each table memory of its own, as table.clone() has."
             )
         state = [self.state[table]["sum"] for table in tables] if self._adapts else []
         return self._kind, state, self.lr, self.param_groups[0]["eps"]

@@ -105,6 +105,7 @@ KernelLibrary::~KernelLibrary() = default;
 KernelLibrary& KernelLibrary::of(int device) {
   static std::mutex mutex;
   static auto* libraries = new std::map<int, std::unique_ptr<KernelLibrary>>;  // kernels may run while we exit
+  jit::ensure_configured();  // an operator without a group may be the first
   const std::lock_guard lock(mutex);
   std::unique_ptr<KernelLibrary>& library = (*libraries)[device];
   if (!library) library = std::make_unique<KernelLibrary>(device, jit::settings());

@@ -25,9 +25,7 @@ device::CodeParams code_params(const Coding& coding) {
 class Launches {
  public:
   Launches(const Coding& coding, const char* entry, c10::Device device, const device::CodeParams& params)
-      : coding_(coding), entry_(entry), device_(device), params_{params, params} {
-    jit::ensure_configured();  // the quantiser alone needs no group
-  }
+      : coding_(coding), entry_(entry), device_(device), params_{params, params} {}
 
   void add(const compressed::Part& part, uint64_t begin) {
     for (quantize::Piece piece : part.pieces) {

@@ -207,7 +207,8 @@ def _compiled(rank: Rank) -> None:
     rank.init()
 
     def step(x: Tensor, w: Tensor) -> Tensor:
-        return compressed_all_reduce(x @ w, bits=4).relu() + 1
+        total = compressed_all_reduce(x @ w, bits=4).relu() + 1
+        return compressed_all_reduce(total, op=dist.ReduceOp.AVG)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(rank.rank)

@@ -87,7 +87,9 @@ def test_rows_of_experts_stay_out_of_memory(every: bool) -> None:
 
 
 @pytest.mark.by_day("compressed_float32_wide")
-@pytest.mark.parametrize("stub", [f"compressed_{t}{w}" for t in ("float32", "float16", "bfloat16") for w in ("", "_wide")])
+@pytest.mark.parametrize(
+    "stub", [f"compressed_{t}{w}" for t in ("float32", "float16", "bfloat16") for w in ("", "_wide")]
+)
 def test_codes_stay_in_registers(stub: str) -> None:
     [job] = compile_kernels.jobs_of([HOPPER], f"^{stub}$")
     kernels = compile_kernels.compile_one(job).kernels

@@ -263,6 +263,39 @@ def _compiled(rank: Rank, backend: str) -> None:
         same(table.grad.to_dense(), gradient, "sparse, beside a compiled graph")
 
 
+def _views(rank: Rank) -> None:
+    """Inductor would read beyond a view; without fullgraph=True the operator runs between two graphs."""
+    rank.init()
+    case = Case([2, 1], 4, 6, seed=85)
+    part = draw(case, rank.rank, rank.world_size)
+    whole = torch.cat([part.tables[0].new_zeros(1, 6), *part.tables])
+    tables = list(whole[1:].split([len(table) for table in part.tables]))
+    optimizer = SGD(tables, lr=0.5)
+
+    def model(scale: Tensor) -> Tensor:
+        out = embedding_bag_all_to_all(
+            tables, part.indices, part.offsets, tables_per_rank=case.tables, optimizer=optimizer
+        )
+        return out * 2 + scale
+
+    scale = torch.ones(1, requires_grad=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="a view into other memory"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(scale)
+    wanted = [table.clone() for table in tables]
+    other = SGD(wanted, lr=0.5)
+    embedding_bag_all_to_all(wanted, part.indices, part.offsets, tables_per_rank=case.tables, optimizer=other).backward(
+        gradient_of(case, rank.rank) * 2
+    )
+    torch.compile(model, backend="aot_eager")(scale).backward(gradient_of(case, rank.rank))
+    for table, one in zip(tables, wanted, strict=True):
+        same(table, one, "views")
+
+
+@pytest.mark.nightly
+def test_compiled_views() -> None:
+    run_ranks(_views, 2, timeout=300)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled(backend: str) -> None:

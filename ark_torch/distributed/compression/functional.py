@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ark_torch import _C  # noqa: F401  (defines torch.ops.ark)
 
-_OPS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "avg"}
+_OPS = ((dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "avg"))
 
 
 def compressed_all_reduce(
@@ -60,7 +60,9 @@ def compressed_all_reduce(
     Example:
         >>> hidden = ark_torch.distributed.compressed_all_reduce(partial, bits=8, group=group)
     """
-    name = next((name for known, name in _OPS.items() if op == known), None)
+    # By identity first: Dynamo of PyTorch 2.11 neither compares nor hashes a ReduceOp.
+    name = next((name for known, name in _OPS if op is known), None)
+    name = name or next((name for known, name in _OPS if op == known), None)
     if name is None:
         raise ValueError(f"ark: compressed_all_reduce: op is {op}. Pass ReduceOp.SUM or ReduceOp.AVG.")
     if torch.is_grad_enabled() and tensor.requires_grad:
