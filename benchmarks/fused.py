@@ -11,6 +11,7 @@ pool           ark's own kernel, every bag on this rank: no communication
 pool_ark       the same, then all_to_all_single of ark's group, permute
 pool_nccl      the same over NCCL
 fused          ark_torch.ops.embedding_bag_all_to_all
+compiled_ark   F.embedding_bag of each table, stack, all_to_all_single, permute through torch.compile(backend="ark")
 fused_step     forward and backward of it (gradients of the tables are dense); eager_step: as eager_nccl
 
 On GPUs each way is captured in a CUDA graph of two calls with different indices and replayed back to back; a figure is
@@ -75,6 +76,7 @@ class Embedding:
         begins = torch.arange(0, self.bags * self.length, self.length, device=rank.device, dtype=torch.int32)
         self.offsets = [begins] * self.tables
         self.compiled = torch.compile(self.functional, dynamic=False)
+        self.compiled_apart = torch.compile(self.tables_apart, backend="ark", dynamic=False)
         generator.manual_seed(99 + rank.rank)
         out = (self.batch, rank.ranks * self.tables, self.dim)
         self.gradient = torch.randn(out, generator=generator, device=rank.device).to(self.dtype)
@@ -109,6 +111,16 @@ class Embedding:
             self.parts, self.lists[i], self.offsets, self.groups["ark"], tables_per_rank=known
         )
 
+    def tables_apart(self, lists: list[Tensor]) -> Tensor:
+        pooled = [
+            F.embedding_bag(i, part, o, mode="sum") for i, part, o in zip(lists, self.parts, self.offsets, strict=True)
+        ]
+        return self.arranged(funcol.all_to_all_single(torch.stack(pooled, 1), None, None, self.groups["ark"]))
+
+    def compiled_ark(self, i: int) -> Tensor:
+        with torch.no_grad():
+            return self.compiled_apart(self.lists[i])
+
     def fused_step(self, i: int) -> Tensor:
         return torch.cat([one.flatten()[:1] for one in torch.autograd.grad(self.fused(i), self.parts, self.gradient)])
 
@@ -124,6 +136,7 @@ class Embedding:
             f"pool_{rival}": lambda i: self.exchanged(self.pool(i), self.groups["rival"]),
             "pool_ark": lambda i: self.exchanged(self.pool(i), self.groups["ark"]),
             "fused": self.fused,
+            "compiled_ark": self.compiled_ark,
             "eager_step": self.eager_step,
             "fused_step": self.fused_step,
         }

@@ -17,7 +17,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from ark_torch.compile import aliasing, analysis, decompositions, in_place, products, regions, rest, straight
+from ark_torch.compile import (
+    aliasing,
+    analysis,
+    decompositions,
+    embeddings,
+    in_place,
+    products,
+    regions,
+    rest,
+    straight,
+)
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.eager_values import Eager
 from ark_torch.compile.lowering import CPU, reason_against
@@ -205,7 +215,7 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     """A functional ATen graph in pieces, and what compiles them."""
     check_static(graph_module)
     if options.fallback and launcher is None:
-        report.products = products.fuse(graph_module.graph)
+        report.products = [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph)]
         graph_module.recompile()
         for line in report.products:
             log.info("%s: %s", title_of(graph_module), line)

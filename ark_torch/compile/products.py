@@ -18,18 +18,14 @@ from torch.fx import Graph, Node
 
 import ark_torch.ops  # noqa: F401  (their fake kernels)
 from ark_torch.compile.analysis import aten, is_getitem, tensor_of
+from ark_torch.compile.graph_edits import VIEWS, NotFused, alone, call, erase, inherit, shape_of
 from ark_torch.compile.ir import Unsupported
 from ark_torch.compile.operators.collectives import resolved
 
 _functional = torch.ops._c10d_functional
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of fewer rows a loop kernel's own product and packets are no slower, and the region stays whole.
 LEAST_ROWS = 32
-
-
-class _No(Exception):
-    """It stays as it is; the text says why."""
 
 
 def fuse(graph: Graph, device: str = "cuda", least_rows: int = LEAST_ROWS) -> list[str]:
@@ -47,42 +43,12 @@ def fuse(graph: Graph, device: str = "cuda", least_rows: int = LEAST_ROWS) -> li
             continue
         try:
             found = maker(wait, started, least_rows)
-        except (_No, Unsupported) as reason:
+        except (NotFused, Unsupported) as reason:
             told.append(f"{started.name}: not fused with a product: {reason}")
             continue
         if found:
             told.append(f"{started.name}: {found}")
     return told
-
-
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A node, with what it gives."""
-    node: Node = graph.call_function(target, args)
-    given = [one.meta["val"] if isinstance(one, Node) else one for one in args]
-    node.meta["val"] = target(*given)
-    return node
-
-
-def _erase(node: Node) -> None:
-    """What nobody reads any more, up to what somebody does."""
-    if node.op != "call_function" or node.users:
-        return
-    given = node.all_input_nodes
-    node.graph.erase_node(node)
-    for one in given:
-        _erase(one)
-
-
-def _alone(node: Node) -> None:
-    if len(node.users) != 1:
-        raise _No(f"{node.name} is read by others, too")
-
-
-def _shape(node: Node) -> tuple[int, ...]:
-    value = tensor_of(node)
-    if value is None or not all(isinstance(n, int) for n in value.shape):
-        raise _No("its sizes are symbolic")
-    return tuple(value.shape)
 
 
 def _pieces_in_order(cat: Node, dim: int, world: int, split_dim: int) -> Node:
@@ -99,33 +65,33 @@ def _pieces_in_order(cat: Node, dim: int, world: int, split_dim: int) -> Node:
         and all(is_getitem(one) and one.args == (split, i) for i, one in enumerate(pieces))
     )
     if not whole:
-        raise _No("its tensors are put together in another order")
+        raise NotFused("its tensors are put together in another order")
     assert isinstance(split, Node)
     for one in (split.args[0], *pieces):
-        _alone(one)
+        alone(one)
     return split.args[0]  # type: ignore[return-value]
 
 
 def _product(node: Node) -> Node:
     """The product of which a node is a view that keeps the last dimension, if that is all that it is."""
-    columns = _shape(node)[-1]
-    while node.target in _VIEWS:
-        _alone(node)
+    columns = shape_of(node)[-1]
+    while node.target in VIEWS:
+        alone(node)
         node = node.args[0]  # type: ignore[assignment]
     if node.target is not aten.mm.default:
-        raise _No(f"it is of {node.name}, no product" if node.op == "call_function" else "it is of no product")
-    _alone(node)
-    if _shape(node)[-1] != columns:
-        raise _No("a view of the product takes its columns apart")
+        raise NotFused(f"it is of {node.name}, no product" if node.op == "call_function" else "it is of no product")
+    alone(node)
+    if shape_of(node)[-1] != columns:
+        raise NotFused("a view of the product takes its columns apart")
     return node
 
 
 def _check(product: Node, least_rows: int) -> None:
     value = tensor_of(product)
     if value is None or value.dtype not in _DTYPES:
-        raise _No(f"it is of {value.dtype if value is not None else 'no tensor'}")
-    if _shape(product)[0] < least_rows:
-        raise _No(f"it has {_shape(product)[0]} rows, which a region's own kernel multiplies")
+        raise NotFused(f"it is of {value.dtype if value is not None else 'no tensor'}")
+    if shape_of(product)[0] < least_rows:
+        raise NotFused(f"it has {shape_of(product)[0]} rows, which a region's own kernel multiplies")
 
 
 def _sum(wait: Node, started: Node, least_rows: int) -> str:
@@ -134,39 +100,39 @@ def _sum(wait: Node, started: Node, least_rows: int) -> str:
     source, op, name = started.args[0], started.args[1], started.args[-1]
     assert isinstance(source, Node)
     if op != "sum":
-        raise _No(f"its operation is {op}")
+        raise NotFused(f"its operation is {op}")
     group = resolved(name, wait.meta["val"].device)
     world, graph = group.size(), wait.graph
-    _alone(started)
-    _alone(source)
+    alone(started)
+    alone(source)
     middle = False  # whether the second dimension of three is scattered
     if scatters and source.target is aten.cat.default:
         source, middle = _pieces_in_order(source, 0, world, 1), True
-        if len(_shape(source)) != 3 or _shape(source)[1] % world != 0:
-            raise _No("what is scattered is neither the first dimension nor the second of three")
-    elif scatters and _shape(source)[0] % world != 0:
-        raise _No("its first dimension does not divide by the number of ranks")
+        if len(shape_of(source)) != 3 or shape_of(source)[1] % world != 0:
+            raise NotFused("what is scattered is neither the first dimension nor the second of three")
+    elif scatters and shape_of(source)[0] % world != 0:
+        raise NotFused("its first dimension does not divide by the number of ranks")
     product = _product(source)
     _check(product, least_rows)
     a, b = product.args
     assert isinstance(a, Node)
     with graph.inserting_before(wait):
-        if middle and _shape(source)[0] != 1:  # rows in the order of the ranks that get them
-            batch, rows, _ = _shape(source)
+        if middle and shape_of(source)[0] != 1:  # rows in the order of the ranks that get them
+            batch, rows, _ = shape_of(source)
             if not a.meta["val"].is_contiguous():
-                raise _No("its rows would have to be put in order, and do not lie in one piece")
-            apart = _call(graph, aten.view.default, a, [batch, world, rows // world, _shape(a)[1]])
-            turned = _call(graph, aten.permute.default, apart, [1, 0, 2, 3])
-            copied = _call(graph, aten.clone.default, turned)
-            a = _call(graph, aten.reshape.default, copied, list(_shape(a)))
+                raise NotFused("its rows would have to be put in order, and do not lie in one piece")
+            apart = call(graph, aten.view.default, a, [batch, world, rows // world, shape_of(a)[1]])
+            turned = call(graph, aten.permute.default, apart, [1, 0, 2, 3])
+            copied = call(graph, aten.clone.default, turned)
+            a = call(graph, aten.reshape.default, copied, list(shape_of(a)))
         target = (torch.ops.ark.matmul_reduce_scatter if scatters else torch.ops.ark.matmul_all_reduce).default
         fused = graph.call_function(target, (a, b, group.group_name, "auto", 0))
-        rows = _shape(product)[0] // (world if scatters else 1)
-        fused.meta["val"] = product.meta["val"].new_empty((rows, _shape(product)[1]))
-        result = _call(graph, aten.view.default, fused, list(_shape(wait)))
-    _inherit(fused, product)
+        rows = shape_of(product)[0] // (world if scatters else 1)
+        fused.meta["val"] = product.meta["val"].new_empty((rows, shape_of(product)[1]))
+        result = call(graph, aten.view.default, fused, list(shape_of(wait)))
+    inherit(fused, product)
     wait.replace_all_uses_with(result)
-    _erase(wait)
+    erase(wait)
     return str(fused.target)
 
 
@@ -181,7 +147,7 @@ def _factors(product: Node) -> tuple[Any, Any, Any]:
 
 def _reader(node: Node, user: Node) -> Node | None:
     """The product of `node`'s rows that a user of it is or leads to by views that nobody else reads."""
-    while user.target in _VIEWS and len(user.users) == 1:
+    while user.target in VIEWS and len(user.users) == 1:
         node, user = user, next(iter(user.users))
     if user.target not in (aten.mm.default, aten.addmm.default) or user.kwargs:  # kwargs: a bias or product is scaled
         return None
@@ -195,71 +161,64 @@ def _gather(wait: Node, started: Node, least_rows: int) -> str:
     assert isinstance(source, Node)
     group = resolved(name, wait.meta["val"].device)
     world, graph = group.size(), wait.graph
-    _alone(started)
+    alone(started)
     node, middle = wait, False
-    depth = _shape(wait)[-1]
-    if len(_shape(wait)) == 3 and [user.target for user in wait.users] == [aten.split.Tensor]:
+    depth = shape_of(wait)[-1]
+    if len(shape_of(wait)) == 3 and [user.target for user in wait.users] == [aten.split.Tensor]:
         (split,) = wait.users
         readers = {reader for piece in split.users for reader in piece.users}
         if len(readers) != 1 or (cat := next(iter(readers))).target is not aten.cat.default:
-            raise _No("what is gathered is taken apart")
+            raise NotFused("what is gathered is taken apart")
         if _pieces_in_order(cat, 1, world, 0) is not wait:
-            raise _No("what is gathered is taken apart")
-        node, middle = cat, _shape(source)[0] != 1
-    while len(node.users) == 1 and (user := next(iter(node.users))).target in _VIEWS:
+            raise NotFused("what is gathered is taken apart")
+        node, middle = cat, shape_of(source)[0] != 1
+    while len(node.users) == 1 and (user := next(iter(node.users))).target in VIEWS:
         node = user
     order = {one: i for i, one in enumerate(graph.nodes)}
     readers_in_order = sorted(node.users, key=order.__getitem__)
     product = next((found for one in readers_in_order if (found := _reader(node, one)) is not None), None)
     if product is None:
-        raise _No("it is read by no product")
+        raise NotFused("it is read by no product")
     read_too = len(node.users) > 1  # by others, which get the rows from the operator
     if read_too and middle:
-        raise _No(f"what is gathered has {len(node.users)} readers, in another order than it comes in")
+        raise NotFused(f"what is gathered has {len(node.users)} readers, in another order than it comes in")
     rows_of, b, bias = _factors(product)
-    if not source.meta["val"].is_contiguous() or _shape(rows_of)[-1] != depth:
-        raise _No("a view takes its rows apart")
+    if not source.meta["val"].is_contiguous() or shape_of(rows_of)[-1] != depth:
+        raise NotFused("a view takes its rows apart")
     _check(product, least_rows)
     assert isinstance(b, Node)
     first = min([product, *readers_in_order[1:]], key=order.__getitem__) if read_too else product
     if any(order[one] > order[first] for one in (b, bias) if one is not None):
-        raise _No("others read what is gathered before the product's other factor or bias is there")
-    rows = math.prod(_shape(source)[:-1])
+        raise NotFused("others read what is gathered before the product's other factor or bias is there")
+    rows = math.prod(shape_of(source)[:-1])
     with graph.inserting_before(first):
-        a = _call(graph, aten.view.default, source, [rows, depth])
+        a = call(graph, aten.view.default, source, [rows, depth])
         both = graph.call_function(
             torch.ops.ark.all_gather_matmul.default, (a, b, group.group_name, "auto", 0, read_too)
         )
         value, gathered = product.meta["val"], wait.meta["val"]
         both.meta["val"] = (
-            value.new_empty(_shape(product)),
+            value.new_empty(shape_of(product)),
             gathered.new_empty((world * rows, depth) if read_too else (0,)),
         )
-        result = _call(graph, getitem, both, 0)
+        result = call(graph, getitem, both, 0)
         if read_too:
-            again = _call(graph, aten.view.default, _call(graph, getitem, both, 1), list(_shape(node)))
+            again = call(graph, aten.view.default, call(graph, getitem, both, 1), list(shape_of(node)))
         if middle:
-            batch, each, _ = _shape(source)
-            apart = _call(graph, aten.view.default, result, [world, batch, each, _shape(product)[1]])
-            turned = _call(graph, aten.permute.default, apart, [1, 0, 2, 3])
-            copied = _call(graph, aten.clone.default, turned)
-            result = _call(graph, aten.reshape.default, copied, list(_shape(product)))
+            batch, each, _ = shape_of(source)
+            apart = call(graph, aten.view.default, result, [world, batch, each, shape_of(product)[1]])
+            turned = call(graph, aten.permute.default, apart, [1, 0, 2, 3])
+            copied = call(graph, aten.clone.default, turned)
+            result = call(graph, aten.reshape.default, copied, list(shape_of(product)))
         if bias is not None:
-            result = _call(graph, aten.add.Tensor, result, bias)
-    _inherit(both, product)
+            result = call(graph, aten.add.Tensor, result, bias)
+    inherit(both, product)
     product.replace_all_uses_with(result)
-    _erase(product)
+    erase(product)
     if read_too:
         node.replace_all_uses_with(again)
-        _erase(node)
+        erase(node)
     return str(both.target)
-
-
-def _inherit(node: Node, product: Node) -> None:
-    """Where it comes from, for people."""
-    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
-        if key in product.meta:
-            node.meta[key] = product.meta[key]
 
 
 _MAKERS: dict[Any, Any] = {

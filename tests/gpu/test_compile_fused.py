@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as funcol
 from on_gpu import run, start
 from support.rank import Rank
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import embedding_bag, gelu, linear
 
 pytestmark = [pytest.mark.limit(300)]
 
@@ -75,3 +75,43 @@ def _trains(rank: Rank) -> None:
 
 def test_training() -> None:
     run(_trains)
+
+
+def _embeddings(rank: Rank) -> None:
+    """DLRM's form: bags of each table, stacked, to the ranks of their samples."""
+    from ark_torch.compile import backend, options
+    from ark_torch.compile.report import Report
+
+    device = start(rank)
+    torch.manual_seed(rank.rank)
+    tables, columns, samples, world = 3, 64, 40, rank.world_size
+    weights = [torch.randn(100, columns, device=device, dtype=torch.bfloat16) for _ in range(tables)]
+    offsets = [torch.arange(0, samples * world * 4, 4, device=device) for _ in range(tables)]
+    indices = [torch.randint(0, 100, (samples * world * 4,), device=device) for _ in range(tables)]
+
+    def model(weights: list[Tensor], indices: list[Tensor], offsets: list[Tensor]) -> Tensor:
+        bags = [embedding_bag(i, w, o, mode="sum") for i, w, o in zip(indices, weights, offsets, strict=True)]
+        rows = funcol.all_to_all_single(torch.stack(bags, 1), None, None, "0").view(world, samples, tables, columns)
+        return rows.transpose(0, 1).reshape(samples, -1).relu()
+
+    report = Report()
+
+    def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
+        return backend.compile_graph(graph_module, example_inputs, options.parse(None, {"choose": "ark"}), report)
+
+    call = torch.compile(model, backend=compile_graph, dynamic=False)
+    with torch.no_grad():
+        torch.testing.assert_close(call(weights, indices, offsets), model(weights, indices, offsets))
+        told = report.graphs[0].products
+        assert len(told) == 1 and told[0].endswith("ark.embedding_bag_all_to_all.default"), told
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call(weights, indices, offsets)
+        for one in indices:
+            one.copy_(torch.randint_like(one, 0, 100))
+        graph.replay()
+        torch.testing.assert_close(out, model(weights, indices, offsets))
+
+
+def test_embeddings() -> None:
+    run(_embeddings)

@@ -50,6 +50,50 @@ def _loop(rank: Rank, how: str, count: int) -> float:
     return go_on_without_the_last(rank, device, count)
 
 
+def _fused(rank: Rank, operator: str) -> float:
+    """The same within an operator whose computation and communication are one kernel."""
+    from ark_torch import ops
+
+    device = start(rank, timeout=120)
+    count = 4096
+    tensor = torch.ones(count, device=device)
+    dist.all_reduce(tensor)
+    world = rank.world_size
+    x = torch.randn(256, 1024, device=device, dtype=torch.bfloat16)
+    w = torch.randn(1024, 1024, device=device, dtype=torch.bfloat16)
+    ids = torch.arange(256 * 2, device=device).view(256, 2) % (2 * world)
+    scores = torch.full((256, 2), 0.5, device=device)
+    w1, w2 = w.repeat(2, 1, 1), torch.randn(2, 1024, 512, device=device, dtype=torch.bfloat16)
+    indices, offsets = torch.arange(64 * world, device=device), torch.arange(64 * world, device=device)
+    calls = {
+        "embedding": lambda: ops.embedding_bag_all_to_all([w], [indices], [offsets], tables_per_rank=[1] * world),
+        "matmul": lambda: ops.matmul_all_reduce(x, w),
+        "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2),
+    }
+    calls[operator]()
+    torch.cuda.synchronize()
+    rank.report("running")
+    try:
+        while True:
+            calls[operator]()
+            torch.cuda.synchronize()
+    except dist.DistBackendError as error:
+        rank.report("raised", str(error))
+    return go_on_without_the_last(rank, device, count)
+
+
+@pytest.mark.parametrize("operator", ["embedding", "matmul", "moe"])
+def test_killed_in_a_fused_operator(operator: str) -> None:
+    victim = WORLD - 1
+    with Job(_fused, WORLD, operator, env=ENV) as job:
+        job.wait_all("running")
+        time.sleep(0.3)
+        seconds = _told(job, victim, job.kill(victim))
+        record("1", f"CUDA, killed, fused {operator}", f"{KILL_BOUND_S} s", seconds)
+        assert max(seconds) < KILL_BOUND_S
+        _go_on(job.finish(60, list(range(victim))))
+
+
 def _told(job: Job, victim: int, since: float) -> list[float]:
     seconds = []
     for survivor in range(job.count):

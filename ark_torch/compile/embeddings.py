@@ -1,0 +1,253 @@
+"""Pooled embeddings and the all-to-all that takes them to their samples become embedding_bag_all_to_all.
+
+What stands between the bags and the exchange, and behind it, only moves elements: stack or cat, views, permutations,
+splits. How it is written does not matter: the moves are run on numbers that say of which rank, table, sample and column
+an element is, and the last node at which these lie as `[samples, tables of all ranks, columns]` is what the operator
+gives. Of other ranks a rank knows how many elements they send; that they order them as it does itself is taken from the
+program's being the same on all ranks, and where it is not, the operator says so when it is called.
+"""
+
+from __future__ import annotations
+
+import math
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx import Graph, Node
+
+import ark_torch.ops  # noqa: F401  (the operator's fake kernel)
+from ark_torch.compile.analysis import aten, is_getitem, tensor_of
+from ark_torch.compile.graph_edits import VIEWS, NotFused, erase, inherit, shape_of
+from ark_torch.compile.ir import Unsupported
+from ark_torch.compile.operators.collectives import resolved
+
+_functional = torch.ops._c10d_functional
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+_MOVES = frozenset(
+    {
+        *VIEWS,
+        aten.stack.default,
+        aten.cat.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.clone.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        getitem,
+    }
+)
+_MODES = ("sum", "mean")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOST = 1 << 28  # elements whose moves are followed; of a rank's exchange
+
+
+def fuse(graph: Graph, device: str = "cuda") -> list[str]:
+    """Replaces what it finds on tensors of that device; says of each all-to-all of pooled rows what became of it."""
+    told = []
+    for wait in list(graph.nodes):
+        if wait.target is not _functional.wait_tensor.default:
+            continue
+        started, value = wait.args[0], tensor_of(wait)
+        if getattr(started, "target", None) is not _functional.all_to_all_single.default:
+            continue
+        if value is None or value.device.type != device:
+            continue
+        try:
+            moves, bags = _sources(started.args[0])
+            if bags:
+                told.append(f"{started.name}: {_fuse(wait, started, moves, bags)}")
+        except (NotFused, Unsupported) as reason:
+            told.append(f"{started.name}: not fused with embedding_bag: {reason}")
+    return told
+
+
+def _moved(node: Node) -> Node | None:
+    """What a copy into an empty tensor copies: torch.distributed's functions that write, made functional."""
+    if node.target is not aten.copy.default:
+        return None
+    into, other = node.all_input_nodes[0], node.all_input_nodes[-1]
+    alike = node.meta["val"].dtype == other.meta["val"].dtype
+    return other if alike and into.target in (aten.empty_like.default, aten.empty.memory_format) else None
+
+
+def _sources(sent: Node) -> tuple[list[Node], list[Node]]:
+    """The moves before an exchange, in order, and the bags that they begin with; none where something else does."""
+    order = {one: i for i, one in enumerate(sent.graph.nodes)}
+    moves, bags, todo = set(), set(), [sent]
+    while todo:
+        node = todo.pop()
+        if node in moves or node in bags:
+            continue
+        if is_getitem(node) and node.args[1] == 0 and getattr(node.args[0], "target", None) in _BAGS:
+            bags.add(node)
+        elif node.target in _MOVES:
+            moves.add(node)
+            todo += node.all_input_nodes
+        else:
+            return [], []
+    # In the order in which they are put together, which is that of the tables.
+    first: list[Node] = []
+    for move in sorted(moves, key=order.__getitem__):
+        first += [one for one in move.all_input_nodes if one in bags and one not in first]
+    return sorted(moves, key=order.__getitem__), first or list(bags)
+
+
+def _run(moves: list[Node], known: dict[Node, Any]) -> dict[Node, Any]:
+    """The moves of real tensors."""
+    values = dict(known)
+    for node in moves:
+        other = _moved(node)
+        if other is not None:
+            values[node] = values[other]
+            continue
+        args = torch.fx.node.map_arg(node.args, values.__getitem__)
+        values[node] = node.target(*args, **node.kwargs)  # type: ignore[operator]
+    return values
+
+
+def _numbers(tables: list[int], samples: int, columns: int) -> Tensor:
+    """[samples, tables of all ranks, columns]: each element another number."""
+    return torch.arange(samples * sum(tables) * columns, dtype=torch.int32).view(samples, sum(tables), columns)
+
+
+def _fuse(wait: Node, started: Node, moves: list[Node], bags: list[Node]) -> str:
+    sent, received, sends, name = started.args
+    assert isinstance(sent, Node)
+    group = resolved(name, wait.meta["val"].device)
+    world, rank = group.size(), group.rank()
+    calls = [_Bag(bag) for bag in bags]
+    first = calls[0]
+    for one in calls:
+        one.check(first)
+    samples, columns = first.bags // world, first.columns
+    if first.bags % world != 0:
+        raise NotFused(f"there are {first.bags} bags of a table for {world} ranks")
+    if math.prod(shape_of(started)) > _MOST:
+        raise NotFused("it is too large to be followed")
+    for node in [*bags, *moves]:
+        outside = [
+            user for user in node.users
+            if user not in moves and user is not started and user.target is not aten.empty_like.default
+        ]  # fmt: skip
+        if outside:
+            raise NotFused(f"{node.name} is read by others, too")
+    each = math.prod(shape_of(sent)[1:])
+    tables = [int(count) * each // (samples * columns) for count in received]  # type: ignore[union-attr, arg-type]
+    mine = len(bags)
+    if tables[rank] != mine or any(count * samples * columns != int(got) * each
+                                   for count, got in zip(tables, received, strict=True)):  # type: ignore[arg-type]  # fmt: skip
+        raise NotFused("ranks do not send their own samples of whole tables to each other")
+    if any(int(n) * each != mine * samples * columns for n in sends):  # type: ignore[union-attr, arg-type]
+        raise NotFused("ranks do not get equal numbers of samples")
+    if not all(tables):
+        raise NotFused("a rank has no tables")
+    with unset_fake_temporarily():
+        tables_first = _sent_tables_first(sent, moves, bags, world, columns)
+        final = _placed(wait, tables_first, tables, samples, columns)
+    graph = wait.graph
+    with graph.inserting_before(started):
+        weights = [one.weights for one in calls if one.weights is not None]
+        args: tuple[Any, ...] = (
+            [one.table for one in calls], [one.indices for one in calls], [one.offsets for one in calls], weights,
+            None, group.group_name, first.mode, first.include_last_offset, tables, -1, -1, False, "dense", [], None, 0.0
+        )  # fmt: skip
+        fused = graph.call_function(torch.ops.ark.embedding_bag_all_to_all.default, args)
+        fused.meta["val"] = wait.meta["val"].new_empty((samples, sum(tables), columns))
+        result = graph.call_function(aten.view.default, (fused, list(shape_of(final))))
+        result.meta["val"] = fused.meta["val"].view(shape_of(final))
+    inherit(fused, bags[0].args[0])  # type: ignore[arg-type]
+    final.replace_all_uses_with(result)
+    erase(final)
+    return str(fused.target)
+
+
+class _Bag:
+    """One call of embedding_bag, of which only the pooled rows are read."""
+
+    def __init__(self, rows: Node) -> None:
+        call = rows.args[0]
+        assert isinstance(call, Node)
+        names = ("weight", "indices", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
+                 "include_last_offset", "padding_idx")  # fmt: skip
+        given = dict(zip(names, call.args, strict=False)) | call.kwargs
+        self.table, self.indices, self.offsets = given["weight"], given["indices"], given["offsets"]
+        self.weights = given.get("per_sample_weights")
+        self.include_last_offset = bool(given.get("include_last_offset", False))
+        mode = given.get("mode", 0)
+        if mode not in (0, 1):
+            raise NotFused("its mode is max")
+        self.mode = _MODES[mode]  # type: ignore[index]
+        if given.get("padding_idx", -1) not in (-1, None):
+            raise NotFused("it has a padding_idx")
+        if len(call.users) != 1:
+            raise NotFused(f"{call.name} is read by others, too")
+        self.bags, self.columns = shape_of(rows)
+        self.dtype = rows.meta["val"].dtype
+        if self.dtype not in _DTYPES:
+            raise NotFused(f"it is of {self.dtype}")
+
+    def check(self, other: _Bag) -> None:
+        """That one call of the operator can hold both."""
+        for what in ("bags", "columns", "dtype", "mode", "include_last_offset"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise NotFused(f"its tables have {what} {theirs} and {mine}")
+        if (self.weights is None) != (other.weights is None):
+            raise NotFused("some of its tables have weights of samples, and others none")
+
+
+def _sent_tables_first(sent: Node, moves: list[Node], bags: list[Node], world: int, columns: int) -> bool | None:
+    """Whether tables, and in them samples, are sent, or samples, and in them tables; None: there is one table."""
+    bag_count = shape_of(bags[0])[0]
+    whole = _numbers([len(bags)], bag_count, columns)
+    given = _run(moves, {bag: whole[:, t] for t, bag in enumerate(bags)})[sent].reshape(-1)
+    by_sample = bool((given == whole.reshape(-1)).all())
+    by_table = whole.view(world, bag_count // world, len(bags), columns).transpose(1, 2).reshape(-1)
+    if bool((given == by_table).all()):
+        return None if by_sample else True
+    if not by_sample:
+        raise NotFused("what is sent is in another order than that of the samples")
+    return False
+
+
+def _placed(wait: Node, tables_first: bool | None, tables: list[int], samples: int, columns: int) -> Node:
+    """The last node behind the exchange at which rows lie in the operator's order, and are all that others read."""
+    wanted = _numbers(tables, samples, columns)
+    of_ranks = torch.split(wanted, tables, 1)
+    behind, moves = {wait}, list[Node]()
+    for node in wait.graph.nodes:
+        copied = _moved(node)
+        inputs = node.all_input_nodes if copied is None else [copied]
+        if (copied is not None or node.target in _MOVES) and inputs and all(one in behind for one in inputs):
+            behind.add(node)
+            moves.append(node)
+    for first in (False, True) if tables_first is None else (tables_first,):
+        got = torch.cat([(part.transpose(0, 1) if first else part).reshape(-1) for part in of_ranks])
+        values = _run(moves, {wait: got.view(shape_of(wait))})
+        for final in reversed([wait, *moves]):
+            value = values[final]
+            if not isinstance(value, Tensor) or value.numel() != wanted.numel():
+                continue
+            if bool((value.reshape(-1) == wanted.reshape(-1)).all()) and _all_that_is_read(wait, final, behind):
+                return final
+    raise NotFused("what is received is not put in the order of samples, ranks and tables, or is read before")
+
+
+def _all_that_is_read(wait: Node, final: Node, behind: set[Node]) -> bool:
+    """Whether nobody but `final` reads what it is made of."""
+    needed, todo = set(), [final]
+    while todo:
+        node = todo.pop()
+        if node in behind and node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    return all(user in needed for node in needed - {final} for user in node.users)

@@ -1,0 +1,52 @@
+"""What passes that put one operator in the place of several share (products.py, embeddings.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from ark_torch.compile.analysis import aten, tensor_of
+
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+class NotFused(Exception):
+    """It stays as it is; the text says why."""
+
+
+def call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A node, with what it gives."""
+    node: Node = graph.call_function(target, args)
+    given = [one.meta["val"] if isinstance(one, Node) else one for one in args]
+    node.meta["val"] = target(*given)
+    return node
+
+
+def erase(node: Node) -> None:
+    """What nobody reads any more, up to what somebody does."""
+    if node.op != "call_function" or node.users:
+        return
+    given = node.all_input_nodes
+    node.graph.erase_node(node)
+    for one in given:
+        erase(one)
+
+
+def alone(node: Node) -> None:
+    if len(node.users) != 1:
+        raise NotFused(f"{node.name} is read by others, too")
+
+
+def shape_of(node: Node) -> tuple[int, ...]:
+    value = tensor_of(node)
+    if value is None or not all(isinstance(n, int) for n in value.shape):
+        raise NotFused("its sizes are symbolic")
+    return tuple(value.shape)
+
+
+def inherit(node: Node, other: Node) -> None:
+    """Where it comes from, for people."""
+    for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
+        if key in other.meta:
+            node.meta[key] = other.meta[key]
