@@ -16,7 +16,8 @@ ark            ark_torch.ops.embedding_bag_all_to_all(optimizer=RowwiseAdagrad),
 ark_inductor   the same with the forward pass through torch.compile
 
 A figure is the median over rounds of the slowest rank's time for a step: called by the host ("eager"), and of a CUDA
-graph of two steps with different indices ("graph"). Losses and rows of all ways are compared within rounding.
+graph of two steps with different indices ("graph"). Losses and rows of all ways are compared within rounding;
+of rows one element in 10,000 may be further away, since Adagrad makes a step of either sign of a gradient near zero.
 """
 
 from __future__ import annotations
@@ -227,8 +228,9 @@ def compare(rank: Rank, shape: str, setting: Setting, arguments: argparse.Namesp
         got = losses, way.rows()[:: max(1, sum(setting.sizes) // 100_000)].clone()
         wanted = wanted or got
         pairs = zip(got, wanted, strict=True)
-        wrong = sum(int((~torch.isclose(one, other, rtol=2e-3, atol=1e-4)).sum()) for one, other in pairs)
-        row["wrong"][name] = max(rank.share(wrong))
+        unlike = [int((~torch.isclose(one, other, rtol=2e-3, atol=1e-4)).sum()) for one, other in pairs]
+        rounding = got[1].numel() // 10_000
+        row["wrong"][name] = max(rank.share(unlike[0] + (unlike[1] if unlike[1] > rounding else 0)))
         row["eager_us"][name] = rank.slowest(
             timed(rank, lambda way=way: [way.step(i) for i in range(CALLS)], arguments.rounds)
         )

@@ -1,4 +1,7 @@
-"""products.py as a pass of Inductor over graphs that it compiles whole: those that train, forward and backward."""
+"""products.py and embeddings.py as a pass of Inductor over graphs that it compiles whole.
+
+Those are graphs that train, forward and backward, and those in which nothing is left for a loop kernel.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from ark_torch.compile import products
+from ark_torch.compile import embeddings, products
 from ark_torch.compile.report import log
 
 
-class FuseProducts(CustomGraphPass):  # type: ignore[misc]
+class FuseCollectives(CustomGraphPass):  # type: ignore[misc]
     def __call__(self, graph: Graph) -> None:
-        for line in products.fuse(graph):
+        for line in (*products.fuse(graph), *embeddings.fuse(graph)):
             log.info("Inductor's graph: %s", line)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, products.__file__))
+        return get_hash_for_files((__file__, products.__file__, embeddings.__file__))

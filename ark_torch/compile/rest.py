@@ -51,9 +51,9 @@ def _patches() -> dict[str, Any] | None:
     """Products and collectives become one operator in Inductor's graphs, too, those of backward passes included."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
-    from ark_torch.compile.inductor_pass import FuseProducts
+    from ark_torch.compile.inductor_pass import FuseCollectives
 
-    return {"post_grad_custom_pre_pass": FuseProducts()}
+    return {"post_grad_custom_pre_pass": FuseCollectives()}
 
 
 @contextlib.contextmanager

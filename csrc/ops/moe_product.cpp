@@ -28,15 +28,16 @@ MoeActivation activation_of(const std::string& name) {
   return MoeActivation::none;
 }
 
-// The shape whose waves of tiles take the fewest cycles, as for matmul_fused.cpp, where each expert has `rows` rows.
-// Any shape gives the same bits.
+// The shape whose waves of tiles take the fewest cycles, as for matmul_fused.cpp, where each expert has about `rows`
+// rows: the last of its blocks of rows is half full on average. Any shape gives the same bits.
 MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated) {
   constexpr int64_t kMultiprocessors = 132, kBox = 16;
   std::optional<MatmulShape> best;
   double least = 0;
   for (const MatmulShape& shape : kMatmulShapes) {
     const int64_t out = gated ? shape.columns / 2 : shape.columns;
-    const int64_t tiles = experts * in_wholes(rows, shape.rows) * in_wholes(columns, out);
+    const int64_t halves = rows < shape.rows ? 2 : 2 * rows / shape.rows + 1;  // of a block of rows
+    const int64_t tiles = in_wholes(experts * halves * in_wholes(columns, out), 2);
     const int64_t lines = std::min<int64_t>(shape.rows, in_wholes(rows, kBox) * kBox) + shape.columns;
     const double multiplies = shape.rows * shape.columns * MatmulShape::kDepth / 2048.0 / 0.9;
     const double cycles = std::max(multiplies, static_cast<double>(lines) * 128 / 45.0) *

@@ -180,6 +180,13 @@ at::Tensor compressed_all_reduce(const at::Tensor& input, const std::optional<at
       compressed_call(input, residual, numel, bits, bucket, format, rounding, seed, op, group));
 }
 
+at::Tensor compressed_all_reduce_without_residual(const at::Tensor& input, at::IntArrayRef numel, at::IntArrayRef bits,
+                                                  at::IntArrayRef bucket, c10::string_view format,
+                                                  c10::string_view rounding, int64_t seed, c10::string_view op,
+                                                  c10::string_view group) {
+  return compressed_all_reduce(input, std::nullopt, numel, bits, bucket, format, rounding, seed, op, group);
+}
+
 at::Tensor compressed_reduce_scatter(const at::Tensor& input, const std::optional<at::Tensor>& residual,
                                      at::IntArrayRef numel, at::IntArrayRef bits, at::IntArrayRef bucket,
                                      c10::string_view format, c10::string_view rounding, int64_t seed,
@@ -260,6 +267,10 @@ TORCH_LIBRARY(ark, library) {
   library.def(
       "compressed_all_reduce(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, str format, "
       "str rounding, int seed, str op, str group) -> Tensor");
+  // Of its own, since Inductor does not take an operator that writes a tensor which is not given.
+  library.def(
+      "compressed_all_reduce.without_residual(Tensor input, SymInt[] numel, int[] bits, int[] bucket, str format, "
+      "str rounding, int seed, str op, str group) -> Tensor");
   library.def(
       "compressed_reduce_scatter(Tensor input, Tensor(a!)? residual, SymInt[] numel, int[] bits, int[] bucket, "
       "str format, str rounding, int seed, str op, str group) -> Tensor");
@@ -287,6 +298,7 @@ TORCH_LIBRARY_IMPL(ark, CompositeExplicitAutograd, library) {
   library.impl("quantize", &quantize);
   library.impl("dequantize", &dequantize);
   library.impl("compressed_all_reduce", &compressed_all_reduce);
+  library.impl("compressed_all_reduce.without_residual", &compressed_all_reduce_without_residual);
   library.impl("compressed_reduce_scatter", &compressed_reduce_scatter);
   library.impl("compressed_all_gather", &compressed_all_gather);
 }

@@ -210,7 +210,7 @@ def _trains(rank: Rank) -> list[str]:
     with config.patch(compile_threads=1):
         torch.compile(step, backend="ark")(x, w).backward()
     torch.testing.assert_close([x.grad, w.grad], wanted)
-    assert inductor_pass.FuseProducts().uuid()
+    assert inductor_pass.FuseCollectives().uuid()
     return [message for message in messages if "Inductor's graph" in message]
 
 

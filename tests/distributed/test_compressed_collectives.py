@@ -202,7 +202,7 @@ def test_functional(world: int, carrier: str) -> None:
     run(_functional, world, carrier)
 
 
-def _compiled(rank: Rank) -> None:
+def _compiled(rank: Rank, backend: str) -> None:
     torch.set_num_threads(1)
     rank.init()
 
@@ -210,7 +210,7 @@ def _compiled(rank: Rank) -> None:
         total = compressed_all_reduce(x @ w, bits=4).relu() + 1
         return compressed_all_reduce(total, op=dist.ReduceOp.AVG)
 
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(step, backend=backend, fullgraph=True, dynamic=True)
     generator = torch.Generator().manual_seed(rank.rank)
     with torch.no_grad():
         for rows in (3, 8):
@@ -218,8 +218,9 @@ def _compiled(rank: Rank) -> None:
             _same(compiled(x, w), step(x, w), f"{rows} rows")
 
 
-def test_compiled() -> None:
-    run_ranks(_compiled, 2)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_compiled(backend: str) -> None:
+    run_ranks(_compiled, 2, backend)
 
 
 def _fakes(rank: Rank) -> None:

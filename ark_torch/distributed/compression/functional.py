@@ -75,8 +75,8 @@ def compressed_all_reduce(
 
     flat = tensor.contiguous().flatten()
     group_name = _resolve_group_name(group or dist.distributed_c10d._get_default_group(), "")
-    result: Tensor = torch.ops.ark.compressed_all_reduce(
-        flat, None, [flat.shape[0]], [bits], [bucket], format, "nearest", 0, name, group_name
+    result: Tensor = torch.ops.ark.compressed_all_reduce.without_residual(
+        flat, [flat.shape[0]], [bits], [bucket], format, "nearest", 0, name, group_name
     )
     return result.view(tensor.shape)
 
@@ -99,6 +99,20 @@ def _fake_dequantize(codes: Tensor, numel: Any, dtype: torch.dtype, bits: int, b
 def _fake_all_reduce(
     input: Tensor,
     residual: Tensor | None,
+    numel: Sequence[Any],
+    bits: Sequence[int],
+    bucket: Sequence[int],
+    format: str,
+    rounding: str,
+    seed: int,
+    op: str,
+    group: str,
+) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _fake_without_residual(
+    input: Tensor,
     numel: Sequence[Any],
     bits: Sequence[int],
     bucket: Sequence[int],
@@ -143,6 +157,7 @@ for _operator, _fake in (
     ("ark::quantize", _fake_quantize),
     ("ark::dequantize", _fake_dequantize),
     ("ark::compressed_all_reduce", _fake_all_reduce),
+    ("ark::compressed_all_reduce.without_residual", _fake_without_residual),
     ("ark::compressed_reduce_scatter", _fake_reduce_scatter),
     ("ark::compressed_all_gather", _fake_all_gather),
 ):

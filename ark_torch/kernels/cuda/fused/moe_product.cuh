@@ -169,15 +169,6 @@ struct MoeProduct {
     uint32 stage = 0, parity = 0;
     float sums[kOver][4];
     for (uint32 v = blockIdx.x; tiles.find(v, tile); v += gridDim.x) {
-      if (group * 64 >= tile.rows) {  // the tensor cores are the other group's
-        ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
-          while (!barrier_passed(&shared.full[stage], parity)) {
-          }
-          if (lane() == 0) barrier_arrive(&shared.empty[stage]);
-          if (++stage == kStages) stage = 0, parity ^= 1;
-        }
-        continue;
-      }
       ARK_UNROLL for (int j = 0; j < kOver; ++j) ARK_UNROLL for (int e = 0; e < 4; ++e) sums[j][e] = 0;
       uint32 before = 0;  // the stage that is multiplied
       ARK_ROLLED for (uint32 step = 0; step < steps(); ++step) {
