@@ -156,6 +156,9 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
+    "fused-moe": lambda load: _scripts("fused_moe").table(load("fused_moe")),
+    "dlrm-step": lambda load: _scripts("dlrm_step").table(load("dlrm_step")),
+    "compressed-h200": lambda load: _scripts("compressed").table(load("compressed_h200")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
     "compression.accuracy": compression_accuracy,
     "compression.bytes": compression_bytes,
@@ -225,6 +228,9 @@ FIGURES: dict[str, Callable[[Load], str]] = {
     "fig.slowdown-ark": lambda load: f"{_slowdown(load, 'ark', 64 * MB):.0%}",
     "fig.slowdown-nccl": lambda load: f"{_slowdown(load, 'nccl', 64 * MB):.0%}",
     "fig.fused-less": lambda load: f"{min(_fused(load)):.0%} to {max(_fused(load)):.0%}",
+    "fig.dlrm-step": lambda load: " to ".join(
+        f"{of(row['faster_graph'] for row in load('dlrm_step')['rows']):.1f}" for of in (min, max)
+    ),
     "fig.fused-of-own": lambda load: f"{1 - statistics.mean(row['of_pool_ark'] for row in load('fused')['rows']):.0%}",
     "fig.decode-ark": lambda load: f"{_decoding(load, 'ark'):.3f} ms",
     "fig.decode-inductor": lambda load: f"{_decoding(load, 'inductor'):.3f} ms",
