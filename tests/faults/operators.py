@@ -1,0 +1,100 @@
+"""Faults of csrc/ops, of what compresses collectives, and of what finds fused operators."""
+
+from faults.fault import fault
+
+OPS = "csrc/ops/"
+COMPRESSION = "ark_torch/distributed/compression/"
+
+FAULTS = (
+    fault(
+        "operators.owner_forgets",
+        OPS + "compressed_cpu.cpp",
+        "  const auto feedback = owed == nullptr ? compressed::Feedback::none : compressed::Feedback::added_to;\n",
+        "  const auto feedback = compressed::Feedback::none;\n",
+        "what the owner of a bucket loses when it quantises the sum is lost for ever",
+        "tests/distributed/test_compressed_collectives.py",
+    ),
+    fault(
+        "operators.sum_for_mean",
+        OPS + "compressed_cpu.cpp",
+        "    if (sum.average) kernels.divide(sums, bucket.numel, static_cast<float>(sum.ranks));\n",
+        "",
+        "a mean of compressed gradients is their sum",
+        "tests/distributed/test_compressed_collectives.py",
+    ),
+    fault(
+        "operators.code_past_the_last",
+        "csrc/collectives/compressed/quantizer_kernels.hpp",
+        "    t = smaller(t, F32{} + levels);\n",
+        "    t = smaller(t, F32{} + levels + 1.0f);\n",
+        "a largest element rounded up by chance becomes the smallest",
+        "collectives.quantizer_test",
+        "tests/distributed/test_compressed_collectives.py",
+    ),
+    fault(
+        "operators.one_seed",
+        COMPRESSION + "exchange.py",
+        "    seed = state.next_seed()\n\n    def run(given: Tensor, residual: Tensor | None) -> Tensor:\n"
+        "        result: Tensor = torch.ops.ark.compressed_all_reduce(\n",
+        "    seed = 0\n\n    def run(given: Tensor, residual: Tensor | None) -> Tensor:\n"
+        "        result: Tensor = torch.ops.ark.compressed_all_reduce(\n",
+        "rounding by chance errs in the same direction in each step",
+        "tests/distributed/test_compression_ddp.py",
+        "tests/distributed/test_compression_layers.py",
+    ),
+    fault(
+        "operators.drawn_in_is_lost",
+        COMPRESSION + "loading.py",
+        "    residual.add_(full).sub_(drawn).nan_to_num_(0.0, 0.0, 0.0)\n",
+        "",
+        "what few bits leave out of a bucket is never sent",
+        "tests/distributed/test_compression_ddp.py",
+        "tests/distributed/test_compression_layers.py",
+        "tests/distributed/test_compression_accuracy.py",
+    ),
+    fault(
+        "operators.unstable_entries",
+        OPS + "embedding_gradient_cpu.cpp",
+        "  std::stable_sort(by_row.order.begin(), by_row.order.end(),\n"
+        "                   [&](int64_t one, int64_t other) { return table.indices[one] < table.indices[other]; });\n",
+        "  std::sort(by_row.order.begin(), by_row.order.end(), [&](int64_t one, int64_t other) {\n"
+        "    const auto left = table.indices[one], right = table.indices[other];\n"
+        "    return left != right ? left < right : one > other;\n"
+        "  });\n",
+        "a row's gradient is added up in another order than on a GPU",
+        "tests/ops/test_embedding_updates.py",
+        "tests/ops/test_embedding_bag_all_to_all.py",
+    ),
+    fault(
+        "operators.rate_of_construction",
+        "ark_torch/ops/optimizers.py",
+        "            known.copy_(rate) if isinstance(rate, Tensor) else known.fill_(rate)\n",
+        "            known.copy_(rate) if isinstance(rate, Tensor) else None\n",
+        "a learning rate that was written as a number never counts",
+        "tests/ops/test_embedding_updates.py",
+    ),
+    fault(
+        "operators.order_unseen",
+        "ark_torch/compile/embeddings.py",
+        "            if bool((value.reshape(-1) == wanted.reshape(-1)).all()) and ",
+        "            if ",
+        "pooled rows in an order of their own come in the operator's",
+        "tests/compile/test_embeddings.py",
+    ),
+    fault(
+        "operators.padding_unseen",
+        "ark_torch/compile/embeddings.py",
+        '        if given.get("padding_idx", -1) not in (-1, None):\n',
+        '        if given.get("padding_idx", -1) is None:\n',
+        "rows that a program pads with are added",
+        "tests/compile/test_embeddings.py",
+    ),
+    fault(
+        "operators.expert_counts",
+        OPS + "moe_cpu.cpp",
+        "rank_counts.narrow(1, rank * routing.local(), routing.local())",
+        "rank_counts.narrow(1, 0, routing.local())",
+        "a rank's experts are given the first rank's numbers of rows",
+        "tests/ops/test_moe.py",
+    ),
+)
