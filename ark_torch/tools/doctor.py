@@ -8,7 +8,9 @@ extension, the CUDA driver) runs in a child with a time limit. The exit code is 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -51,6 +53,23 @@ def as_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def _links(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    if options.ranks is not None and options.ranks < 2:
+        parser.error(f"--ranks is {options.ranks}: links are between two ranks or more")
+    if options.heat_map and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--heat-map needs matplotlib: python -m pip install matplotlib")
+    from ark_torch import _autoload
+    from ark_torch.tools import links
+    from ark_torch.tools.bench.launch import BenchmarkFailed
+
+    _autoload.ready()
+    try:
+        return links.report(options.ranks, options.device, options.json, options.heat_map)
+    except BenchmarkFailed as error:
+        print(f"ark doctor --links: {error}", file=sys.stderr)
+        return 1
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="ark doctor",
@@ -59,8 +78,17 @@ def main(arguments: list[str] | None = None) -> int:
         "exit code: 0 when collectives on CPU tensors work, 1 otherwise",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    add = parser.add_argument
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--links", action="store_true", help="instead: measure what lies between every pair of ranks (tools/links.py)")
+    add("--ranks", type=int, metavar="N", help="with --links: processes (default: one for each GPU; on CPU 2)")
+    add("--device", choices=("cpu", "cuda"), help="with --links (default: cuda where there are two GPUs)")
+    add("--heat-map", metavar="FILE", help="with --links: draw GB/s between all pairs (needs matplotlib)")
     options = parser.parse_args(arguments)
+    if options.links:
+        return _links(parser, options)
+    if options.ranks is not None or options.device or options.heat_map:
+        parser.error("--ranks, --device and --heat-map go with --links")
     started = time.monotonic()
     rows = diagnose(PROBES)
     works = cpu_works(rows)
