@@ -109,7 +109,7 @@ class CpuEmitter {
     out << "\nconstexpr QueueEntry kQueues[] = {\n";
     for (size_t q = 0; q < plan_.queues.size(); ++q)
       out << "    {kTasks" << q << ", " << plan_.queues[q].tasks.size() << ", kLoads" << q << ", "
-          << "std::size(kLoads" << q << ") - 1},\n";
+          << merged_loads(plan_.queues[q].loads).size() << "},\n";
     out << "};\nconstexpr Tables kTables{kQueues, kOperands, kWaits, kSignals, "
         << plan_.target.pages * plan_.target.page_bytes << ", " << plan_.tasks.size() << "};\n\n}  // namespace\n\n"
         << "extern \"C\" __attribute__((visibility(\"default\"))) const PlanInfo " << kInfoSymbol << "{kAbi, "

@@ -14,8 +14,6 @@
 // events of the step before, (s - 1) * threshold, which the plan's validator has found to be enough.
 #pragma once
 
-#include <iterator>
-
 #include "cpu/wait.hpp"
 
 namespace ark::cpu {

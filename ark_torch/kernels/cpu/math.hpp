@@ -7,8 +7,6 @@
 // not matter for the bits which of the two a value is.
 #pragma once
 
-#include <cmath>
-
 #include "cpu/types.hpp"
 
 namespace ark::cpu {
@@ -189,18 +187,18 @@ ARK_INLINE bool any_of(Mask mask) {
   return all != 0;
 }
 ARK_INLINE Floats sin(Floats x) {
-  if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return std::sin(one); });
+  if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return __builtin_sinf(one); });
   return x == 0.0f ? x : sine_or_cosine(x, 0);  // which loses the sign of zero
 }
 ARK_INLINE Floats cos(Floats x) {
-  if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return std::cos(one); });
+  if (any_of(~(abs(x) < kLargestAngle))) return lanewise(x, [](float one) { return __builtin_cosf(one); });
   return sine_or_cosine(x, 1);
 }
 
 // Seldom used: libm, lane by lane.
-#define ARK_LANEWISE(name)                                        \
-  ARK_INLINE Floats name(Floats x) {                              \
-    return lanewise(x, [](float one) { return std::name(one); }); \
+#define ARK_LANEWISE(name)                                                  \
+  ARK_INLINE Floats name(Floats x) {                                        \
+    return lanewise(x, [](float one) { return __builtin_##name##f(one); }); \
   }
 ARK_LANEWISE(exp2)
 ARK_LANEWISE(expm1)
@@ -216,22 +214,22 @@ ARK_LANEWISE(acosh)
 ARK_LANEWISE(atanh)
 #undef ARK_LANEWISE
 // Those of float are off by up to 2 units, and PyTorch's are not.
-#define ARK_LANEWISE_IN_DOUBLE(name)                                                          \
-  ARK_INLINE Floats name(Floats x) {                                                          \
-    return lanewise(x, [](float one) { return static_cast<float>(std::name(double{one})); }); \
+#define ARK_LANEWISE_IN_DOUBLE(name)                                                                 \
+  ARK_INLINE Floats name(Floats x) {                                                                 \
+    return lanewise(x, [](float one) { return static_cast<float>(__builtin_##name(double{one})); }); \
   }
 ARK_LANEWISE_IN_DOUBLE(log10)
 ARK_LANEWISE_IN_DOUBLE(erfc)
 ARK_LANEWISE_IN_DOUBLE(sinh)
 #undef ARK_LANEWISE_IN_DOUBLE
 ARK_INLINE Floats pow(Floats x, Floats y) {
-  return lanewise(x, y, [](float base, float exponent) { return std::pow(base, exponent); });
+  return lanewise(x, y, [](float base, float exponent) { return __builtin_powf(base, exponent); });
 }
 ARK_INLINE Floats atan2(Floats y, Floats x) {
-  return lanewise(y, x, [](float one, float other) { return std::atan2(one, other); });
+  return lanewise(y, x, [](float one, float other) { return __builtin_atan2f(one, other); });
 }
 ARK_INLINE Floats fmod(Floats x, Floats y) {
-  return lanewise(x, y, [](float one, float other) { return std::fmod(one, other); });
+  return lanewise(x, y, [](float one, float other) { return __builtin_fmodf(one, other); });
 }
 
 }  // namespace ark::cpu

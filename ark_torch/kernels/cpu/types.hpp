@@ -8,8 +8,10 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+// The headers of intrinsics take longer to read than all of this library: builtins where both compilers have them.
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 

@@ -29,19 +29,22 @@ ARK_INLINE Halves narrow(Floats x, f16) {
   return same_bits<Halves>(_mm512_cvtps_ph(same_bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 #elif defined(__F16C__)
+using HalfFloats = float __attribute__((vector_size(32)));
+using HalfHalves = int16_t __attribute__((vector_size(16)));
+inline constexpr int kToNearest = 0;  // ties to even
 ARK_INLINE Floats widen(Halves bits, f16) {
-  __m128i halves[2];
+  HalfHalves halves[2];
   std::memcpy(halves, &bits, sizeof(bits));
-  const __m256 parts[2] = {_mm256_cvtph_ps(halves[0]), _mm256_cvtph_ps(halves[1])};
+  const HalfFloats parts[2] = {__builtin_ia32_vcvtph2ps256(halves[0]), __builtin_ia32_vcvtph2ps256(halves[1])};
   Floats x;
   std::memcpy(&x, parts, sizeof(x));
   return x;
 }
 ARK_INLINE Halves narrow(Floats x, f16) {
-  __m256 parts[2];
+  HalfFloats parts[2];
   std::memcpy(parts, &x, sizeof(x));
-  const __m128i halves[2] = {_mm256_cvtps_ph(parts[0], _MM_FROUND_TO_NEAREST_INT),
-                             _mm256_cvtps_ph(parts[1], _MM_FROUND_TO_NEAREST_INT)};
+  const HalfHalves halves[2] = {__builtin_ia32_vcvtps2ph256(parts[0], kToNearest),
+                                __builtin_ia32_vcvtps2ph256(parts[1], kToNearest)};
   Halves bits;
   std::memcpy(&bits, halves, sizeof(bits));
   return bits;

@@ -40,9 +40,9 @@ ARK_INLINE Part load_part(const f16* p) {
 #if defined(__AVX512F__)
   return load(p, All{});
 #elif defined(__F16C__)
-  __m128i bits;
+  HalfHalves bits;
   std::memcpy(&bits, p, sizeof(bits));
-  return same_bits<Part>(_mm256_cvtph_ps(bits));
+  return same_bits<Part>(__builtin_ia32_vcvtph2ps256(bits));
 #else
   f16 elements[kLanes] = {};
   std::memcpy(elements, p, kPartLanes * sizeof(f16));
