@@ -99,7 +99,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
   try {
     protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
     node_->health().check_alive(operation.context);
-    CarriedMessages messages(*carrier_, operation, rank_);
+    CarriedMessages messages(*carrier_, operation, rank_, left_);
     const Current current(*this, messages);
     const Descriptor& what = operation.descriptor;
     Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};

@@ -102,6 +102,7 @@ class CarriedCommunicator : public Communicator {
   const c10::intrusive_ptr<c10d::Backend> carrier_;
   const NodePlan plan_;
   std::vector<First> heard_, told_;  // by rank
+  std::vector<CarriedMessages::Work> left_;
   std::vector<std::byte> scratch_;
   std::vector<double> factors_;
   std::mutex mutex_;  // of what follows

@@ -8,6 +8,12 @@
 
 namespace ark {
 
+namespace {
+
+constexpr auto kForTheStory = std::chrono::milliseconds(500);
+
+}  // namespace
+
 int tag_of(MessageChannel channel) {
   return kFirstReservedTag + static_cast<int>(channel);
 }
@@ -16,22 +22,27 @@ std::vector<at::Tensor> bytes_at(void* data, size_t bytes) {
   return {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
 }
 
+CarriedMessages::~CarriedMessages() {
+  for (Begun& one : begun_)
+    if (one.work && one.channel == MessageChannel::agreement) left_.push_back(std::move(one.work));
+}
+
 size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
-  if (bytes == 0) return begin(peer, nullptr);
+  if (bytes == 0) return begin(peer, channel, nullptr);
   auto memory = bytes_at(const_cast<void*>(data), bytes);
-  return begin(peer, carrier_.send(memory, peer, tag_of(channel)));
+  return begin(peer, channel, carrier_.send(memory, peer, tag_of(channel)));
 }
 
 size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes) {
-  if (bytes == 0) return begin(peer, nullptr);
+  if (bytes == 0) return begin(peer, channel, nullptr);
   auto memory = bytes_at(data, bytes);
-  return begin(peer, carrier_.recv(memory, peer, tag_of(channel)));
+  return begin(peer, channel, carrier_.recv(memory, peer, tag_of(channel)));
 }
 
-size_t CarriedMessages::begin(int peer, c10::intrusive_ptr<c10d::Work> work) {
+size_t CarriedMessages::begin(int peer, MessageChannel channel, Work work) {
   const std::lock_guard lock(mutex_);
   if (aborted_ && work) work->abort();
-  begun_.push_back({std::move(work), peer});
+  begun_.push_back({std::move(work), peer, channel});
   return begun_.size() - 1;
 }
 
@@ -42,6 +53,7 @@ void CarriedMessages::wait_for_all() {
 void CarriedMessages::abort() {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
+  ended_.notify_all();
   for (const Begun& one : begun_)
     if (one.work) one.work->abort();
 }
@@ -60,10 +72,12 @@ void CarriedMessages::wait_for(size_t number) {
   } catch (const std::exception& error) {
     failure = error.what();
   }
-  const std::lock_guard lock(mutex_);
+  const bool late = Clock::now() >= context.deadline;
+  std::unique_lock lock(mutex_);
+  // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
+  if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
   if (done) return one.work.reset();
-  const bool late = Clock::now() >= context.deadline;
   throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
               carrier_.getBackendName() + ", which carries this group between nodes, failed " +
                   (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +

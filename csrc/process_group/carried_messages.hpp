@@ -8,6 +8,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <condition_variable>
 #include <cstdint>
 #include <limits>
 #include <mutex>
@@ -35,8 +36,14 @@ class CarriedMessages {
   // Thrown by waits after abort(): the group has failed, and knows why.
   struct Aborted {};
 
-  CarriedMessages(c10d::Backend& carrier, const Operation& operation, int rank)
-      : carrier_(carrier), operation_(operation), rank_(rank) {}
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
+  // left: where a collective that fails leaves its messages of agreement that nobody has waited for; their memory is to
+  // stay as long. Gloo reads no further from a rank whose message has lost its place, so notes of failures would not
+  // pass. Other messages have users' memory, which ends with the collective.
+  CarriedMessages(c10d::Backend& carrier, const Operation& operation, int rank, std::vector<Work>& left)
+      : carrier_(carrier), operation_(operation), rank_(rank), left_(left) {}
+  ~CarriedMessages();
 
   // The memory stays as it is until the number has been waited for, or all have. No bytes: no message.
   size_t send(int peer, MessageChannel channel, const void* data, size_t bytes);
@@ -49,15 +56,18 @@ class CarriedMessages {
 
  private:
   struct Begun {
-    c10::intrusive_ptr<c10d::Work> work;
+    Work work;
     int peer;
+    MessageChannel channel;
   };
-  size_t begin(int peer, c10::intrusive_ptr<c10d::Work> work);
+  size_t begin(int peer, MessageChannel channel, Work work);
 
   c10d::Backend& carrier_;
   const Operation& operation_;
   const int rank_;
+  std::vector<Work>& left_;
   std::mutex mutex_;  // of what follows
+  std::condition_variable ended_;
   std::vector<Begun> begun_;
   bool aborted_ = false;
 };
