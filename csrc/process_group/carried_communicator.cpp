@@ -14,12 +14,19 @@ namespace {
 
 // Partials of up to so many bytes, times the ranks, go whole to all that need them, in one hop.
 constexpr size_t kWhole = 64 << 10;
+// To root they go once, whole or in chunks; so many times the nodes go whole.
+constexpr size_t kWholeToRoot = 4 << 20;
 
 }  // namespace
 
 CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan,
                                          Neighbourhood node, ShmOptions options)
-    : Communicator(rank, size), carrier_(std::move(carrier)), plan_(std::move(plan)), heard_(size), told_(size) {
+    : Communicator(rank, size),
+      carrier_(std::move(carrier)),
+      plan_(std::move(plan)),
+      heard_(size),
+      told_(size),
+      awaited_(size) {
   options.names = plan_.own();
   options.on_lost = [this](int local) { lost(local); };
   node_ =
@@ -30,6 +37,7 @@ CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<
   const std::optional<int> early = lost_early_;
   lock.unlock();
   if (early) lost(*early);
+  expect(plan_.peers());
 }
 
 // The threads that call fail() end before what it uses.
@@ -57,6 +65,8 @@ void CarriedCommunicator::fail(const Error& error) {
   lock.lock();
   failed_ = true;
   if (now_) now_->abort();
+  for (const auto& work : awaited_)
+    if (work) work->abort();
   lock.unlock();
   notes_->tell(error);
 }
@@ -103,9 +113,9 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
     const Current current(*this, messages);
     const Descriptor& what = operation.descriptor;
     Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
-    exchange.awaited.resize(size_);
     body(exchange);
     messages.wait_for_all();
+    expect(exchange.heard);
     protocol::store_relaxed(progress.completed, operation.descriptor.sequence);
   } catch (const CarriedMessages::Aborted&) {
     node_->health().raise(operation.context);
@@ -123,28 +133,37 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
   }
 }
 
-void CarriedCommunicator::expect(Exchange& exchange, const std::vector<int>& peers) {
-  for (const int peer : peers)
-    exchange.awaited[peer] = exchange.messages.receive(peer, MessageChannel::agreement, &heard_[peer], sizeof(First));
+void CarriedCommunicator::expect(const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    if (awaited_[peer]) continue;
+    auto memory = bytes_at(&heard_[peer], sizeof(First));
+    auto work = carrier_->recv(memory, peer, tag_of(MessageChannel::agreement));
+    const std::lock_guard lock(mutex_);
+    if (failed_) work->abort();
+    awaited_[peer] = std::move(work);
+  }
 }
 
-void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, size_t bytes, uint64_t promised) {
+void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, size_t bytes, uint64_t promised,
+                               uint64_t expected) {
   First& first = told_[peer];
   first.descriptor = exchange.operation.descriptor;
   first.factor = exchange.operation.factor;
   first.bytes = promised;
+  first.expected = expected;
   copy_bytes(first.data, data, bytes);
   exchange.messages.send(peer, MessageChannel::agreement, &first, sizeof(First));
 }
 
 const CarriedCommunicator::First& CarriedCommunicator::hear(Exchange& exchange, int peer) {
-  exchange.messages.wait_for(exchange.awaited[peer]);
+  exchange.messages.wait_for(awaited_[peer], peer);
+  exchange.heard.push_back(peer);
   if (const auto error = disagreement(exchange.operation, heard_[peer].descriptor, rank_, peer)) throw *error;
   return heard_[peer];
 }
 
 void CarriedCommunicator::meet(Exchange& exchange, const std::vector<int>& peers) {
-  expect(exchange, peers);
+  expect(peers);
   for (const int peer : peers) tell(exchange, peer);
 }
 
@@ -208,7 +227,7 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
   const bool wanted = everybody || rank_ == plan_.stands_for(root, node);
   std::byte* partials = scratch(nodes * bytes);
   std::byte* own = partials + node * bytes;
-  expect(exchange, partners);
+  expect(partners);
   if (!in_first) {
     for (const int peer : partners) tell(exchange, peer);
   }
@@ -216,7 +235,6 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
   if (in_first) {
     for (const int peer : partners) tell(exchange, peer, own, bytes);
   }
-  hear_all(exchange, partners);
   const bool receives = everybody || rank_ == root;
   const auto takes = [&](int peer) { return everybody ? plan_.stands_for(peer, node) == rank_ : peer == root; };
   std::vector<const void*> sources(nodes, own);
@@ -224,8 +242,9 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
     if (other == node || !receives) continue;
     const int from = plan_.stands_for(everybody ? rank_ : root, other);
     sources[other] = in_first ? heard_[from].data : partials + other * bytes;
-    if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes);
+    if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);
   }
+  hear_all(exchange, partners);
   if (!in_first) {
     for (const int peer : partners)
       if (takes(peer)) exchange.messages.send(peer, MessageChannel::data, own, bytes);
@@ -245,8 +264,9 @@ void CarriedCommunicator::all_reduce(const Operation& operation, const void* in,
 void CarriedCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
   const int root = operation.descriptor.root;
   guarded(operation, [&](Exchange& exchange) {
-    const bool whole = count * exchange.reduction.partial_size() * size_ <= kWhole;
-    if (whole || size_ == 1) return reduce_whole(exchange, in, out, count, root);
+    const size_t bytes = count * exchange.reduction.partial_size();
+    if (bytes <= kMaxChunkBytes && bytes * plan_.nodes() <= kWholeToRoot)
+      return reduce_whole(exchange, in, out, count, root);
     reduce_in_chunks(exchange, in, rank_ == root ? out : nullptr, count, root);
   });
 }
@@ -281,7 +301,7 @@ void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* in
 // A rank speaks once all of its node have come, and has heard from every other node.
 void CarriedCommunicator::barrier(const Operation& operation) {
   guarded(operation, [&](Exchange& exchange) {
-    expect(exchange, plan_.peers());
+    expect(plan_.peers());
     ark::barrier(node_->rounds(), operation);
     for (const int peer : plan_.peers()) tell(exchange, peer);
     hear_all(exchange, plan_.peers());

@@ -51,10 +51,11 @@ class CarriedCommunicator : public Communicator {
 
  private:
   struct First {
-    static constexpr size_t kRoom = 976;
+    static constexpr size_t kRoom = 968;
     Descriptor descriptor;
     double factor;   // premul_sum where every rank is a node
-    uint64_t bytes;  // all_to_all: what the sender sends behind this
+    uint64_t bytes;  // all_to_all: what the sender sends to the receiver, and expects of it
+    uint64_t expected;
     std::byte data[kRoom];
   };
   static_assert(sizeof(First) == 1024);
@@ -65,7 +66,7 @@ class CarriedCommunicator : public Communicator {
     CarriedMessages& messages;
     const Operation& operation;
     const StagedReduce reduction;
-    std::vector<size_t> awaited = {};  // the receives of first messages, by rank
+    std::vector<int> heard = {};  // whose first messages have come
   };
   template <class Body>
   void guarded(const Operation& operation, Body&& body);
@@ -73,8 +74,9 @@ class CarriedCommunicator : public Communicator {
   void lost(int local);
 
   // First messages: expected from ranks, told to one, heard (and compared) from one.
-  void expect(Exchange& exchange, const std::vector<int>& peers);
-  void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0);
+  void expect(const std::vector<int>& peers);
+  void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0,
+            uint64_t expected = 0);
   const First& hear(Exchange& exchange, int peer);
   void hear_all(Exchange& exchange, const std::vector<int>& peers);
   void meet(Exchange& exchange, const std::vector<int>& peers);  // expects, and tells without data
@@ -102,12 +104,15 @@ class CarriedCommunicator : public Communicator {
   const c10::intrusive_ptr<c10d::Backend> carrier_;
   const NodePlan plan_;
   std::vector<First> heard_, told_;  // by rank
-  std::vector<CarriedMessages::Work> left_;
   std::vector<std::byte> scratch_;
+  std::vector<CarriedMessages::Work> left_;
   std::vector<double> factors_;
   std::mutex mutex_;  // of what follows
   CarriedMessages* now_ = nullptr;
   bool failed_ = false;
+  // First messages that are expected, by rank. Those of the next collective are as soon as one has ended: a message
+  // that is expected already leaves its sender at once.
+  std::vector<CarriedMessages::Work> awaited_;
   std::optional<int> lost_early_;  // a rank of the node that was lost before node_ was there
   std::unique_ptr<ShmCommunicator> node_;
   std::unique_ptr<FailureNotes> notes_;

@@ -24,25 +24,25 @@ std::vector<at::Tensor> bytes_at(void* data, size_t bytes) {
 
 CarriedMessages::~CarriedMessages() {
   for (Begun& one : begun_)
-    if (one.work && one.channel == MessageChannel::agreement) left_.push_back(std::move(one.work));
+    if (one.work && one.outlives) left_.push_back(std::move(one.work));
 }
 
 size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
-  if (bytes == 0) return begin(peer, channel, nullptr);
+  if (bytes == 0) return begin(peer, nullptr, false);
   auto memory = bytes_at(const_cast<void*>(data), bytes);
-  return begin(peer, channel, carrier_.send(memory, peer, tag_of(channel)));
+  return begin(peer, carrier_.send(memory, peer, tag_of(channel)), false);
 }
 
-size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes) {
-  if (bytes == 0) return begin(peer, channel, nullptr);
+size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives) {
+  if (bytes == 0) return begin(peer, nullptr, false);
   auto memory = bytes_at(data, bytes);
-  return begin(peer, channel, carrier_.recv(memory, peer, tag_of(channel)));
+  return begin(peer, carrier_.recv(memory, peer, tag_of(channel)), outlives);
 }
 
-size_t CarriedMessages::begin(int peer, MessageChannel channel, Work work) {
+size_t CarriedMessages::begin(int peer, Work work, bool outlives) {
   const std::lock_guard lock(mutex_);
   if (aborted_ && work) work->abort();
-  begun_.push_back({std::move(work), peer, channel});
+  begun_.push_back({std::move(work), peer, outlives});
   return begun_.size() - 1;
 }
 
@@ -60,15 +60,17 @@ void CarriedMessages::abort() {
 
 // The slot is read and written by the operation's own thread; others only look at it under the lock.
 void CarriedMessages::wait_for(size_t number) {
-  Begun& one = begun_[number];
-  if (!one.work) return;
+  if (begun_[number].work) wait_for(begun_[number].work, begun_[number].peer);
+}
+
+void CarriedMessages::wait_for(Work& work, int peer) {
   const OperationContext& context = operation_.context;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline - Clock::now());
   constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
   bool done = false;
   std::string failure;
   try {
-    done = one.work->wait(std::clamp(left, least, most));
+    done = work->wait(std::clamp(left, least, most));
   } catch (const std::exception& error) {
     failure = error.what();
   }
@@ -77,12 +79,12 @@ void CarriedMessages::wait_for(size_t number) {
   // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
   if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
-  if (done) return one.work.reset();
+  if (done) return work.reset();
   throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
               carrier_.getBackendName() + ", which carries this group between nodes, failed " +
                   (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
-                  std::to_string(one.peer) + ": " + (failure.empty() ? "no answer" : failure),
-              ErrorContext{rank_, one.peer, context.name, context.sequence,
+                  std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure),
+              ErrorContext{rank_, peer, context.name, context.sequence,
                            "Look at that rank's output; destroy the process group (or restart the job) before going "
                            "on."});
 }

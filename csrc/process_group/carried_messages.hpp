@@ -38,9 +38,8 @@ class CarriedMessages {
 
   using Work = c10::intrusive_ptr<c10d::Work>;
 
-  // left: where a collective that fails leaves its messages of agreement that nobody has waited for; their memory is to
-  // stay as long. Gloo reads no further from a rank whose message has lost its place, so notes of failures would not
-  // pass. Other messages have users' memory, which ends with the collective.
+  // left: where a collective that fails leaves receives into memory that outlives it. Gloo reads no further from a rank
+  // whose message has lost its place, so notes of failures would not pass. Other receives go to users' tensors.
   CarriedMessages(c10d::Backend& carrier, const Operation& operation, int rank, std::vector<Work>& left)
       : carrier_(carrier), operation_(operation), rank_(rank), left_(left) {}
   ~CarriedMessages();
@@ -48,8 +47,9 @@ class CarriedMessages {
   // The memory stays as it is until the number has been waited for, or all have. No bytes: no message.
   size_t send(int peer, MessageChannel channel, const void* data, size_t bytes);
   // Fills the memory by the time that its number has been waited for.
-  size_t receive(int peer, MessageChannel channel, void* data, size_t bytes);
+  size_t receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives = false);
   void wait_for(size_t number);
+  void wait_for(Work& work, int peer);  // of a message that was begun before
   void wait_for_all();
   void abort();  // from any thread
   const Operation& operation() const { return operation_; }
@@ -58,9 +58,9 @@ class CarriedMessages {
   struct Begun {
     Work work;
     int peer;
-    MessageChannel channel;
+    bool outlives;
   };
-  size_t begin(int peer, MessageChannel channel, Work work);
+  size_t begin(int peer, Work work, bool outlives);
 
   c10d::Backend& carrier_;
   const Operation& operation_;

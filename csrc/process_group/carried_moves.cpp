@@ -31,7 +31,7 @@ std::vector<int> CarriedCommunicator::others_of(int root) const {
 
 // The blocks of a node fit into a first message: one round, one hop.
 void CarriedCommunicator::gather_whole(Exchange& exchange, const void* in, void* const* outs, size_t bytes) {
-  expect(exchange, plan_.peers());
+  expect(plan_.peers());
   Rounds& rounds = node_->rounds();
   rounds.begin(exchange.operation, bytes);
   const uint64_t round = rounds.next();
@@ -58,8 +58,6 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   const size_t pieces = (bytes + piece - 1) / piece, ahead = std::min(kPiecesAhead, pieces);
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
   meet(exchange, plan_.peers());
-  copy(outs[rank_], in, bytes);
-  hear_all(exchange, plan_.peers());
   const std::vector<int>& foreign = plan_.targets();  // whose blocks come to this rank
   std::vector<size_t> receives(pieces * foreign.size());
   for (size_t k = 0; k < pieces; ++k) {
@@ -67,6 +65,10 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
       receives[k * foreign.size() + i] =
           exchange.messages.receive(foreign[i], data, at_offset(outs[foreign[i]], k * piece), length(k));
     }
+  }
+  copy(outs[rank_], in, bytes);
+  hear_all(exchange, plan_.peers());
+  for (size_t k = 0; k < pieces; ++k) {
     for (int node = 0; node < plan_.nodes(); ++node) {
       if (node == plan_.node()) continue;
       exchange.messages.send(plan_.stands_for(rank_, node), data, at_offset(in, k * piece), length(k));
@@ -123,16 +125,18 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
   const size_t piece = std::max<size_t>(1, std::min(bytes, kMostPiece));
   const size_t pieces = std::max<size_t>(1, (bytes + piece - 1) / piece);
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
-  expect(exchange, partners);
+  expect(partners);
   for (const int peer : partners) tell(exchange, peer, data_, in_first && rank_ == root ? bytes : 0);
   std::vector<size_t> receives(pieces);
   if (rank_ != root && rank_ == source && !in_first)
     for (size_t k = 0; k < pieces; ++k)
       receives[k] = exchange.messages.receive(root, data, at_offset(data_, k * piece), length(k));
-  hear_all(exchange, partners);
-  if (rank_ == root && !in_first)
-    for (size_t k = 0; k < pieces; ++k)
+  const auto send = [&] {
+    hear_all(exchange, partners);
+    for (size_t k = 0; k < pieces && !in_first; ++k)
       for (const int peer : partners) exchange.messages.send(peer, data, at_offset(data_, k * piece), length(k));
+  };
+  if (rank_ != root) hear_all(exchange, partners);
   if (in_first && rank_ != root && rank_ == source) copy_bytes(data_, heard_[root].data, bytes);
 
   Rounds& rounds = node_->rounds();
@@ -147,6 +151,7 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
       rounds.pass(first + k);
       copy_bytes(at_offset(data_, k * piece), rounds.read(first + k, plan_.local_of(source)), length(k));
     }
+    if (k == 0 && rank_ == root) send();  // its own node need not wait for what the others say
     if (k == 0) rounds.check_all(first);
     rounds.release(first + k);
   }
@@ -157,17 +162,15 @@ void CarriedCommunicator::gather_to_root(Exchange& exchange, const void* in, voi
   const int root = exchange.operation.descriptor.root;
   const std::vector<int> others = others_of(root);
   const bool in_first = bytes <= First::kRoom;
-  expect(exchange, others);
-  for (const int peer : others) tell(exchange, peer, in, in_first && rank_ != root ? bytes : 0);
+  expect(others);
+  for (const int peer : others) {
+    tell(exchange, peer, in, in_first && rank_ != root ? bytes : 0);
+    if (!in_first && rank_ == root) exchange.messages.receive(peer, data, outs[peer], bytes);
+  }
   for (const int peer : others) {
     const First& first = hear(exchange, peer);
-    if (rank_ != root) {
-      if (!in_first) exchange.messages.send(root, data, in, bytes);
-    } else if (in_first) {
-      copy_bytes(outs[peer], first.data, bytes);
-    } else {
-      exchange.messages.receive(peer, data, outs[peer], bytes);
-    }
+    if (in_first && rank_ == root) copy_bytes(outs[peer], first.data, bytes);
+    if (!in_first && rank_ != root) exchange.messages.send(root, data, in, bytes);
   }
   if (plan_.node_of(root) != plan_.node()) return;
   std::vector<void*> of_node;
@@ -180,20 +183,16 @@ void CarriedCommunicator::scatter_from_root(Exchange& exchange, const void* cons
   const int root = exchange.operation.descriptor.root;
   const std::vector<int> others = others_of(root);
   const bool in_first = bytes <= First::kRoom;
-  expect(exchange, others);
+  expect(others);
   for (const int peer : others) {
     const bool with_data = in_first && rank_ == root;
     tell(exchange, peer, with_data ? ins[peer] : nullptr, with_data ? bytes : 0);
+    if (!in_first && rank_ != root) exchange.messages.receive(root, data, out, bytes);
   }
   for (const int peer : others) {
     const First& first = hear(exchange, peer);
-    if (rank_ == root) {
-      if (!in_first) exchange.messages.send(peer, data, ins[peer], bytes);
-    } else if (in_first) {
-      copy_bytes(out, first.data, bytes);
-    } else {
-      exchange.messages.receive(root, data, out, bytes);
-    }
+    if (in_first && rank_ != root) copy_bytes(out, first.data, bytes);
+    if (!in_first && rank_ == root) exchange.messages.send(peer, data, ins[peer], bytes);
   }
   if (plan_.node_of(root) != plan_.node()) return;
   std::vector<const void*> of_node;
@@ -211,21 +210,22 @@ void CarriedCommunicator::exchange_blocks(Exchange& exchange, const Bytes* ins, 
     if (plan_.node_of(rank) != plan_.node()) others.push_back(rank);
   }
   const auto in_first = [](size_t bytes) { return bytes <= First::kRoom; };
-  expect(exchange, others);
-  for (const int peer : others)
-    tell(exchange, peer, ins[peer].data, in_first(ins[peer].size) ? ins[peer].size : 0, ins[peer].size);
+  expect(others);
+  for (const int peer : others) {
+    const Bytes& block = ins[peer];
+    tell(exchange, peer, block.data, in_first(block.size) ? block.size : 0, block.size, outs[peer].size);
+    if (!in_first(outs[peer].size)) exchange.messages.receive(peer, data, outs[peer].data, outs[peer].size);
+  }
   for (const int peer : others) {
     const First& first = hear(exchange, peer);
+    const Bytes& block = ins[peer];
     const MutableBytes& out = outs[peer];
     if (const auto error = broken_promise(exchange.operation, rank_, peer, rank_, first.bytes, out.size)) throw *error;
-    if (in_first(out.size)) {
-      copy_bytes(out.data, first.data, out.size);
-    } else {
-      exchange.messages.receive(peer, data, out.data, out.size);
-    }
+    if (const auto error = broken_promise(exchange.operation, rank_, rank_, peer, block.size, first.expected))
+      throw *error;
+    if (in_first(out.size)) copy_bytes(out.data, first.data, out.size);
+    if (!in_first(block.size)) exchange.messages.send(peer, data, block.data, block.size);
   }
-  for (const int peer : others)
-    if (!in_first(ins[peer].size)) exchange.messages.send(peer, data, ins[peer].data, ins[peer].size);
   std::vector<Bytes> to_node;
   std::vector<MutableBytes> from_node;
   for (const int rank : plan_.own()) to_node.push_back(ins[rank]), from_node.push_back(outs[rank]);

@@ -18,8 +18,8 @@ namespace ark {
 
 namespace {
 
-constexpr size_t kLeastChunk = 256 << 10, kMostChunk = 1 << 20, kChunks = 4;
-static_assert(kMostChunk <= kMaxChunkBytes);
+constexpr size_t kChunk = 1 << 20;  // bytes
+static_assert(kChunk <= kMaxChunkBytes);
 constexpr size_t kLag = 1;             // steps between two stages of a chunk
 constexpr size_t kSlots = kLag + 1;    // of memory that a stage hands to the next
 constexpr size_t kPartAlign = kAlign;  // bytes; parts of a chunk start on cache lines
@@ -42,11 +42,12 @@ class CarriedCommunicator::ChunkedReduce {
         element_(size_of(exchange.operation.descriptor.dtype)),
         partial_(reduction_.partial_size()),
         unit_(std::max<size_t>(1, kPartAlign / element_)),
-        chunk_(std::clamp(count * element_ / kChunks, kLeastChunk, kMostChunk) / element_),
+        chunk_(kChunk / element_),
         chunks_((count + chunk_ - 1) / chunk_),
         ranks_(rounds_.size()),
         rail_(plan_.local() < plan_.rails() ? plan_.local() : -1),
         lone_(ranks_ == 1),
+        direct_(root < 0 && plan_.nodes() == 2 && partial_ == element_),
         sources_(std::max(ranks_, plan_.nodes())) {
     for (int node = 0; node < plan_.nodes() && rail_ >= 0; ++node) {
       if (node == plan_.node()) continue;
@@ -59,6 +60,7 @@ class CarriedCommunicator::ChunkedReduce {
 
   void run() {
     of_.meet(exchange_, peers_);
+    for (size_t k = 0; k < kSlots; ++k) expect_partials(k);
     rounds_.begin(exchange_.operation, std::min(chunk_, count_) * element_);
     first_ = rounds_.next();
     for (size_t t = 0; t < chunks_ + 2 + 2 * kLag; ++t) {
@@ -77,9 +79,10 @@ class CarriedCommunicator::ChunkedReduce {
   uint64_t result_round(size_t k) const { return first_ + k + std::min(chunks_, k + 2 + 2 * kLag); }
   size_t elements(size_t k) const { return std::min(chunk_, count_ - k * chunk_); }
   ElementRange part(size_t k, int rail) const { return part_of(elements(k), plan_.rails(), rail, unit_); }
-  // A node's range of this rank's part, from the part's start.
+  // A node's range of this rank's part, from the part's start. Two nodes take all of it: as many bytes, one hop less.
   ElementRange range(size_t k, int node) const {
     const size_t total = part(k, rail_).count;
+    if (direct_) return {0, total};
     if (root_node_ >= 0) return {0, node == root_node_ ? total : 0};
     return part_of(total, plan_.nodes(), node, unit_);
   }
@@ -125,18 +128,23 @@ class CarriedCommunicator::ChunkedReduce {
         for (const size_t sent : sent_[k % kSlots]) messages_.wait_for(sent);
         reduction_.partial(partial(k, plan_.node()), sources_.data(), ranks_, count, factors_);
       }
-      exchange_partials(k);
+      send_partials(k);
     }
     rounds_.release(round);
   }
 
-  void exchange_partials(size_t k) {
-    sent_[k % kSlots].clear(), awaited_[k % kSlots].clear();
+  void expect_partials(size_t k) {
+    if (k >= chunks_ || rail_ < 0) return;
+    awaited_[k % kSlots].clear();
     const size_t bytes = range(k, plan_.node()).count * partial_;
+    for (const int peer : peers_)
+      awaited_[k % kSlots].push_back(messages_.receive(peer, data, partial(k, plan_.node_of(peer)), bytes, true));
+  }
+
+  void send_partials(size_t k) {
+    sent_[k % kSlots].clear();
     for (const int peer : peers_) {
-      const int node = plan_.node_of(peer);
-      awaited_[k % kSlots].push_back(messages_.receive(peer, data, partial(k, node), bytes));
-      const ElementRange theirs = range(k, node);
+      const ElementRange theirs = range(k, plan_.node_of(peer));
       const std::byte* from = own_partial(k) + theirs.begin * partial_;
       sent_[k % kSlots].push_back(messages_.send(peer, data, from, theirs.count * partial_));
     }
@@ -145,6 +153,8 @@ class CarriedCommunicator::ChunkedReduce {
   void add_range(size_t k) {
     if (rail_ < 0) return;
     for (const size_t receive : awaited_[k % kSlots]) messages_.wait_for(receive);
+    if (direct_ && plan_.flat())  // the result may replace what was sent
+      for (const size_t sent : sent_[k % kSlots]) messages_.wait_for(sent);
     const ElementRange own = range(k, plan_.node());
     std::byte* target = result(k) + own.begin * element_;
     if (own.count > 0) {
@@ -152,9 +162,10 @@ class CarriedCommunicator::ChunkedReduce {
         sources_[node] = node == plan_.node() ? own_partial(k) + own.begin * partial_ : partial(k, node);
       reduction_.combine(target, sources_.data(), plan_.nodes(), own.count, of_.factors_of_nodes(exchange_));
     }
+    expect_partials(k + kSlots);
     results_[k % kSlots].clear();
     for (const int peer : peers_) {
-      if (root_node_ >= 0) break;
+      if (root_node_ >= 0 || direct_) break;
       const ElementRange theirs = range(k, plan_.node_of(peer));
       results_[k % kSlots].push_back(
           messages_.receive(peer, results, result(k) + theirs.begin * element_, theirs.count * element_));
@@ -196,7 +207,7 @@ class CarriedCommunicator::ChunkedReduce {
   const size_t chunk_, chunks_;  // elements of one; how many
   const int ranks_;              // of the node
   const int rail_;               // -1: none
-  const bool lone_;
+  const bool lone_, direct_;
   std::vector<const void*> sources_;
   std::vector<int> peers_;  // of the rail
   size_t most_part_ = 0;
@@ -221,8 +232,8 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   Rounds& rounds = node_->rounds();
   const size_t element = size_of(operation.descriptor.dtype), partial = reduction.partial_size();
   const int nodes = plan_.nodes(), node = plan_.node(), ranks = rounds.size();
-  const bool in_first = count * partial <= First::kRoom && count * element * size_ <= kMostChunk;
-  const size_t most = plan_.flat() ? kMostChunk : kMostChunk / size_;  // bytes
+  const bool in_first = count * partial <= First::kRoom && count * element * size_ <= kChunk;
+  const size_t most = plan_.flat() ? kChunk : kChunk / size_;  // bytes
   const size_t piece = std::max<size_t>(1, std::min(most / element, count));
   const size_t pieces = std::max<size_t>(1, (count + piece - 1) / piece);
   const auto elements = [&](size_t k) { return std::min(piece, count - k * piece); };
@@ -237,7 +248,18 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   std::vector<double> storage;
   const double* factors = nullptr;
 
-  expect(exchange, plan_.peers());
+  const auto expect_sums = [&](size_t k) {
+    if (k >= pieces || in_first) return;
+    awaited[k % kSlots].clear();
+    for (int other = 0; other < nodes; ++other) {
+      if (other == node) continue;
+      const size_t bytes = elements(k) * partial;
+      awaited[k % kSlots].push_back(
+          messages.receive(plan_.stands_for(rank_, other), data, incoming(k, other), bytes, true));
+    }
+  };
+
+  expect(plan_.peers());
   if (!in_first) {
     for (const int peer : plan_.peers()) tell(exchange, peer);
   }
@@ -254,7 +276,7 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
   };
   const auto add_blocks = [&](size_t k) {
     for (const size_t number : sent[k % kSlots]) messages.wait_for(number);
-    sent[k % kSlots].clear(), awaited[k % kSlots].clear();
+    sent[k % kSlots].clear();
     for (int i = 0; i < ranks && k == 0; ++i)
       if (i != rounds.rank()) rounds.read(first, i);
     if (k == 0) factors = gather_factors(rounds, operation, first, storage);
@@ -280,11 +302,6 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
       for (const int peer : plan_.peers())
         if (plan_.stands_for(peer, node) != rank_) tell(exchange, peer);
     }
-    for (int other = 0; other < nodes && !in_first; ++other) {
-      if (other == node) continue;
-      const int from = plan_.stands_for(rank_, other);
-      awaited[k % kSlots].push_back(messages.receive(from, data, incoming(k, other), elements(k) * partial));
-    }
     rounds.release(first + k);
   };
   const auto add_nodes = [&](size_t k) {
@@ -297,10 +314,13 @@ void CarriedCommunicator::reduce_blocks(Exchange& exchange, const void* const* i
         sources[other] = plan_.flat() ? at_offset(ins[rank_], k * piece * element) : outgoing(k, blocks.size() - 1);
       }
     }
-    if (elements(k) == 0) return;
-    reduction.combine(at_offset(out, k * piece * element), sources.data(), nodes, elements(k),
-                      factors_of_nodes(exchange));
+    if (elements(k) > 0) {
+      reduction.combine(at_offset(out, k * piece * element), sources.data(), nodes, elements(k),
+                        factors_of_nodes(exchange));
+    }
+    expect_sums(k + kSlots);
   };
+  for (size_t k = 0; k < kSlots; ++k) expect_sums(k);
   for (size_t t = 0; t < pieces + 1 + kLag; ++t) {
     if (t < pieces) publish(t);
     if (t >= 1 && t - 1 < pieces) add_blocks(t - 1);
