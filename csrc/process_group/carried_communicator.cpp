@@ -232,7 +232,7 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
     for (const int peer : partners) tell(exchange, peer);
   }
   sum_in_node(exchange.operation, exchange.reduction, in, count, own, wanted);
-  if (in_first) {
+  if (in_first && (everybody || rank_ != root)) {
     for (const int peer : partners) tell(exchange, peer, own, bytes);
   }
   const bool receives = everybody || rank_ == root;
@@ -244,7 +244,7 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
     sources[other] = in_first ? heard_[from].data : partials + other * bytes;
     if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);
   }
-  hear_all(exchange, partners);
+  if (!in_first || receives) hear_all(exchange, partners);  // who has sent all need not wait for root
   if (!in_first) {
     for (const int peer : partners)
       if (takes(peer)) exchange.messages.send(peer, MessageChannel::data, own, bytes);

@@ -11,7 +11,8 @@
 // Ranks agree before data move. Within a node each that reads another's first slot compares (collectives/rounds.hpp).
 // Between nodes, ranks that exchange data send each other a first message, of one size always: what the sender believes
 // it is in, and its data where they are small. A rank sends more data only to whoever has said so that it is in the
-// same collective. Whoever fails tells all (carried_notes.hpp), since a rank may wait for one that has not noticed.
+// same collective; where all data of a rooted collective are small, the first message goes their way alone. Whoever
+// fails tells all (carried_notes.hpp), since a rank may wait for one that has not noticed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

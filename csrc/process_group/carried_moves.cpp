@@ -126,14 +126,16 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
   const size_t pieces = std::max<size_t>(1, (bytes + piece - 1) / piece);
   const auto length = [&](size_t k) { return std::min(piece, bytes - k * piece); };
   expect(partners);
-  for (const int peer : partners) tell(exchange, peer, data_, in_first && rank_ == root ? bytes : 0);
+  for (const int peer : partners)
+    if (!in_first || rank_ == root) tell(exchange, peer, data_, in_first ? bytes : 0);
   std::vector<size_t> receives(pieces);
   if (rank_ != root && rank_ == source && !in_first)
     for (size_t k = 0; k < pieces; ++k)
       receives[k] = exchange.messages.receive(root, data, at_offset(data_, k * piece), length(k));
   const auto send = [&] {
+    if (in_first) return;  // sent, and root need not wait for the others
     hear_all(exchange, partners);
-    for (size_t k = 0; k < pieces && !in_first; ++k)
+    for (size_t k = 0; k < pieces; ++k)
       for (const int peer : partners) exchange.messages.send(peer, data, at_offset(data_, k * piece), length(k));
   };
   if (rank_ != root) hear_all(exchange, partners);
@@ -164,12 +166,13 @@ void CarriedCommunicator::gather_to_root(Exchange& exchange, const void* in, voi
   const bool in_first = bytes <= First::kRoom;
   expect(others);
   for (const int peer : others) {
-    tell(exchange, peer, in, in_first && rank_ != root ? bytes : 0);
+    if (!in_first || rank_ != root) tell(exchange, peer, in, in_first ? bytes : 0);
     if (!in_first && rank_ == root) exchange.messages.receive(peer, data, outs[peer], bytes);
   }
   for (const int peer : others) {
+    if (in_first && rank_ != root) break;  // root has all of it, or will
     const First& first = hear(exchange, peer);
-    if (in_first && rank_ == root) copy_bytes(outs[peer], first.data, bytes);
+    if (in_first) copy_bytes(outs[peer], first.data, bytes);
     if (!in_first && rank_ != root) exchange.messages.send(root, data, in, bytes);
   }
   if (plan_.node_of(root) != plan_.node()) return;
@@ -185,13 +188,13 @@ void CarriedCommunicator::scatter_from_root(Exchange& exchange, const void* cons
   const bool in_first = bytes <= First::kRoom;
   expect(others);
   for (const int peer : others) {
-    const bool with_data = in_first && rank_ == root;
-    tell(exchange, peer, with_data ? ins[peer] : nullptr, with_data ? bytes : 0);
+    if (!in_first || rank_ == root) tell(exchange, peer, in_first ? ins[peer] : nullptr, in_first ? bytes : 0);
     if (!in_first && rank_ != root) exchange.messages.receive(root, data, out, bytes);
   }
   for (const int peer : others) {
+    if (in_first && rank_ == root) break;
     const First& first = hear(exchange, peer);
-    if (in_first && rank_ != root) copy_bytes(out, first.data, bytes);
+    if (in_first) copy_bytes(out, first.data, bytes);
     if (!in_first && rank_ == root) exchange.messages.send(peer, data, ins[peer], bytes);
   }
   if (plan_.node_of(root) != plan_.node()) return;

@@ -206,7 +206,7 @@ def _disagree(rank: Rank, placement: Placement, call: str) -> None:
         else:
             dist.barrier()
         dist.barrier()  # who could go on alone, with a root that has not to wait, hears of it here
-    with pytest.raises(RuntimeError, match="the group failed earlier"):
+    with pytest.raises(RuntimeError, match="ranks disagree"):
         dist.barrier()
     rank.report("heard")
 

@@ -121,9 +121,9 @@ FAULTS = (
     fault(
         "group.carried_blocks",
         HERE + "carried_moves.cpp",
-        "held[plan_.local_of(plan_.stands_for(rank, plan_.node()))].push_back(rank);",
-        "held[plan_.local_of(rank) % rounds.size()].insert(held[plan_.local_of(rank) % rounds.size()].begin() + 1, rank);",
-        "a rank takes its node-mate's blocks of other nodes in another order than that publishes them",
+        "copy_bytes(slot + i * piece, at_offset(i == 0 ? in : outs[own[i]], k * piece), length(k));",
+        "copy_bytes(slot + i * piece, at_offset(i == 0 ? in : outs[own[0]], k * piece), length(k));",
+        "a rank publishes its own block to its node in the place of another node's",
         "tests/distributed/test_carried.py",
     ),
     fault(
