@@ -76,7 +76,8 @@ class Communicator {
   virtual void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) = 0;
   virtual void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) = 0;
   virtual void barrier(const Operation&) = 0;
-  // From any thread: what waits, and what begins later, ends with this error. Over shared memory GroupHealth sees to it.
+  // From any thread: what waits, and what begins later, ends with this error. Over shared memory GroupHealth sees to
+  // it.
   virtual void abort(const Error&) {}
   // Nothing will begin any more: peers are told, threads end.
   virtual void close() {}

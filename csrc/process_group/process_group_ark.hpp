@@ -284,7 +284,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::map<std::tuple<bool, int, int>, uint64_t> messages_;
   std::atomic<int> coalescing_threads_{0};
   int shrinks_ = 0;
-  std::string start_;       // ConnectResult::start
+  std::string start_;  // ConnectResult::start
   std::string plan_;
   std::mutex registering_;  // one call at a time; what follows
   std::unique_ptr<Registration> registration_;
