@@ -188,7 +188,8 @@ class CarriedCommunicator::ChunkedReduce {
     for (int rail = 0; rail < plan_.rails() && wants_result() && !lone_; ++rail) {
       if (rail == rail_) continue;
       const ElementRange theirs = part(k, rail);
-      copy_bytes(out_ + (k * chunk_ + theirs.begin) * element_, rounds_.read(round, rail), theirs.count * element_);
+      copy_out(out_ + (k * chunk_ + theirs.begin) * element_, rounds_.read(round, rail), theirs.count * element_,
+               count_ * element_ >= kStreamBytes);
     }
     rounds_.release(round);
   }
