@@ -84,7 +84,6 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
   rounds.begin(exchange.operation, piece * plan_.most_stood_for());
   const uint64_t first = rounds.next();
   const size_t steps = pieces + ahead;
-  const bool stream = bytes * size_ >= kStreamBytes;
   // The piece of the i-th block that a rank holds in round t, if there is one.
   const auto piece_of = [&](size_t t, size_t i) { return i == 0 ? t : t - ahead; };
   const auto publish = [&](size_t t) {
@@ -104,7 +103,7 @@ void CarriedCommunicator::gather_in_pieces(Exchange& exchange, const void* in, v
       const std::byte* slot = rounds.read(first + t, other);
       for (size_t i = 0; i < held[other].size(); ++i) {
         const size_t k = piece_of(t, i);
-        if (k < pieces) copy_out(at_offset(outs[held[other][i]], k * piece), slot + i * piece, length(k), stream);
+        if (k < pieces) copy_bytes(at_offset(outs[held[other][i]], k * piece), slot + i * piece, length(k));
       }
     }
     rounds.release(first + t);
@@ -152,8 +151,7 @@ void CarriedCommunicator::broadcast_in_pieces(Exchange& exchange, void* data_, s
       rounds.size() > 1 ? rounds.publish(first + k) : rounds.pass(first + k);
     } else {
       rounds.pass(first + k);
-      copy_out(at_offset(data_, k * piece), rounds.read(first + k, plan_.local_of(source)), length(k),
-               bytes >= kStreamBytes);
+      copy_bytes(at_offset(data_, k * piece), rounds.read(first + k, plan_.local_of(source)), length(k));
     }
     if (k == 0 && rank_ == root) send();  // its own node need not wait for what the others say
     if (k == 0) rounds.check_all(first);

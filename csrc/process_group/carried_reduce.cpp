@@ -188,8 +188,7 @@ class CarriedCommunicator::ChunkedReduce {
     for (int rail = 0; rail < plan_.rails() && wants_result() && !lone_; ++rail) {
       if (rail == rail_) continue;
       const ElementRange theirs = part(k, rail);
-      copy_out(out_ + (k * chunk_ + theirs.begin) * element_, rounds_.read(round, rail), theirs.count * element_,
-               count_ * element_ >= kStreamBytes);
+      copy_bytes(out_ + (k * chunk_ + theirs.begin) * element_, rounds_.read(round, rail), theirs.count * element_);
     }
     rounds_.release(round);
   }
