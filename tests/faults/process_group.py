@@ -132,6 +132,7 @@ FAULTS = (
         "  if (average_ && !flat_) factors = &ranks_;\n",
         "",
         "an average over nodes is divided by their number",
+        "collectives.staged_reduce_test",
         "tests/distributed/test_carried.py",
     ),
     fault(
