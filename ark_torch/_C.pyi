@@ -19,6 +19,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
 
     shared_memory: SharedMemory
     debug: bool
+    node: int
     spin_us: int
     buffer_mb: int
     reduction: str
@@ -44,6 +45,8 @@ class ProcessGroupArk(dist.Backend):  # type: ignore[misc]
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None: ...
     @property
     def shares_memory(self) -> bool: ...
+    @property
+    def plan(self) -> str: ...
     @property
     def cuda_carrier(self) -> str: ...
     @property

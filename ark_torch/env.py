@@ -146,6 +146,15 @@ VARIABLES = (
         "Costs about a microsecond each.",
     ),
     Variable(
+        "ARK_NODE",
+        "int_or_auto",
+        "auto",
+        "As of which machine this rank counts: ranks with other numbers share no memory with it, as if they ran on "
+        "another. For trying out on one machine what groups over several do; auto: where the rank runs.",
+        minimum=0,
+        maximum=1_000_000,
+    ),
+    Variable(
         "ARK_SPIN_US",
         "int_or_auto",
         "auto",
@@ -253,6 +262,7 @@ class Settings:
     flight_record: int
     flight_dump: str
     timing: bool
+    node: int | str
     spin_us: int | str
     dispatch: str
     buffer_mb: int

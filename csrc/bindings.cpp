@@ -102,7 +102,7 @@ py::str repr_of(const py::object& options) {
   py::list shown;
   shown.append(py::str("shared_memory={}").format(mode));
   for (const char* name :
-       {"debug", "spin_us", "buffer_mb", "reduction", "share_gpu", "timing", "flight_record", "flight_dump"}) {
+       {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "timing", "flight_record", "flight_dump"}) {
     shown.append(py::str("{}={!r}").format(name, options.attr(name)));
   }
   for (const char* name : {"dispatch", "cuda_dispatch"}) {
@@ -234,6 +234,7 @@ PYBIND11_MODULE(_C, m) {
   options.def(py::init<>())
       .def_readwrite("shared_memory", &Options::shared_memory)
       .def_readwrite("debug", &Options::debug)
+      .def_readwrite("node", &Options::node)
       .def_readwrite("spin_us", &Options::spin_us)
       .def_readwrite("buffer_mb", &Options::buffer_mb)
       .def_property(
@@ -268,8 +269,14 @@ PYBIND11_MODULE(_C, m) {
              return ProcessGroupArk::create(store, rank, size, opts);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
-      .def_property_readonly("shares_memory", &ProcessGroupArk::shares_memory,
-                             "True when the ranks share memory; False when PyTorch's Gloo carries the group.")
+      .def_property_readonly(
+          "shares_memory", &ProcessGroupArk::shares_memory,
+          "True when all ranks share memory; False when PyTorch's Gloo carries the group, or what goes "
+          "between its nodes.")
+      .def_property_readonly(
+          "plan", &ProcessGroupArk::plan,
+          "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, gloo between them\"; empty where "
+          "all do.")
       .def_property_readonly(
           "cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
           "Bytes of this rank's GPU memory that are the group's own and that its peers map; 0 before "
@@ -313,7 +320,7 @@ PYBIND11_MODULE(_C, m) {
            [](ProcessGroupArk& self) {
              return py::str("<ark group {!r}: rank {} of {}, {}>")
                  .format(self.getGroupUid(), self.getRank(), self.getSize(),
-                         self.shares_memory() ? "shared memory" : "carried by Gloo");
+                         self.shares_memory() ? "shared memory" : self.plan());
            })
       .def("_set_sequence_number_for_group", [](ProcessGroupArk&) {});
 

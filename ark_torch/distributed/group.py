@@ -76,6 +76,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     else:
         options = _C.Options()
         options.shared_memory = getattr(_C.Options.SharedMemory, settings.shared_memory.upper())
+        options.node = -1 if settings.node == "auto" else int(settings.node)
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction

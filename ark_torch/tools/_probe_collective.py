@@ -1,6 +1,7 @@
 """The doctor's proof that collectives on CPU tensors work: two processes, one all_reduce over "ark".
 
 Run as a module: the parent starts two children that meet through a file in a folder of their own, and prints one line.
+With the word "job" this process is a rank of the job that torchrun has started, and prints over which nodes that goes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 
 def rank_main(rank: int, path: str) -> None:
@@ -29,6 +31,24 @@ def rank_main(rank: int, path: str) -> None:
     dist.destroy_process_group()
     if rank == 0:
         print(f"two processes agree; the first one took {micros:.0f} us")
+
+
+def job_main() -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("ark", timeout=timedelta(seconds=60))
+    world = dist.get_world_size()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    if tensor.item() != world:
+        raise SystemExit(f"wrong sum on rank {dist.get_rank()}: {tensor.item()}, not {world}")
+    group: Any = dist.group.WORLD
+    plan = group._get_backend(torch.device("cpu")).plan
+    print(plan or f"1 node ({world} {'rank' if world == 1 else 'ranks'}), shared memory")
+    dist.destroy_process_group()
 
 
 def main() -> int:
@@ -57,7 +77,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if sys.argv[1:] == ["job"]:
+        job_main()
+    elif len(sys.argv) == 3:
         rank_main(int(sys.argv[1]), sys.argv[2])
     else:
         sys.exit(main())

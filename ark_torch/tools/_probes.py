@@ -257,6 +257,16 @@ def collective() -> Iterator[Row]:
     yield Row("all_reduce", OK if good else FAIL, text, advice)
 
 
+def nodes() -> Iterator[Row]:
+    """Where a job's ranks are, and what carries between nodes: known to a job alone."""
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+        yield Row("nodes", INFO, "not in a job: `torchrun ... -m ark_torch.tools.doctor` shows a job's plan")
+        return
+    good, text = child("-m", "ark_torch.tools._probe_collective", "job", seconds=120)
+    advice = "" if good else "see whether the machines reach each other; GLOO_SOCKET_IFNAME names the interface"
+    yield Row("nodes", OK if good else FAIL, text, advice)
+
+
 def libc() -> Iterator[Row]:
     library: Any = ctypes.CDLL(None)
     library.gnu_get_libc_version.restype = ctypes.c_char_p
@@ -277,4 +287,5 @@ PROBES: tuple[tuple[str, Probe, bool], ...] = (
     ("dispatch", dispatch, False),
     ("network", network, False),
     ("all_reduce", collective, True),
+    ("nodes", nodes, False),
 )

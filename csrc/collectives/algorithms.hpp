@@ -23,9 +23,10 @@ void one_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_
 void two_shot_reduce(Rounds&, const Operation&, const void* in, void* out, size_t count, int root, size_t chunk);
 void reduce_scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t count, size_t chunk);
 void all_gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);
-void broadcast(Rounds&, const Operation&, void* data, size_t bytes, size_t chunk);
-void gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, size_t chunk);
-void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t bytes, size_t chunk);
+// root: a rank of these rounds; the operation's is one of the group, of which they may be a part.
+void broadcast(Rounds&, const Operation&, void* data, size_t bytes, int root, size_t chunk);
+void gather(Rounds&, const Operation&, const void* in, void* const* outs, size_t bytes, int root, size_t chunk);
+void scatter(Rounds&, const Operation&, const void* const* ins, void* out, size_t bytes, int root, size_t chunk);
 // Puts `bytes` of what this rank has for a peer, from `at` on, into a slot; takes those of a peer from one.
 using Produce = std::function<void(int peer, uint64_t at, size_t bytes, std::byte* slot)>;
 using Consume = std::function<void(int peer, uint64_t at, size_t bytes, const std::byte* slot)>;

@@ -9,8 +9,9 @@ namespace ark {
 namespace {
 
 void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes,
-                   size_t chunk, bool receives) {
+                   size_t chunk, int root) {
   const int size = rounds.size(), rank = rounds.rank();
+  const bool receives = root < 0 || root == rank;
   const size_t chunks = std::max<size_t>(1, (bytes + chunk - 1) / chunk);
   rounds.begin(operation, std::min(bytes, chunk));
   const uint64_t first = rounds.next();
@@ -18,7 +19,7 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
   auto length = [&](size_t k) { return std::min(chunk, bytes - k * chunk); };
   auto publish = [&](size_t k) {
     // Root's own contribution to a gather needs no slot.
-    const bool speaks = operation.descriptor.root != rank;
+    const bool speaks = root != rank;
     if (!speaks) return rounds.pass(first + k);
     copy_bytes(rounds.open(first + k), static_cast<const std::byte*>(in) + k * chunk, length(k));
     rounds.publish(first + k);
@@ -41,11 +42,12 @@ void gather_chunks(Rounds& rounds, const Operation& operation, const void* in, v
 
 void all_gather(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes,
                 size_t chunk) {
-  gather_chunks(rounds, operation, in, outs, bytes, chunk, true);
+  gather_chunks(rounds, operation, in, outs, bytes, chunk, -1);
 }
 
-void gather(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes, size_t chunk) {
-  gather_chunks(rounds, operation, in, outs, bytes, chunk, operation.descriptor.root == rounds.rank());
+void gather(Rounds& rounds, const Operation& operation, const void* in, void* const* outs, size_t bytes, int root,
+            size_t chunk) {
+  gather_chunks(rounds, operation, in, outs, bytes, chunk, root);
 }
 
 }  // namespace ark

@@ -65,7 +65,9 @@ void exchange(Rounds& rounds, const Operation& operation, const uint64_t* sent_b
     for (int to = 0; to < size; ++to) {
       const uint64_t sent = matrix[static_cast<size_t>(from) * size + to];
       const uint64_t expected = expectations[static_cast<size_t>(to) * size + from];
-      if (const auto error = broken_promise(operation, rank, from, to, sent, expected)) rounds.fail(*error);
+      if (const auto error =
+              broken_promise(operation, rounds.name(rank), rounds.name(from), rounds.name(to), sent, expected))
+        rounds.fail(*error);
     }
   }
   const uint64_t most = *std::max_element(matrix.begin(), matrix.end());

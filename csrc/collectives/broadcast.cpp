@@ -6,8 +6,7 @@
 
 namespace ark {
 
-void broadcast(Rounds& rounds, const Operation& operation, void* data, size_t bytes, size_t chunk) {
-  const int root = operation.descriptor.root;
+void broadcast(Rounds& rounds, const Operation& operation, void* data, size_t bytes, int root, size_t chunk) {
   const size_t chunks = std::max<size_t>(1, (bytes + chunk - 1) / chunk);
   rounds.begin(operation, std::min(bytes, chunk));
   const uint64_t first = rounds.next();
@@ -26,9 +25,9 @@ void broadcast(Rounds& rounds, const Operation& operation, void* data, size_t by
   }
 }
 
-void scatter(Rounds& rounds, const Operation& operation, const void* const* ins, void* out, size_t bytes,
+void scatter(Rounds& rounds, const Operation& operation, const void* const* ins, void* out, size_t bytes, int root,
              size_t chunk) {
-  const int root = operation.descriptor.root, size = rounds.size(), rank = rounds.rank();
+  const int size = rounds.size(), rank = rounds.rank();
   const size_t piece = std::max<size_t>(kAlign, align_down(chunk / size));
   const size_t pieces = std::max<size_t>(1, (bytes + piece - 1) / piece);
   rounds.begin(operation, piece * size);

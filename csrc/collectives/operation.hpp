@@ -1,8 +1,8 @@
 // One collective as the layers below the process group see it: blocking, typed, torch-free.
 //
 // A Communicator carries out collectives for one group, one at a time, on the calling thread. Two exist: over
-// shared memory (shm_communicator.hpp), and one that moves bytes through another PyTorch backend
-// (process_group/carried_communicator.hpp). A hierarchy over nodes will be a third, made of two of these.
+// shared memory (shm_communicator.hpp), and over several nodes: shared memory in each, messages of another PyTorch
+// backend between them (process_group/carried_communicator.hpp).
 #pragma once
 
 #include <cstddef>
@@ -76,8 +76,11 @@ class Communicator {
   virtual void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) = 0;
   virtual void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) = 0;
   virtual void barrier(const Operation&) = 0;
-  // From any thread: what waits, and what begins later, ends with an error. Over shared memory GroupHealth sees to it.
-  virtual void abort() {}
+  // From any thread: what waits, and what begins later, ends with this error. Over shared memory GroupHealth sees to
+  // it.
+  virtual void abort(const Error&) {}
+  // Nothing will begin any more: peers are told, threads end.
+  virtual void close() {}
 
  protected:
   const int rank_;

@@ -18,12 +18,13 @@ namespace {
 struct Isa {
   const char* name;
   ReduceFn (*find)(DType, ReduceOp);
+  ConvertFn (*converter)(DType, bool widen);
 };
 
-constexpr Isa kBaseline{"baseline", find_reduce_baseline};
+constexpr Isa kBaseline{"baseline", find_reduce_baseline, find_converter_baseline};
 #if defined(__x86_64__)
-constexpr Isa kAvx2{"avx2", find_reduce_avx2};
-constexpr Isa kAvx512{"avx512", find_reduce_avx512};
+constexpr Isa kAvx2{"avx2", find_reduce_avx2, find_converter_avx2};
+constexpr Isa kAvx512{"avx512", find_reduce_avx512, find_converter_avx512};
 
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
@@ -67,6 +68,14 @@ bool is_integer(DType dtype) {
 ReduceFn find_reduce(DType dtype, ReduceOp op) {
   if (why_unsupported(dtype, op)) return nullptr;
   return chosen().load(std::memory_order_relaxed)->find(dtype, op);
+}
+
+ConvertFn find_widen(DType dtype) {
+  return chosen().load(std::memory_order_relaxed)->converter(dtype, true);
+}
+
+ConvertFn find_narrow(DType dtype) {
+  return chosen().load(std::memory_order_relaxed)->converter(dtype, false);
 }
 
 const char* why_unsupported(DType dtype, ReduceOp op) {

@@ -18,8 +18,9 @@ namespace ark {
 
 // Reduces `count` elements. sources[r] is rank r's data; `out` and, when not null, `out2` both receive the result
 // (a second copy costs no second pass). out or out2 may be one of the sources (same address), never a partial
-// overlap. `factors` holds one multiplier a rank for premul_sum, applied in the accumulation type before adding;
-// null otherwise. No pointer needs alignment beyond one byte.
+// overlap. `factors` holds one multiplier a rank for premul_sum, applied in the accumulation type before adding; for
+// AVG, where sources are sums already (staged_reduce.hpp), what to divide by instead of the number of sources; null
+// otherwise. No pointer needs alignment beyond one byte.
 using ReduceFn = void (*)(void* out, void* out2, const void* const* sources, int ranks, size_t count,
                           const double* factors);
 
@@ -28,6 +29,12 @@ ReduceFn find_reduce(DType dtype, ReduceOp op);
 
 // One clause for an error message ("MIN orders numbers and complex64 has no order"); null when supported.
 const char* why_unsupported(DType dtype, ReduceOp op);
+
+// Scalars of a type that is added up in float32 (the 8- and 16-bit floats; complex32 as pairs) to float32 as they are,
+// or float32 to such scalars, rounded as a reduction's result is. `count` scalars; in and out apart.
+using ConvertFn = void (*)(void* out, const void* in, size_t count);
+ConvertFn find_widen(DType dtype);   // null: the type is added up as it is
+ConvertFn find_narrow(DType dtype);  // likewise
 
 // Which instruction set is in use: "avx512", "avx2" or "baseline". `force` (tests): same names, null restores.
 const char* reduce_isa();

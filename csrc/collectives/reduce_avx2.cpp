@@ -36,5 +36,9 @@ ReduceFn find_reduce_avx2(DType dtype, ReduceOp op) {
   return avx2::find(dtype, op);
 }
 
+ConvertFn find_converter_avx2(DType dtype, bool widen) {
+  return avx2::find_converter(dtype, widen);
+}
+
 }  // namespace ark
 #endif

@@ -36,5 +36,9 @@ ReduceFn find_reduce_avx512(DType dtype, ReduceOp op) {
   return avx512::find(dtype, op);
 }
 
+ConvertFn find_converter_avx512(DType dtype, bool widen) {
+  return avx512::find_converter(dtype, widen);
+}
+
 }  // namespace ark
 #endif

@@ -33,4 +33,8 @@ ReduceFn find_reduce_baseline(DType dtype, ReduceOp op) {
   return baseline::find(dtype, op);
 }
 
+ConvertFn find_converter_baseline(DType dtype, bool widen) {
+  return baseline::find_converter(dtype, widen);
+}
+
 }  // namespace ark

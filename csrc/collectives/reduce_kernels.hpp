@@ -32,6 +32,7 @@ struct Job {
   const void* const* sources;  // from the pass's first rank on
   const double* factors;       // likewise; premul_sum only
   int ranks;                   // of the whole operation
+  double divisor;              // of an average
 };
 
 template <class K, bool kWhole>
@@ -44,7 +45,7 @@ ARK_INLINE typename K::Acc take(const void* source, size_t at, size_t lanes, [[m
 
 template <class K, bool kWhole>
 ARK_INLINE void give(const Job& job, typename K::Acc x, size_t at, size_t lanes) {
-  if constexpr (K::Op::kAverage) x = x / static_cast<ElementOf<typename K::Acc>>(job.ranks);
+  if constexpr (K::Op::kAverage) x = x / static_cast<ElementOf<typename K::Acc>>(job.divisor);
   const auto raw = K::Format::encode(canonical(x));
   store<kWhole>(job.out + at, raw, lanes);
   if (job.out2) store<kWhole>(job.out2 + at, raw, lanes);
@@ -123,7 +124,12 @@ ARK_INLINE void fused(const Job& whole, size_t end) {
 template <class K>
 void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t end, const double* factors) {
   const DefaultFloatMode mode;
-  const Job job{static_cast<unsigned char*>(out), static_cast<unsigned char*>(out2), sources, factors, ranks};
+  const Job job{static_cast<unsigned char*>(out),
+                static_cast<unsigned char*>(out2),
+                sources,
+                factors,
+                ranks,
+                K::Op::kAverage && factors ? *factors : static_cast<double>(ranks)};
   const size_t whole = end - end % K::kStep;
   if constexpr (K::kHot) {
     if (whole > 0) fused<K>(job, whole);
@@ -131,6 +137,53 @@ void reduce(void* out, void* out2, const void* const* sources, int ranks, size_t
     for (size_t i = 0; i < whole; i += K::kStep) all_ranks<K, true>(job, i * K::kBytes, K::kStep);
   }
   if (whole < end) all_ranks<K, false>(job, whole * K::kBytes, end - whole);
+}
+
+// A format's scalars as its accumulators, and back: those of a type that is added up in float32.
+template <class Format, bool kWiden>
+void convert(void* out, const void* in, size_t count) {
+  const DefaultFloatMode mode;
+  using Raw = typename Format::Raw;
+  using Acc = typename Format::Acc;
+  constexpr size_t kStep = sizeof(Raw) / sizeof(ElementOf<Raw>);
+  constexpr size_t kIn = sizeof(ElementOf<std::conditional_t<kWiden, Raw, Acc>>);
+  constexpr size_t kOut = sizeof(ElementOf<std::conditional_t<kWiden, Acc, Raw>>);
+  const unsigned char* from = static_cast<const unsigned char*>(in);
+  unsigned char* to = static_cast<unsigned char*>(out);
+  const size_t whole = count - count % kStep;
+  for (size_t i = 0; i < whole; i += kStep) {
+    if constexpr (kWiden) {
+      store<true>(to + i * kOut, Format::decode(load<Raw, true>(from + i * kIn, kStep)), kStep);
+    } else {
+      store<true>(to + i * kOut, Format::encode(canonical(load<Acc, true>(from + i * kIn, kStep))), kStep);
+    }
+  }
+  if (whole == count) return;
+  if constexpr (kWiden) {
+    store<false>(to + whole * kOut, Format::decode(load<Raw, false>(from + whole * kIn, count - whole)), count - whole);
+  } else {
+    const Acc rest = load<Acc, false>(from + whole * kIn, count - whole);
+    store<false>(to + whole * kOut, Format::encode(canonical(rest)), count - whole);
+  }
+}
+
+template <class Format>
+ConvertFn converter(bool widen) {
+  return widen ? convert<Format, true> : convert<Format, false>;
+}
+
+inline ConvertFn find_converter(DType dtype, bool widen) {
+  switch (dtype) {
+    case DType::c32:
+    case DType::f16: return converter<Float16>(widen);
+    case DType::bf16: return converter<BFloat16>(widen);
+    case DType::f8_e4m3fn: return converter<Float8E4M3FN>(widen);
+    case DType::f8_e5m2: return converter<Float8E5M2>(widen);
+    case DType::f8_e4m3fnuz: return converter<Float8E4M3FNUZ>(widen);
+    case DType::f8_e5m2fnuz: return converter<Float8E5M2FNUZ>(widen);
+    case DType::f8_e8m0fnu: return converter<Float8E8M0FNU>(widen);
+    default: return nullptr;
+  }
 }
 
 // Hot where speed matters: SUM and AVG of the types that models are trained in.

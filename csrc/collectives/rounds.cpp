@@ -76,7 +76,7 @@ void Rounds::check_all(uint64_t first_round) {
 
 void Rounds::check_descriptor(const SlotHeader& header, int peer) {
   const Descriptor theirs = header.descriptor;  // copied: the peer's memory is not trusted to hold still
-  if (const auto error = disagreement(operation_, theirs, rank_, peer)) fail(*error);
+  if (const auto error = disagreement(operation_, theirs, name(rank_), name(peer))) fail(*error);
 }
 
 void Rounds::fail(const Error& error) {

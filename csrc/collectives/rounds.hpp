@@ -37,6 +37,7 @@ class Rounds {
   int size() const { return static_cast<int>(outboxes_.size()); }
   size_t capacity() const { return capacity_; }  // bytes of payload a slot
   Waiter& waiter() { return waiter_; }
+  int name(int rank) { return waiter_.health().name(rank); }  // for messages
 
   // Starts an operation whose slots carry at most `payload` bytes; its first round's number is next().
   void begin(const Operation& operation, size_t payload);

@@ -84,7 +84,9 @@ ShmCommunicator::ShmCommunicator(int rank, int size, Neighbourhood neighbourhood
   std::vector<ControlBlock*> control;
   for (auto& segment : segments_) control.push_back(&head_of(segment).control);
   health_ = std::make_unique<GroupHealth>(
-      rank, control, size > 1 ? std::make_unique<PeerMonitor>(rank, std::move(neighbourhood.connections)) : nullptr);
+      rank, control,
+      size > 1 ? std::make_unique<PeerMonitor>(rank, std::move(neighbourhood.connections), options.on_lost) : nullptr,
+      options.names);
   hand_shake(options);
 
   const SpinPolicy policy = SpinPolicy::choose(size, cores_, options.spin);
@@ -215,17 +217,20 @@ void ShmCommunicator::all_gather(const Operation& operation, const void* in, voi
 
 void ShmCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
   const Choice choice = table_.choose(Kind::broadcast, bytes, size_, cores_);
-  ark::broadcast(*rounds_, with_algorithm(operation, choice), data, bytes, choice.chunk_bytes);
+  ark::broadcast(*rounds_, with_algorithm(operation, choice), data, bytes, operation.descriptor.root,
+                 choice.chunk_bytes);
 }
 
 void ShmCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
   const Choice choice = table_.choose(Kind::gather, bytes, size_, cores_);
-  ark::gather(*rounds_, with_algorithm(operation, choice), in, outs, bytes, choice.chunk_bytes);
+  ark::gather(*rounds_, with_algorithm(operation, choice), in, outs, bytes, operation.descriptor.root,
+              choice.chunk_bytes);
 }
 
 void ShmCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
   const Choice choice = table_.choose(Kind::scatter, bytes, size_, cores_);
-  ark::scatter(*rounds_, with_algorithm(operation, choice), ins, out, bytes, choice.chunk_bytes);
+  ark::scatter(*rounds_, with_algorithm(operation, choice), ins, out, bytes, operation.descriptor.root,
+               choice.chunk_bytes);
 }
 
 void ShmCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -24,6 +25,9 @@ struct ShmOptions {
   std::chrono::nanoseconds spin{-1};     // negative: chosen
   std::vector<Rule> rules;               // empty: the measured defaults; rank 0's count
   std::chrono::milliseconds timeout{0};  // for the start-up hand-shake
+  // For a part of a group: what messages call its ranks, and who hears of one that is lost, on the monitor's thread.
+  std::vector<int> names = {};
+  std::function<void(int rank)> on_lost = {};
 };
 
 class ShmCommunicator : public Communicator {
@@ -50,6 +54,7 @@ class ShmCommunicator : public Communicator {
   void monitored_barrier(const OperationContext& context, bool wait_all);
 
   GroupHealth& health() { return *health_; }
+  Rounds& rounds() { return *rounds_; }  // for collectives that this is a stage of
   PointToPoint& point_to_point() { return *point_to_point_; }
   int cores() const { return cores_; }
 

@@ -31,8 +31,9 @@ Error tell(ErrorKind kind, const std::string& what, int rank, int peer, const Op
 
 }  // namespace
 
-GroupHealth::GroupHealth(int rank, std::vector<ControlBlock*> control, std::unique_ptr<PeerMonitor> monitor)
-    : rank_(rank), control_(std::move(control)), monitor_(std::move(monitor)) {}
+GroupHealth::GroupHealth(int rank, std::vector<ControlBlock*> control, std::unique_ptr<PeerMonitor> monitor,
+                         std::vector<int> names)
+    : rank_(rank), control_(std::move(control)), monitor_(std::move(monitor)), names_(std::move(names)) {}
 
 std::optional<GroupHealth::Alarm> GroupHealth::alarm(const OperationContext& operation, int peer) const {
   if (failed()) return Alarm{Alarm::failed, rank_};
@@ -62,53 +63,54 @@ void GroupHealth::raise(const Alarm& alarm, const OperationContext& operation, i
 }
 
 Error GroupHealth::explain(const Alarm& alarm, const OperationContext& operation, int peer) const {
-  const std::string who = "rank " + std::to_string(alarm.rank);
+  const std::string who = "rank " + std::to_string(name(alarm.rank));
   switch (alarm.kind) {
     case Alarm::failed: break;
     case Alarm::peer_failed: {
       // A peer's bytes are copied before they are believed; text is bounded.
       const AbortRecord record = control_[alarm.rank]->abort;
-      const int culprit = record.culprit >= 0 && record.culprit < size() ? record.culprit : -1;
+      const bool known = !names_.empty() || record.culprit < size();
+      const int culprit = known ? std::max(record.culprit, -1) : -1;  // a name already
       const auto kind = record.kind <= static_cast<uint32_t>(ErrorKind::system) ? static_cast<ErrorKind>(record.kind)
                                                                                 : ErrorKind::aborted;
       return tell(kind,
                   who + " reported in " + bounded_text(record.operation, sizeof record.operation) + " #" +
                       std::to_string(record.sequence) + ": " + bounded_text(record.text, sizeof record.text),
-                  rank_, culprit, operation, kRestart);
+                  name(rank_), culprit, operation, kRestart);
     }
     case Alarm::lost:
-      return tell(ErrorKind::peer_lost, who + " is gone: its process was killed or crashed", rank_, alarm.rank,
-                  operation, std::string("Look at that rank's output for the cause. ") + kRestart);
+      return tell(ErrorKind::peer_lost, who + " is gone: its process was killed or crashed", name(rank_),
+                  name(alarm.rank), operation, std::string("Look at that rank's output for the cause. ") + kRestart);
     case Alarm::departed:
       return tell(ErrorKind::peer_lost,
-                  who + " left the group (its process ended or destroyed the group) and will not take part", rank_,
-                  alarm.rank, operation,
+                  who + " left the group (its process ended or destroyed the group) and will not take part",
+                  name(rank_), name(alarm.rank), operation,
                   std::string("Issue the same collectives on every rank, and look at that rank's output. ") + kRestart);
     case Alarm::late: {
       std::string what = "timed out after " + std::to_string(operation.timeout.count()) + " ms";
       const int culprit = peer < 0 ? -1 : find_culprit(peer);
       if (culprit >= 0) {
         const ControlBlock& block = of(culprit);
-        what += " waiting for rank " + std::to_string(culprit) + ", which has issued " +
+        what += " waiting for rank " + std::to_string(name(culprit)) + ", which has issued " +
                 std::to_string(protocol::load_relaxed(block.enqueued)) + " and completed " +
                 std::to_string(protocol::load_relaxed(block.completed)) + " collectives of this group (this rank: " +
                 std::to_string(protocol::load_relaxed(control_[rank_]->enqueued)) + " issued)";
       }
-      return tell(ErrorKind::timeout, what, rank_, culprit, operation,
+      return tell(ErrorKind::timeout, what, name(rank_), name(culprit), operation,
                   std::string("See whether that rank is stopped, slow, or called something else; set a longer timeout "
                               "if it is only slow. ") +
                       kRestart);
     }
   }
-  return tell(ErrorKind::aborted, "the group failed", rank_, -1, operation, kRestart);
+  return tell(ErrorKind::aborted, "the group failed", name(rank_), -1, operation, kRestart);
 }
 
 void GroupHealth::raise(const OperationContext& operation) {
   std::lock_guard lock(mutex_);
-  if (!failure_) throw tell(ErrorKind::aborted, "the group failed", rank_, -1, operation, kRestart);
+  if (!failure_) throw tell(ErrorKind::aborted, "the group failed", name(rank_), -1, operation, kRestart);
   const ErrorContext& context = failure_->context();
   if (context.operation == operation.name && context.sequence == operation.sequence) throw *failure_;
-  throw tell(failure_->kind(), std::string("the group failed earlier: ") + failure_->what(), rank_, context.peer,
+  throw tell(failure_->kind(), std::string("the group failed earlier: ") + failure_->what(), name(rank_), context.peer,
              operation, {});
 }
 

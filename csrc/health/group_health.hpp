@@ -33,11 +33,14 @@ struct OperationContext {
 
 class GroupHealth {
  public:
-  // control[r] is rank r's block. `monitor` may be null (one rank).
-  GroupHealth(int rank, std::vector<ControlBlock*> control, std::unique_ptr<PeerMonitor> monitor);
+  // control[r] is rank r's block. `monitor` may be null (one rank). names[r]: what messages call rank r, where this is
+  // a part of a group; empty: r.
+  GroupHealth(int rank, std::vector<ControlBlock*> control, std::unique_ptr<PeerMonitor> monitor,
+              std::vector<int> names = {});
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(control_.size()); }
+  int name(int rank) const { return rank < 0 || names_.empty() ? rank : names_[rank]; }
   ControlBlock& own() { return *control_[rank_]; }
   ControlBlock& of(int rank) { return *control_[rank]; }
   const ControlBlock& of(int rank) const { return *control_[rank]; }
@@ -86,6 +89,7 @@ class GroupHealth {
   int rank_;
   std::vector<ControlBlock*> control_;
   std::unique_ptr<PeerMonitor> monitor_;
+  const std::vector<int> names_;
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
   std::optional<Error> failure_;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "error.hpp"
@@ -44,6 +45,14 @@ std::string differing(const std::vector<HandleRecord>& records, Field field, con
   for (const HandleRecord& record : records)
     if (record.*field != records[0].*field) return "rank 0 and rank " + std::to_string(record.rank) + " " + what;
   return {};
+}
+
+Neighbourhood of_one(SharedMemory own, uint32_t pid) {
+  Neighbourhood only;
+  only.segments.push_back(std::move(own));
+  only.connections.resize(1);
+  only.pids.push_back(static_cast<int>(pid));
+  return only;
 }
 
 class Bootstrap {
@@ -145,19 +154,21 @@ class Bootstrap {
 
   ConnectResult alone(SharedMemory own, bool allowed) {
     if (!allowed) return {std::nullopt, "sharing memory is switched off", {}, {0}};
-    Neighbourhood only;
-    only.segments.push_back(std::move(own));
-    only.connections.resize(1);
-    only.pids.push_back(static_cast<int>(identity_.pid));
-    return {std::move(only), {}, {}, {}};
+    return {of_one(std::move(own), identity_.pid), {}, {}, {}};
   }
 
   static std::vector<int> nodes_of(const std::vector<HandleRecord>& records) {
-    std::map<std::pair<Bytes16, uint64_t>, int> numbers;
+    std::map<std::tuple<Bytes16, uint64_t, uint32_t>, int> numbers;
     std::vector<int> nodes;
+    int count = 0;
     for (const HandleRecord& record : records) {
-      const auto number = static_cast<int>(numbers.size());
-      nodes.push_back(numbers.try_emplace({record.host_id, record.network_space}, number).first->second);
+      if (record.sharing != Sharing::willing) {
+        nodes.push_back(count++);
+        continue;
+      }
+      const auto [found, fresh] = numbers.try_emplace({record.host_id, record.network_space, record.uid}, count);
+      count += fresh ? 1 : 0;
+      nodes.push_back(found->second);
     }
     return nodes;
   }
@@ -215,6 +226,11 @@ class Bootstrap {
 };
 
 }  // namespace
+
+Neighbourhood neighbourhood_of_one(size_t segment_bytes) {
+  const Identity identity = Identity::of_this_process();
+  return of_one(SharedMemory::create("ark-rank", segment_bytes), identity.pid);
+}
 
 ConnectResult connect(KeyValueStore& store, const ConnectOptions& options) {
   return connect(store, options, Identity::of_this_process());

@@ -48,9 +48,13 @@ struct ConnectResult {
   std::optional<Neighbourhood> neighbourhood;
   std::string reason;  // why memory is not shared; empty when it is
   std::string start;   // this start of the group, in hexadecimal: equal on all ranks, never used before
-  std::vector<int>
-      nodes;  // where memory is not shared: rank r's machine (or container), numbered as ranks come to them
+  // Where memory is not shared: which ranks might share it among them (a machine's or container's, of one user). Rank
+  // r's node, numbered as ranks come to them; a rank that declines is a node of its own.
+  std::vector<int> nodes;
 };
+
+// Of a process that shares with nobody.
+Neighbourhood neighbourhood_of_one(size_t segment_bytes);
 
 // The store's keys must be this group's own (a prefix that no other living group uses).
 ConnectResult connect(KeyValueStore& store, const ConnectOptions& options);

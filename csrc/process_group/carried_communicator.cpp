@@ -1,54 +1,100 @@
-// Collectives made of another backend's messages and ark's own arithmetic.
+// What all collectives over several nodes share, and those of small tensors.
 #include "process_group/carried_communicator.hpp"
 
 #include <algorithm>
 #include <cstring>
 
 #include "collectives/agreement.hpp"
-#include "collectives/reduce.hpp"
+#include "collectives/algorithms.hpp"
 #include "error.hpp"
 
 namespace ark {
 
 namespace {
 
-// Up to so many bytes from all ranks, each gets the tensors whole, in one hop, and adds them up itself.
+// Partials of up to so many bytes, times the ranks, go whole to all that need them, in one hop.
 constexpr size_t kWhole = 64 << 10;
-constexpr size_t kLeastChunk = 256 << 10, kMostChunk = 1 << 20, kChunks = 4;
-constexpr size_t kAhead = 3;  // chunks on their way while one is added up
-
-// A tensor in nearly equal parts, one a rank.
-struct Parts {
-  Parts(const void* in, size_t count, size_t element, int ranks)
-      : each((count + ranks - 1) / ranks), count(count), element(element) {
-    for (int r = 0; r < ranks; ++r) {
-      counts.push_back(r * each < count ? std::min(each, count - r * each) : 0);
-      ins.push_back(at_offset(in, begins(r)));
-    }
-  }
-  size_t begins(int rank) const { return std::min(rank * each, count) * element; }  // bytes
-
-  size_t each, count, element;
-  std::vector<size_t> counts;  // elements
-  std::vector<const void*> ins;
-};
-
-void copy(void* to, const void* from, size_t bytes) {
-  if (bytes > 0 && to != from) std::memcpy(to, from, bytes);
-}
+// To root they go once, whole or in chunks; so many times the nodes go whole.
+constexpr size_t kWholeToRoot = 4 << 20;
 
 }  // namespace
 
-CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier,
-                                         const std::vector<int>& nodes)
-    : Communicator(rank, size), carrier_(std::move(carrier)), line_(is_line(nodes)), first_(size), sent_(size) {}
+CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan,
+                                         Neighbourhood node, ShmOptions options)
+    : Communicator(rank, size),
+      carrier_(std::move(carrier)),
+      plan_(std::move(plan)),
+      heard_(size),
+      told_(size),
+      awaited_(size) {
+  options.names = plan_.own();
+  options.on_lost = [this](int local) { lost(local); };
+  node_ =
+      std::make_unique<ShmCommunicator>(plan_.local(), static_cast<int>(plan_.own().size()), std::move(node), options);
+  auto notes = std::make_unique<FailureNotes>(carrier_, rank, size, [this](const Error& error) { fail(error); });
+  std::unique_lock lock(mutex_);
+  notes_ = std::move(notes);
+  const std::optional<int> early = lost_early_;
+  lock.unlock();
+  if (early) lost(*early);
+  expect(plan_.peers());
+}
+
+// The threads that call fail() end before what it uses.
+CarriedCommunicator::~CarriedCommunicator() {
+  close();
+  node_.reset();
+}
+
+void CarriedCommunicator::close() {
+  notes_->close();
+  node_->point_to_point().stop();
+  node_->health().say_goodbye();
+}
+
+void CarriedCommunicator::abort(const Error& error) {
+  fail(error);
+}
+
+// The first failure counts: of whoever notices it on this rank, a note, or the node's shared memory.
+void CarriedCommunicator::fail(const Error& error) {
+  std::unique_lock lock(mutex_);
+  if (!notes_) return;  // still starting: who starts raises
+  lock.unlock();
+  node_->health().fail(error);
+  lock.lock();
+  failed_ = true;
+  if (now_) now_->abort();
+  for (const auto& work : awaited_)
+    if (work) work->abort();
+  lock.unlock();
+  notes_->tell(error);
+}
+
+// A rank of the node has ended, which a rank that waits for another node's message would not see.
+void CarriedCommunicator::lost(int local) {
+  OperationContext context{"idle", 0};
+  {
+    const std::lock_guard lock(mutex_);
+    if (!notes_) {
+      lost_early_ = local;
+      return;
+    }
+    if (now_) context = now_->operation().context;
+  }
+  try {
+    node_->health().raise({GroupHealth::Alarm::lost, local}, context, local);
+  } catch (const Error& error) {
+    fail(error);
+  }
+}
 
 // abort() reaches the messages of the operation that runs, and of each that begins later.
 struct CarriedCommunicator::Current {
   Current(CarriedCommunicator& communicator, CarriedMessages& messages) : of(communicator) {
     const std::lock_guard lock(of.mutex_);
     of.now_ = &messages;
-    if (of.aborted_) messages.abort();
+    if (of.failed_) messages.abort();
   }
   ~Current() {
     const std::lock_guard lock(of.mutex_);
@@ -57,290 +103,209 @@ struct CarriedCommunicator::Current {
   CarriedCommunicator& of;
 };
 
-void CarriedCommunicator::abort() {
-  const std::lock_guard lock(mutex_);
-  aborted_ = true;
-  if (now_) now_->abort();
-}
-
-// Whatever the carrier throws becomes an error of this group, with the operation and a remedy.
 template <class Body>
 void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
+  ControlBlock& progress = node_->health().own();
   try {
-    CarriedMessages messages(*carrier_, operation);
+    protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
+    node_->health().check_alive(operation.context);
+    CarriedMessages messages(*carrier_, operation, rank_, left_);
     const Current current(*this, messages);
-    body(messages);
+    const Descriptor& what = operation.descriptor;
+    Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
+    body(exchange);
     messages.wait_for_all();
-  } catch (const Error&) {
+    expect(exchange.heard);
+    protocol::store_relaxed(progress.completed, operation.descriptor.sequence);
+  } catch (const CarriedMessages::Aborted&) {
+    node_->health().raise(operation.context);
+  } catch (const Error& error) {
+    fail(error);
     throw;
-  } catch (const std::exception& error) {
-    const bool late = Clock::now() >= operation.context.deadline;
-    throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
-                carrier_->getBackendName() + ", which carries this group, failed: " + error.what(),
-                ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,
-                             "Look at the other ranks' output; destroy the process group (or restart the job) before "
-                             "going on."});
+  } catch (const std::exception& error) {  // the carrier could not even begin
+    const Error own(ErrorKind::peer_lost,
+                    carrier_->getBackendName() + ", which carries this group between nodes, failed: " + error.what(),
+                    ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,
+                                 "Look at the other ranks' output; destroy the process group (or restart the job) "
+                                 "before going on."});
+    fail(own);
+    throw own;
   }
 }
 
-void CarriedCommunicator::meet(CarriedMessages& messages, const Operation& operation, const void* const* for_rank,
-                               size_t bytes, const Bytes* promised) {
-  for (int peer = 0; peer < size_; ++peer) {
-    First& to = sent_[peer];
-    to.descriptor = operation.descriptor;
-    to.factor = operation.factor;
-    to.bytes = promised ? promised[peer].size : 0;
-    if (promised && to.bytes <= First::kRoom) copy(to.data, promised[peer].data, to.bytes);
-    if (for_rank && for_rank[peer]) copy(to.data, for_rank[peer], bytes);
-    if (peer == rank_) {
-      first_[peer] = to;
-      continue;
-    }
-    messages.receive(peer, MessageChannel::agreement, &first_[peer], sizeof(First));
-    messages.send(peer, MessageChannel::agreement, &to, sizeof(First));
-  }
-  messages.wait_for_all();
-  for (int peer = 0; peer < size_; ++peer)
-    if (const auto error = disagreement(operation, first_[peer].descriptor, rank_, peer)) throw *error;
-}
-
-void CarriedCommunicator::add(const Operation& operation, void* out, const void* const* sources, int ranks,
-                              size_t count) const {
-  std::vector<double> factors;
-  for (const First& first : first_) factors.push_back(first.factor);
-  const bool scaled = operation.descriptor.op == ReduceOp::premul_sum;
-  find_reduce(operation.descriptor.dtype, operation.descriptor.op)(out, nullptr, sources, ranks, count,
-                                                                   scaled ? factors.data() : nullptr);
-}
-
-size_t CarriedCommunicator::chunk_of(const Operation& operation, size_t count) const {
-  const size_t element = size_of(operation.descriptor.dtype);
-  return std::max<size_t>(1, std::clamp(count * element / kChunks, kLeastChunk, kMostChunk) / element);
-}
-
-template <class Added>
-void CarriedCommunicator::reduce_parts(CarriedMessages& messages, const Operation& operation, const void* const* ins,
-                                       const std::vector<size_t>& counts, void* part, Added&& added) {
-  const size_t element = size_of(operation.descriptor.dtype);
-  const size_t most = *std::max_element(counts.begin(), counts.end());
-  const size_t chunk = chunk_of(operation, most), chunks = (most + chunk - 1) / chunk;
-  const auto elements = [&](int rank, size_t k) {
-    return k * chunk < counts[rank] ? std::min(chunk, counts[rank] - k * chunk) : 0;
-  };
-  scratch_.resize(std::max(scratch_.size(), std::min(kAhead, chunks) * size_ * chunk * element));
-  const auto slot = [&](size_t k, int peer) { return scratch_.data() + (k % kAhead * size_ + peer) * chunk * element; };
-  std::vector<size_t> waited_for(kAhead * size_);
-  const auto post = [&](size_t k) {
-    for (int step = 1; step < size_ && k < chunks; ++step) {  // not all ranks to the same one at the same time
-      const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-      messages.send(to, MessageChannel::data, at_offset(ins[to], k * chunk * element), elements(to, k) * element);
-      waited_for[k % kAhead * size_ + from] =
-          messages.receive(from, MessageChannel::data, slot(k, from), elements(rank_, k) * element);
-    }
-  };
-  for (size_t k = 0; k < kAhead; ++k) post(k);
-  std::vector<const void*> sources(size_);
-  for (size_t k = 0; k < chunks; ++k) {
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer != rank_) messages.wait_for(waited_for[k % kAhead * size_ + peer]);
-      sources[peer] = peer == rank_ ? at_offset(ins[rank_], k * chunk * element) : slot(k, peer);
-    }
-    if (const size_t count = elements(rank_, k)) {
-      add(operation, at_offset(part, k * chunk * element), sources.data(), size_, count);
-    }
-    added(k * chunk * element, [&](int rank) { return elements(rank, k) * element; });
-    post(k + kAhead);
+void CarriedCommunicator::expect(const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    if (awaited_[peer]) continue;
+    auto memory = bytes_at(&heard_[peer], sizeof(First));
+    auto work = carrier_->recv(memory, peer, tag_of(MessageChannel::agreement));
+    const std::lock_guard lock(mutex_);
+    if (failed_) work->abort();
+    awaited_[peer] = std::move(work);
   }
 }
 
-// What all ranks have sent whole.
-void CarriedCommunicator::reduce_small(const Operation& operation, const void* own, void* out, size_t count) {
+void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, size_t bytes, uint64_t promised,
+                               uint64_t expected) {
+  First& first = told_[peer];
+  first.descriptor = exchange.operation.descriptor;
+  first.factor = exchange.operation.factor;
+  first.bytes = promised;
+  first.expected = expected;
+  copy_bytes(first.data, data, bytes);
+  exchange.messages.send(peer, MessageChannel::agreement, &first, sizeof(First));
+}
+
+const CarriedCommunicator::First& CarriedCommunicator::hear(Exchange& exchange, int peer) {
+  exchange.messages.wait_for(awaited_[peer], peer);
+  exchange.heard.push_back(peer);
+  if (const auto error = disagreement(exchange.operation, heard_[peer].descriptor, rank_, peer)) throw *error;
+  return heard_[peer];
+}
+
+void CarriedCommunicator::meet(Exchange& exchange, const std::vector<int>& peers) {
+  expect(peers);
+  for (const int peer : peers) tell(exchange, peer);
+}
+
+void CarriedCommunicator::hear_all(Exchange& exchange, const std::vector<int>& peers) {
+  for (const int peer : peers) hear(exchange, peer);
+}
+
+// PREMUL_SUM where every rank is a node: the others' factors have come with their first messages.
+const double* CarriedCommunicator::factors_of_nodes(const Exchange& exchange) {
+  if (!plan_.flat() || exchange.operation.descriptor.op != ReduceOp::premul_sum) return nullptr;
+  factors_.resize(size_);
+  for (int rank = 0; rank < size_; ++rank)
+    factors_[rank] = rank == rank_ ? exchange.operation.factor : heard_[rank].factor;
+  return factors_.data();
+}
+
+// Root and the ranks that stand for it; nobody for the others.
+std::vector<int> CarriedCommunicator::partners_of(int root) const {
+  std::vector<int> partners;
+  for (int node = 0; node < plan_.nodes(); ++node) {
+    const int other = plan_.stands_for(root, node);
+    if (rank_ == root && other != root) partners.push_back(other);
+    if (rank_ == other && other != root) partners.push_back(root);
+  }
+  return partners;
+}
+
+std::byte* CarriedCommunicator::scratch(size_t bytes) {
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  return scratch_.data();
+}
+
+// What the ranks of the node have put into one round, added up; only by ranks that want it.
+void CarriedCommunicator::sum_in_node(const Operation& operation, const StagedReduce& reduction, const void* in,
+                                      size_t count, std::byte* partial, bool wanted) {
   const size_t bytes = count * size_of(operation.descriptor.dtype);
-  std::vector<const void*> sources(size_);
-  for (int peer = 0; peer < size_; ++peer) {
-    const bool with_first = bytes <= First::kRoom;
-    sources[peer] = peer == rank_ ? own : with_first ? came_from(peer) : scratch_.data() + peer * bytes;
+  if (plan_.flat()) return copy_bytes(partial, in, bytes);
+  Rounds& rounds = node_->rounds();
+  rounds.begin(operation, bytes);
+  const uint64_t round = rounds.next();
+  copy_bytes(rounds.open(round), in, bytes);
+  rounds.publish(round);
+  if (wanted) {
+    std::vector<const void*> sources(rounds.size());
+    for (int i = 0; i < rounds.size(); ++i) sources[i] = i == rounds.rank() ? in : rounds.read(round, i);
+    std::vector<double> storage;
+    const double* factors = gather_factors(rounds, operation, round, storage);
+    if (count > 0) reduction.partial(partial, sources.data(), rounds.size(), count, factors);
+  } else {
+    rounds.check_all(round);
   }
-  add(operation, out, sources.data(), size_, count);
+  rounds.release(round);
+}
+
+// One hop: the node's partial goes to all that this rank stands for, or to root.
+void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void* out, size_t count, int root) {
+  const size_t bytes = count * exchange.reduction.partial_size();
+  const bool in_first = bytes <= First::kRoom, everybody = root < 0;
+  const int nodes = plan_.nodes(), node = plan_.node();
+  const std::vector<int> partners = everybody ? plan_.peers() : partners_of(root);
+  const bool wanted = everybody || rank_ == plan_.stands_for(root, node);
+  std::byte* partials = scratch(nodes * bytes);
+  std::byte* own = partials + node * bytes;
+  expect(partners);
+  if (!in_first) {
+    for (const int peer : partners) tell(exchange, peer);
+  }
+  sum_in_node(exchange.operation, exchange.reduction, in, count, own, wanted);
+  if (in_first && (everybody || rank_ != root)) {
+    for (const int peer : partners) tell(exchange, peer, own, bytes);
+  }
+  const bool receives = everybody || rank_ == root;
+  const auto takes = [&](int peer) { return everybody ? plan_.stands_for(peer, node) == rank_ : peer == root; };
+  std::vector<const void*> sources(nodes, own);
+  for (int other = 0; other < nodes; ++other) {
+    if (other == node || !receives) continue;
+    const int from = plan_.stands_for(everybody ? rank_ : root, other);
+    sources[other] = in_first ? heard_[from].data : partials + other * bytes;
+    if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);
+  }
+  if (!in_first || receives) hear_all(exchange, partners);  // who has sent all need not wait for root
+  if (!in_first) {
+    for (const int peer : partners)
+      if (takes(peer)) exchange.messages.send(peer, MessageChannel::data, own, bytes);
+    exchange.messages.wait_for_all();
+  }
+  if (receives && count > 0) exchange.reduction.combine(out, sources.data(), nodes, count, factors_of_nodes(exchange));
 }
 
 void CarriedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
-  const size_t element = size_of(operation.descriptor.dtype), bytes = count * element;
-  guarded(operation, [&](CarriedMessages& messages) {
-    const std::vector<const void*> whole(size_, in);
-    if (bytes <= First::kRoom) {
-      meet(messages, operation, whole.data(), bytes);
-      if (count > 0) reduce_small(operation, in, out, count);
-      return;
-    }
-    meet(messages, operation, nullptr, 0);
-    if (bytes * size_ <= kWhole) {
-      scratch_.resize(std::max(scratch_.size(), bytes * size_));
-      for (int peer = 0; peer < size_; ++peer) {
-        if (peer == rank_) continue;
-        messages.receive(peer, MessageChannel::data, scratch_.data() + peer * bytes, bytes);
-        messages.send(peer, MessageChannel::data, in, bytes);
-      }
-      messages.wait_for_all();
-      reduce_small(operation, in, out, count);
-      return;
-    }
-    if (line_ && adds_in_line(operation.descriptor)) return reduce_in_line(messages, operation, in, out, count);
-    const Parts parts(in, count, element, size_);
-    const auto part_of = [&](int rank) { return at_offset(out, parts.begins(rank)); };
-    reduce_parts(messages, operation, parts.ins.data(), parts.counts, part_of(rank_),
-                 [&](size_t offset, auto&& bytes_of) {
-                   for (int step = 1; step < size_; ++step) {
-                     const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-                     messages.send(to, MessageChannel::results, part_of(rank_) + offset, bytes_of(rank_));
-                     messages.receive(from, MessageChannel::results, part_of(from) + offset, bytes_of(from));
-                   }
-                 });
+  guarded(operation, [&](Exchange& exchange) {
+    const bool whole = count * exchange.reduction.partial_size() * size_ <= kWhole;
+    if (whole || size_ == 1) return reduce_whole(exchange, in, out, count, -1);
+    reduce_in_chunks(exchange, in, out, count, -1);
   });
 }
 
 void CarriedCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
-  const size_t element = size_of(operation.descriptor.dtype), bytes = count * element;
   const int root = operation.descriptor.root;
-  guarded(operation, [&](CarriedMessages& messages) {
-    if (bytes <= First::kRoom) {
-      std::vector<const void*> to_root(size_, nullptr);
-      to_root[root] = in;
-      meet(messages, operation, to_root.data(), bytes);
-      if (rank_ == root && count > 0) reduce_small(operation, in, out, count);
-      return;
-    }
-    meet(messages, operation, nullptr, 0);
-    const Parts parts(in, count, element, size_);
-    std::vector<std::byte> own(rank_ == root ? 0 : parts.counts[rank_] * element);
-    void* part = rank_ == root ? at_offset(out, parts.begins(root)) : own.data();
-    reduce_parts(messages, operation, parts.ins.data(), parts.counts, part, [&](size_t offset, auto&& bytes_of) {
-      if (rank_ != root) return messages.send(root, MessageChannel::results, at_offset(part, offset), bytes_of(rank_));
-      for (int from = 0; from < size_; ++from) {
-        if (from == root) continue;
-        messages.receive(from, MessageChannel::results, at_offset(out, parts.begins(from) + offset), bytes_of(from));
-      }
-    });
-    messages.wait_for_all();  // `own` ends
+  guarded(operation, [&](Exchange& exchange) {
+    const size_t bytes = count * exchange.reduction.partial_size();
+    if (bytes <= kMaxChunkBytes && bytes * plan_.nodes() <= kWholeToRoot)
+      return reduce_whole(exchange, in, out, count, root);
+    reduce_in_chunks(exchange, in, rank_ == root ? out : nullptr, count, root);
   });
 }
 
 void CarriedCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
-  const size_t bytes = count * size_of(operation.descriptor.dtype);
-  guarded(operation, [&](CarriedMessages& messages) {
-    if (bytes <= First::kRoom) {
-      meet(messages, operation, ins, bytes);
-      if (count > 0) reduce_small(operation, ins[rank_], out, count);
-      return;
-    }
-    meet(messages, operation, nullptr, 0);
-    reduce_parts(messages, operation, ins, std::vector<size_t>(size_, count), out, [](size_t, auto&&) {});
-  });
+  guarded(operation, [&](Exchange& exchange) { reduce_blocks(exchange, ins, out, count); });
 }
 
 void CarriedCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
-  guarded(operation, [&](CarriedMessages& messages) {
-    const bool with_first = bytes <= First::kRoom;
-    const std::vector<const void*> whole(size_, in);
-    meet(messages, operation, with_first ? whole.data() : nullptr, bytes);
-    copy(outs[rank_], in, bytes);
-    if (line_ && bytes * size_ > kWhole) return gather_in_line(messages, in, outs, bytes);
-    for (int step = 1; step < size_; ++step) {
-      const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-      if (with_first) {
-        copy(outs[from], came_from(from), bytes);
-        continue;
-      }
-      messages.receive(from, MessageChannel::data, outs[from], bytes);
-      messages.send(to, MessageChannel::data, in, bytes);
-    }
+  guarded(operation, [&](Exchange& exchange) {
+    if (bytes * plan_.most_in_node() <= First::kRoom) return gather_whole(exchange, in, outs, bytes);
+    gather_in_pieces(exchange, in, outs, bytes);
   });
 }
 
 void CarriedCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
-  const int root = operation.descriptor.root;
-  guarded(operation, [&](CarriedMessages& messages) {
-    const bool with_first = bytes <= First::kRoom;
-    const std::vector<const void*> whole(size_, data);
-    meet(messages, operation, with_first && rank_ == root ? whole.data() : nullptr, bytes);
-    if (with_first) return copy(data, rank_ == root ? data : came_from(root), bytes);
-    if (size_ == 2) {
-      if (rank_ == root) return messages.send(1 - root, MessageChannel::data, data, bytes);
-      messages.receive(root, MessageChannel::data, data, bytes);
-      return;
-    }
-    c10d::BroadcastOptions options;  // a tree of the carrier's
-    if (operation.context.timeout.count() > 0) options.timeout = operation.context.timeout;
-    options.rootRank = root;
-    std::vector<at::Tensor> tensors{
-        at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
-    carrier_->broadcast(tensors, options)->wait();
-  });
+  guarded(operation, [&](Exchange& exchange) { broadcast_in_pieces(exchange, data, bytes); });
 }
 
 void CarriedCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
-  const int root = operation.descriptor.root;
-  guarded(operation, [&](CarriedMessages& messages) {
-    const bool with_first = bytes <= First::kRoom;
-    std::vector<const void*> to_root(size_, nullptr);
-    to_root[root] = in;
-    meet(messages, operation, with_first ? to_root.data() : nullptr, bytes);
-    if (rank_ != root) {
-      if (!with_first) messages.send(root, MessageChannel::data, in, bytes);
-      return;
-    }
-    for (int from = 0; from < size_; ++from) {
-      if (from == root || with_first) {
-        copy(outs[from], from == root ? in : came_from(from), bytes);
-      } else {
-        messages.receive(from, MessageChannel::data, outs[from], bytes);
-      }
-    }
-  });
+  guarded(operation, [&](Exchange& exchange) { gather_to_root(exchange, in, outs, bytes); });
 }
 
 void CarriedCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
-  const int root = operation.descriptor.root;
-  guarded(operation, [&](CarriedMessages& messages) {
-    const bool with_first = bytes <= First::kRoom;
-    meet(messages, operation, with_first && rank_ == root ? ins : nullptr, bytes);
-    if (rank_ == root) {
-      copy(out, ins[root], bytes);
-      for (int to = 0; to < size_ && !with_first; ++to)
-        if (to != root) messages.send(to, MessageChannel::data, ins[to], bytes);
-    } else if (with_first) {
-      copy(out, came_from(root), bytes);
-    } else {
-      messages.receive(root, MessageChannel::data, out, bytes);
-    }
-  });
+  guarded(operation, [&](Exchange& exchange) { scatter_from_root(exchange, ins, out, bytes); });
 }
 
-// Sizes come with the first messages: what the peers send must be what this rank expects, and the carrier would not
-// say.
 void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
-  guarded(operation, [&](CarriedMessages& messages) {
-    meet(messages, operation, nullptr, 0, ins);
-    for (int peer = 0; peer < size_; ++peer) {
-      if (const auto error = broken_promise(operation, rank_, peer, rank_, first_[peer].bytes, outs[peer].size))
-        throw *error;
-    }
-    for (int step = 1; step < size_; ++step) {
-      const int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-      if (outs[from].size <= First::kRoom) {
-        copy(outs[from].data, came_from(from), outs[from].size);
-      } else {
-        messages.receive(from, MessageChannel::data, outs[from].data, outs[from].size);
-      }
-      if (ins[to].size > First::kRoom) messages.send(to, MessageChannel::data, ins[to].data, ins[to].size);
-    }
-    copy(outs[rank_].data, ins[rank_].data, ins[rank_].size);
-  });
+  guarded(operation, [&](Exchange& exchange) { exchange_blocks(exchange, ins, outs); });
 }
 
-// All ranks have met.
+// A rank speaks once all of its node have come, and has heard from every other node.
 void CarriedCommunicator::barrier(const Operation& operation) {
-  guarded(operation, [&](CarriedMessages& messages) { meet(messages, operation, nullptr, 0); });
+  guarded(operation, [&](Exchange& exchange) {
+    expect(plan_.peers());
+    ark::barrier(node_->rounds(), operation);
+    for (const int peer : plan_.peers()) tell(exchange, peer);
+    hear_all(exchange, plan_.peers());
+  });
 }
 
 }  // namespace ark

@@ -1,28 +1,42 @@
-// A group whose ranks share no memory, carried by another PyTorch backend (Gloo; made in Python).
+// A group whose ranks share no memory, or that of a node only: shared memory within each node, messages of another
+// PyTorch backend (Gloo; made in Python) between nodes.
 //
-// The carrier only moves bytes, nearly all of them in messages between two ranks, from and to the tensors themselves.
-// Reductions are done here, by the same kernels in the same order as over shared memory: so every dtype, operation and
-// shape that ark takes works, and the bits of a result do not depend on what carried it.
+// Every collective is a stage in the node, an exchange between nodes, and a stage in the node again, where there is
+// more than one rank; large ones go through the three chunk by chunk (carried_reduce.cpp, carried_moves.cpp). Where
+// every rank is a node of its own, the exchange is all. The carrier only moves bytes, from and to the tensors
+// themselves. Sums are ark's own, in rank order within a node and in node order between
+// (collectives/staged_reduce.hpp); so the bits depend on the inputs and on which ranks are on which node, and are the
+// same on every rank.
 //
-// Every collective begins with one message from each rank to each: what it believes it is in, and its data where they
-// are small. So a small collective takes one hop. Large reductions go in chunks: while one is added up, the next is on
-// its way, and the sums of the last one as well.
+// Ranks agree before data move. Within a node each that reads another's first slot compares (collectives/rounds.hpp).
+// Between nodes, ranks that exchange data send each other a first message, of one size always: what the sender believes
+// it is in, and its data where they are small. A rank sends more data only to whoever has said so that it is in the
+// same collective; where all data of a rooted collective are small, the first message goes their way alone. Whoever
+// fails tells all (carried_notes.hpp), since a rank may wait for one that has not noticed.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <functional>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "collectives/node_plan.hpp"
 #include "collectives/operation.hpp"
+#include "collectives/shm_communicator.hpp"
+#include "collectives/staged_reduce.hpp"
 #include "process_group/carried_messages.hpp"
+#include "process_group/carried_notes.hpp"
 
 namespace ark {
 
 class CarriedCommunicator : public Communicator {
  public:
-  // nodes[r]: on which machine rank r is; empty: not known.
-  CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, const std::vector<int>& nodes);
+  // node: the ranks of this rank's node, and their segments.
+  CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan, Neighbourhood node,
+                      ShmOptions options);
+  ~CarriedCommunicator() override;
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -33,48 +47,76 @@ class CarriedCommunicator : public Communicator {
   void scatter(const Operation&, const void* const* ins, void* out, size_t bytes) override;
   void all_to_all(const Operation&, const Bytes* ins, const MutableBytes* outs) override;
   void barrier(const Operation&) override;
-  void abort() override;
+  void abort(const Error&) override;
+  void close() override;
 
  private:
-  // The first message. All have one size: a receiver knows it before it knows whether the sender is in the same
-  // operation.
   struct First {
-    static constexpr size_t kRoom = 976;
+    static constexpr size_t kRoom = 968;
     Descriptor descriptor;
-    double factor;   // premul_sum
-    uint64_t bytes;  // all_to_all: what the sender sends behind this
+    double factor;   // premul_sum where every rank is a node
+    uint64_t bytes;  // all_to_all: what the sender sends to the receiver, and expects of it
+    uint64_t expected;
     std::byte data[kRoom];
   };
   static_assert(sizeof(First) == 1024);
 
   struct Current;
-
+  // One collective.
+  struct Exchange {
+    CarriedMessages& messages;
+    const Operation& operation;
+    const StagedReduce reduction;
+    std::vector<int> heard = {};  // whose first messages have come
+  };
   template <class Body>
   void guarded(const Operation& operation, Body&& body);
-  // The first messages: with `bytes` of for_rank[r] to rank r (null: none), or promised[r] where they have room.
-  void meet(CarriedMessages& messages, const Operation& operation, const void* const* for_rank, size_t bytes,
-            const Bytes* promised = nullptr);
-  const std::byte* came_from(int peer) const { return first_[peer].data; }
-  void reduce_small(const Operation& operation, const void* own, void* out, size_t count);
-  // Part r of every rank's `ins` is added up on rank r, chunk by chunk, into `part`; `added` hears of each chunk.
-  template <class Added>
-  void reduce_parts(CarriedMessages& messages, const Operation& operation, const void* const* ins,
-                    const std::vector<size_t>& counts, void* part, Added&& added);
-  // sources: of all ranks, or of two (then not for what takes all of them: AVG and factors).
-  void add(const Operation& operation, void* out, const void* const* sources, int ranks, size_t count) const;
-  static bool is_line(const std::vector<int>& nodes);
-  static bool adds_in_line(const Descriptor& what);
-  void reduce_in_line(CarriedMessages& messages, const Operation& operation, const void* in, void* out, size_t count);
-  void gather_in_line(CarriedMessages& messages, const void* in, void* const* outs, size_t bytes);
-  size_t chunk_of(const Operation& operation, size_t count) const;
+  void fail(const Error& error);
+  void lost(int local);
 
-  c10::intrusive_ptr<c10d::Backend> carrier_;
-  const bool line_;                  // carried_line.cpp
-  std::vector<First> first_, sent_;  // what came from each rank, what went to it
+  // First messages: expected from ranks, told to one, heard (and compared) from one.
+  void expect(const std::vector<int>& peers);
+  void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0,
+            uint64_t expected = 0);
+  const First& hear(Exchange& exchange, int peer);
+  void hear_all(Exchange& exchange, const std::vector<int>& peers);
+  void meet(Exchange& exchange, const std::vector<int>& peers);  // expects, and tells without data
+  std::vector<int> partners_of(int root) const;
+  std::vector<int> others_of(int root) const;  // of root: the ranks of other nodes; of those: root
+  std::byte* scratch(size_t bytes);
+  const double* factors_of_nodes(const Exchange& exchange);
+
+  // Sums. root -1: everybody wants the result. carried_reduce.cpp has what is large.
+  void sum_in_node(const Operation& operation, const StagedReduce& reduction, const void* in, size_t count,
+                   std::byte* partial, bool wanted);
+  void reduce_whole(Exchange& exchange, const void* in, void* out, size_t count, int root);
+  class ChunkedReduce;
+  void reduce_in_chunks(Exchange& exchange, const void* in, void* out, size_t count, int root);
+  void reduce_blocks(Exchange& exchange, const void* const* ins, void* out, size_t count);
+
+  // What only moves (carried_moves.cpp).
+  void gather_whole(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
+  void gather_in_pieces(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
+  void broadcast_in_pieces(Exchange& exchange, void* data, size_t bytes);
+  void gather_to_root(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
+  void scatter_from_root(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
+  void exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
+
+  const c10::intrusive_ptr<c10d::Backend> carrier_;
+  const NodePlan plan_;
+  std::vector<First> heard_, told_;  // by rank
   std::vector<std::byte> scratch_;
+  std::vector<CarriedMessages::Work> left_;
+  std::vector<double> factors_;
   std::mutex mutex_;  // of what follows
   CarriedMessages* now_ = nullptr;
-  bool aborted_ = false;
+  bool failed_ = false;
+  // First messages that are expected, by rank. Those of the next collective are as soon as one has ended: a message
+  // that is expected already leaves its sender at once.
+  std::vector<CarriedMessages::Work> awaited_;
+  std::optional<int> lost_early_;  // a rank of the node that was lost before node_ was there
+  std::unique_ptr<ShmCommunicator> node_;
+  std::unique_ptr<FailureNotes> notes_;
 };
 
 }  // namespace ark

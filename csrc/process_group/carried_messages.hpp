@@ -1,11 +1,14 @@
-// Messages of one collective between the ranks of a carried group: the carrier's send and recv, many at a time.
+// Messages of one collective between ranks of different nodes: the carrier's send and recv, many at a time.
 //
 // Messages of one channel between two ranks arrive in the order in which they are sent. A channel is one of the
-// greatest tags that a message may have; users' messages keep below them (first_reserved_tag).
+// greatest tags that a message may have; users' messages keep below them (first_reserved_tag). The carrier ends the
+// process where a message has another size than what was posted for it, so a rank sends data only once it has the
+// receiver's word (carried_communicator.hpp) that it is in the same collective; the receiver may post before.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include <condition_variable>
 #include <cstdint>
 #include <limits>
 #include <mutex>
@@ -15,7 +18,7 @@
 
 namespace ark {
 
-enum class MessageChannel : int32_t { agreement = 0, data = 1, results = 2 };
+enum class MessageChannel : int32_t { agreement = 0, data = 1, results = 2, failure = 3 };
 inline constexpr int32_t kFirstReservedTag = std::numeric_limits<int32_t>::max() - 15;
 
 inline const std::byte* at_offset(const void* data, size_t bytes) {
@@ -25,27 +28,47 @@ inline std::byte* at_offset(void* data, size_t bytes) {
   return static_cast<std::byte*>(data) + bytes;
 }
 
+int tag_of(MessageChannel channel);
+std::vector<at::Tensor> bytes_at(void* data, size_t bytes);  // for the carrier
+
 class CarriedMessages {
  public:
-  CarriedMessages(c10d::Backend& carrier, const Operation& operation) : carrier_(carrier), operation_(operation) {}
+  // Thrown by waits after abort(): the group has failed, and knows why.
+  struct Aborted {};
 
-  // The memory stays as it is until wait_for_sends() or the end. No bytes: no message.
-  void send(int peer, MessageChannel channel, const void* data, size_t bytes);
-  // Fills the memory by the time that receive's number has been waited for.
-  size_t receive(int peer, MessageChannel channel, void* data, size_t bytes);
-  void wait_for(size_t receive);
-  void wait_for_all();  // sends, too
-  void abort();         // from any thread: waits throw Error(aborted)
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
+  // left: where a collective that fails leaves receives into memory that outlives it. Gloo reads no further from a rank
+  // whose message has lost its place, so notes of failures would not pass. Other receives go to users' tensors.
+  CarriedMessages(c10d::Backend& carrier, const Operation& operation, int rank, std::vector<Work>& left)
+      : carrier_(carrier), operation_(operation), rank_(rank), left_(left) {}
+  ~CarriedMessages();
+
+  // The memory stays as it is until the number has been waited for, or all have. No bytes: no message.
+  size_t send(int peer, MessageChannel channel, const void* data, size_t bytes);
+  // Fills the memory by the time that its number has been waited for.
+  size_t receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives = false);
+  void wait_for(size_t number);
+  void wait_for(Work& work, int peer);  // of a message that was begun before
+  void wait_for_all();
+  void abort();  // from any thread
+  const Operation& operation() const { return operation_; }
 
  private:
-  using Work = c10::intrusive_ptr<c10d::Work>;
-  void begun(std::vector<Work>& works, Work work);
-  void wait(Work& work);
+  struct Begun {
+    Work work;
+    int peer;
+    bool outlives;
+  };
+  size_t begin(int peer, Work work, bool outlives);
 
   c10d::Backend& carrier_;
   const Operation& operation_;
+  const int rank_;
+  std::vector<Work>& left_;
   std::mutex mutex_;  // of what follows
-  std::vector<Work> sends_, receives_;
+  std::condition_variable ended_;
+  std::vector<Begun> begun_;
   bool aborted_ = false;
 };
 

@@ -165,13 +165,13 @@ void GroupCore::report_failure(const Error& failure) {
 
 void GroupCore::abort(const std::string& why) {
   if (forked()) return;
+  const Error error(ErrorKind::aborted, why, ErrorContext{rank, rank, "abort", 0, "Destroy the process group."});
   if (shm) {
-    shm->health().fail(
-        Error(ErrorKind::aborted, why, ErrorContext{rank, rank, "abort", 0, "Destroy the process group."}));
+    shm->health().fail(error);
     shm->point_to_point().fail_all();
   }
   if (carrier) {
-    communicator->abort();
+    communicator->abort(error);
     carrier->abort();
   }
   if (const auto side = cuda()) side->abort();
@@ -189,6 +189,7 @@ void GroupCore::shutdown(std::chrono::milliseconds patience, std::chrono::millis
     shm->health().say_goodbye();
   }
   executor->stop();
+  if (communicator) communicator->close();
   if (carrier) carrier->shutdown();
 }
 

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 
-#include "memory/rendezvous.hpp"
-#include "process_group/carried_communicator.hpp"
 #include "process_group/cuda_group.hpp"
 
 namespace ark {
@@ -22,14 +20,6 @@ std::chrono::milliseconds device_patience_of(const GroupCore& core) {
          kPatience;
 }
 
-std::string torch_key(int rank) {
-  return "torch/" + std::to_string(rank);
-}
-
-std::string minor_of(const std::string& version) {
-  return version.substr(0, version.find('.', version.find('.') + 1));
-}
-
 }  // namespace
 
 c10::intrusive_ptr<ProcessGroupArk> ProcessGroupArk::create(const c10::intrusive_ptr<c10d::Store>& store, int rank,
@@ -43,95 +33,11 @@ ProcessGroupArk::ProcessGroupArk(const c10::intrusive_ptr<c10d::Store>& store, i
   with_torch_errors([&] { join(); });
 }
 
-void ProcessGroupArk::join() {
-  try {
-    core_->name = options_->group_name;
-    core_->timeout_ms = options_->timeout.count();
-    core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank_;
-    core_->flight_dump = options_->flight_dump;
-    core_->timing = options_->timing;
-    FlightRecord::instance().resize(static_cast<size_t>(options_->flight_record));
-    std::vector<int> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
-    core_->flight_group =
-        FlightRecord::instance().register_group(options_->group_name, options_->group_desc, rank_, size_, members);
-
-    StoreAdapter adapter(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
-    ConnectOptions connecting;
-    connecting.rank = rank_;
-    connecting.size = size_;
-    connecting.segment_bytes = ShmCommunicator::segment_bytes(size_);
-    connecting.timeout = options_->timeout;
-    connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
-    // Read by rank 0 alone, once all have met.
-    const std::string version = TORCH_VERSION;
-    if (rank_ > 0) adapter.set(torch_key(rank_), {version.begin(), version.end()});
-    ConnectResult result = connect(adapter, connecting);
-    start_ = result.start;
-    if (rank_ == 0 && options_->log) tell_mixed_versions(adapter);
-    if (result.neighbourhood) {
-      ShmOptions shm;
-      shm.debug = options_->debug;
-      shm.spin = std::chrono::microseconds(options_->spin_us);
-      shm.rules = options_->dispatch;
-      shm.timeout = options_->timeout;
-      auto communicator = std::make_unique<ShmCommunicator>(rank_, size_, std::move(*result.neighbourhood), shm);
-      core_->shm = communicator.get();
-      core_->communicator = std::move(communicator);
-      return;
-    }
-    if (options_->shared_memory == Options::SharedMemory::on) {
-      throw Error(
-          ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
-          ErrorContext{rank_, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
-    }
-    if (!options_->make_carrier) {
-      throw Error(
-          ErrorKind::system,
-          "the ranks of this group share no memory (" + result.reason + ") and nothing is configured to carry it",
-          ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
-    }
-    if (rank_ == 0 && options_->log) {
-      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
-                    " ranks shares no memory and is carried by PyTorch's Gloo: " + result.reason);
-    }
-    try {
-      core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
-                                              rank_, size_, options_->timeout);
-    } catch (const std::exception& error) {
-      throw Error(ErrorKind::system,
-                  "PyTorch's Gloo, which is to carry this group (" + result.reason + "), failed: " + error.what(),
-                  ErrorContext{rank_, -1, "init", 0,
-                               "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
-                               "this process's limits (ulimit -a)."});
-    }
-    core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier, result.nodes);
-  } catch (const Error& error) {
-    throw error.at(rank_, "init");
-  }
-}
-
 ProcessGroupArk::~ProcessGroupArk() {
   // Never waits here: Python may run this with its lock held (DDP's Reducer does), and a progress thread may need that
   // lock to let go of a tensor. shutdown_all_groups(), at exit, waits for such stragglers.
   const auto device_patience = device_patience_of(*core_);
   GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
-}
-
-// Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later
-// group has the same ranks.
-void ProcessGroupArk::tell_mixed_versions(StoreAdapter& store) const {
-  static std::atomic<bool> told{false};
-  std::map<std::string, std::vector<int>> ranks_of;
-  ranks_of[minor_of(TORCH_VERSION)].push_back(0);
-  for (int rank = 1; rank < size_; ++rank) {
-    if (const auto found = store.find(torch_key(rank)))
-      ranks_of[minor_of({found->begin(), found->end()})].push_back(rank);
-  }
-  if (ranks_of.size() < 2 || told.exchange(true)) return;
-  std::string text;
-  for (const auto& [minor, ranks] : ranks_of) text += (text.empty() ? "" : ", ") + minor + " on " + name_ranks(ranks);
-  options_->log("group \"" + options_->group_name + "\" has ranks with different PyTorch versions: " + text +
-                ". Collectives work; what PyTorch itself sends between ranks (pickled objects, checkpoints) may not.");
 }
 
 CallSite ProcessGroupArk::site(const char* operation) const {

@@ -4,7 +4,7 @@
 // over the group's Communicator and issues that; issue() alone knows how a body is run (group_core.hpp). Results have
 // the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the same
 // on all ranks. CUDA tensors take another way from issue() on: the body enqueues on a stream (cuda_group.hpp). Split
-// over process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
+// over join.cpp, process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
 // dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, send_recv.cpp, and issue_cuda.cpp.
 #pragma once
 
@@ -25,6 +25,7 @@
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
+#include "collectives/node_plan.hpp"
 #include "cuda/fused/tiles.cuh"
 #include "process_group/comms_record.hpp"
 #include "process_group/cuda_streams.hpp"
@@ -47,6 +48,7 @@ class ProcessGroupArk : public c10d::Backend {
     Options() : c10d::Backend::Options("ark") {}
     SharedMemory shared_memory = SharedMemory::automatic;
     bool debug = false;                   // compare every rank's arguments before every collective
+    int64_t node = -1;                    // as of which machine this rank counts, for trials; -1: where it is
     int64_t spin_us = -1;                 // how long a waiting thread polls before it sleeps; negative: chosen
     int64_t flight_record = 2048;         // operations kept by the process's flight record
     std::string flight_dump;              // where a failure writes it (file prefix); empty: nowhere
@@ -144,6 +146,8 @@ class ProcessGroupArk : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int flags = 0,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& = nullptr) override;
 
+  // "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty where all ranks share memory.
+  const std::string& plan() const { return plan_; }
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;
@@ -219,6 +223,8 @@ class ProcessGroupArk : public c10d::Backend {
   };
 
   void join();  // meets the other ranks
+  std::pair<NodePlan, Neighbourhood> find_node(StoreAdapter& store, const ConnectResult& result);
+  void join_nodes(StoreAdapter& store, const ConnectResult& result);
   void tell_mixed_versions(StoreAdapter& store) const;
   CallSite site(const char* operation) const;  // also checks that the group is open
   // Runs the body or queues it; its outputs are the work's result.
@@ -277,7 +283,8 @@ class ProcessGroupArk : public c10d::Backend {
   std::map<std::tuple<bool, int, int>, uint64_t> messages_;
   std::atomic<int> coalescing_threads_{0};
   int shrinks_ = 0;
-  std::string start_;       // ConnectResult::start
+  std::string start_;  // ConnectResult::start
+  std::string plan_;
   std::mutex registering_;  // one call at a time; what follows
   std::unique_ptr<Registration> registration_;
   std::optional<Error> registration_failure_;

@@ -1,62 +1,78 @@
-"""Groups that Gloo carries: at the sizes where collectives change their course, and what ends them."""
+"""Groups over several nodes, Gloo between them: at the sizes where collectives change their course, and what ends them.
+
+A placement is the node of every rank: (0, 0, 1) are two ranks on one and one on another. Ranks pretend to be there
+(ARK_NODE); with real ones test_namespaces.py does the same.
+"""
 
 from __future__ import annotations
 
-import threading
+import os
 import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.grid import CARRIERS
+from support.grid import CARRIERS, cases, factor_of, op_of
 from support.groups import ark_only
 from support.launcher import Job, run_ranks
 from support.rank import Rank
+from support.reference import assert_same_bits, make_input, reduce
 
 pytestmark = [ark_only]
+
+
+def by_night(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.nightly, id="-".join(map(str, case)))
+
+
 GLOO = CARRIERS["gloo"]
-# Bytes around: none, one message's room, what goes whole, a chunk, several chunks of unequal parts.
-SIZES = (0, 4, 972, 976, 980, 16 << 10, (64 << 10) // 3 + 100, 512 << 10, (1 << 20) + 4, (5 << 20) + 12)
+Placement = tuple[int, ...]
+# Bytes around: none, one message's room (for one rank, and for the ranks of a node), what goes whole, a chunk, several
+# chunks of unequal parts.
+SIZES = (0, 4, 320, 324, 328, 484, 488, 964, 968, 972, 13108, 21836, 512 << 10, (1 << 20) + 4, (5 << 20) + 12)
 
 
-def _sizes(rank: Rank) -> None:
+def on_nodes(rank: Rank, placement: Placement, **options: Any) -> Any:
+    """The world, this rank on its node of the placement; () leaves all of them where they are."""
+    if placement:
+        os.environ["ARK_NODE"] = str(placement[rank.rank])
+    return rank.init(**options)
+
+
+def _sizes(rank: Rank, placement: Placement, sizes: tuple[int, ...]) -> None:
     """Every collective at every size, in float32, whose bits tell the order of additions."""
-    rank.init()
+    on_nodes(rank, placement)
     me, world = rank.rank, rank.world_size
-    for size in SIZES:
+    for size in sizes:
         count = size // 4
-
-        def made(r: int, count: int = count, size: int = size) -> torch.Tensor:
-            return torch.randn(count, generator=torch.Generator().manual_seed(size * 10 + r))
-
-        inputs = [made(r) for r in range(world)]
-        total = inputs[0].clone()
-        for one in inputs[1:]:
-            total += one
-        x = made(me)
+        inputs = [
+            torch.randn(count, generator=torch.Generator().manual_seed(size * 10 + r)) * 10.0 ** (r % 3)
+            for r in range(world)
+        ]
+        total = reduce(inputs, "SUM", nodes=placement)
+        x = inputs[me].clone()
         dist.all_reduce(x)
         assert torch.equal(x, total), size
-        x = made(me)
-        dist.reduce(x, world - 1)
-        assert torch.equal(x, total if me == world - 1 else inputs[me]), size
-        x = made(0) if me == 0 else torch.full((count,), -1.0)
-        dist.broadcast(x, 0)
-        assert torch.equal(x, inputs[0]), size
+        for root in {0, world - 1, size % world}:
+            x = inputs[me].clone()
+            dist.reduce(x, root)
+            assert torch.equal(x, total if me == root else inputs[me]), (size, root)
+            x = inputs[root].clone() if me == root else torch.full((count,), -1.0)
+            dist.broadcast(x, root)
+            assert torch.equal(x, inputs[root]), (size, root)
+            gathered = [torch.empty(count) for _ in range(world)] if me == root else None
+            dist.gather(inputs[me], gathered, root)
+            assert gathered is None or all(map(torch.equal, gathered, inputs)), (size, root)
+            x = torch.empty(count)
+            dist.scatter(x, inputs if me == root else None, root)
+            assert torch.equal(x, inputs[me]), (size, root)
         outs = [torch.empty(count) for _ in range(world)]
         dist.all_gather(outs, inputs[me])
         assert all(map(torch.equal, outs, inputs)), size
-        gathered = [torch.empty(count) for _ in range(world)] if me == 1 else None
-        dist.gather(inputs[me], gathered, 1)
-        assert gathered is None or all(map(torch.equal, gathered, inputs)), size
-        x = torch.empty(count)
-        dist.scatter(x, inputs if me == 1 else None, 1)
-        assert torch.equal(x, inputs[me]), size
         x = torch.empty(count)
         dist.reduce_scatter(x, [inputs[me] * (1 + r) for r in range(world)])
-        wanted = inputs[0] * (1 + me)
-        for one in inputs[1:]:
-            wanted += one * (1 + me)
-        assert torch.equal(x, wanted), size
+        assert torch.equal(x, reduce([one * (1 + me) for one in inputs], "SUM", nodes=placement)), size
         # Uneven: rank s sends count // (1 + d) of what it has to rank d.
         splits = [count // (1 + d) for d in range(world)]
         sent = torch.cat([inputs[me][:n] for n in splits])
@@ -68,7 +84,88 @@ def _sizes(rank: Rank) -> None:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sizes(world: int) -> None:
-    run_ranks(_sizes, world, env=GLOO)
+    run_ranks(_sizes, world, (), SIZES, env=GLOO)
+
+
+TWO, UNEVEN, STAR, MIXED = (0, 0, 1, 1), (0, 0, 1, 1, 1), (1, 0, 0, 0), (0, 1, 0, 2, 1)
+placements = pytest.mark.parametrize(
+    "placement",
+    [TWO, UNEVEN, by_night(STAR), by_night(MIXED), by_night((0, 1, 2, 2))],
+    ids=lambda placement: "".join(map(str, placement)),
+)
+
+
+@placements
+def test_sizes_on_nodes(placement: Placement) -> None:
+    run_ranks(_sizes, len(placement), placement, SIZES)
+
+
+def _every_type(rank: Rank, placement: Placement, counts: tuple[int, ...]) -> None:
+    """Every dtype and operation, to the bit; whole, in chunks, and scattered."""
+    on_nodes(rank, placement)
+    me, world = rank.rank, rank.world_size
+    factors = [factor_of(r) for r in range(world)]
+    for count in counts:
+        for dtype, op in cases():
+            inputs = [make_input(dtype, count, 5, r) for r in range(world)]
+            expected = reduce(inputs, op, factors, placement)
+            what = f"{dtype} {op} {count}"
+            x = inputs[me].clone()
+            dist.all_reduce(x, op_of(op, me))
+            assert_same_bits(x, expected, f"all_reduce {what}")
+            x = inputs[me].clone()
+            dist.reduce(x, 1, op_of(op, me))
+            assert_same_bits(x, expected if me == 1 else inputs[me], f"reduce {what}")
+            part = torch.empty(count, dtype=dtype)
+            turned = [[*inputs[r:], *inputs[:r]] for r in range(world)]  # turned[r][q]: what r has for q
+            dist.reduce_scatter(part, turned[me], op_of(op, me))
+            wanted = reduce([turned[r][me] for r in range(world)], op, factors, placement)
+            assert_same_bits(part, wanted, f"reduce_scatter {what}")
+
+
+@pytest.mark.parametrize("placement", [TWO, by_night(UNEVEN), by_night(MIXED)], ids=str)
+def test_every_type_on_nodes(placement: Placement) -> None:
+    run_ranks(_every_type, len(placement), placement, (7, 40_001), timeout=200)
+
+
+def _one_order(rank: Rank) -> None:
+    """What is exact does not depend on nodes: the same as on one machine, in groups made one after the other."""
+    for placement in ((), TWO, (0, 1, 1, 1)):
+        on_nodes(rank, placement)
+        x = make_input(torch.int64, 90_001, 3, rank.rank)
+        dist.all_reduce(x)
+        assert torch.equal(x, reduce([make_input(torch.int64, 90_001, 3, r) for r in range(4)], "SUM"))
+        dist.destroy_process_group()
+        os.environ.pop("ARK_NODE", None)
+
+
+def test_integers_do_not_know_nodes() -> None:
+    run_ranks(_one_order, 4)
+
+
+def _subgroups(rank: Rank) -> None:
+    """Groups of the ranks of a node share memory; one over nodes is planned anew."""
+    world = on_nodes(rank, UNEVEN)
+    plan = world._get_backend(torch.device("cpu")).plan
+    assert plan == "2 nodes (2 + 3 ranks), 2 rails, gloo between them", plan
+    for members, expected in (
+        ([2, 3, 4], ""),
+        ([1, 2], "2 nodes (1 + 1 ranks), 1 rail, gloo between them"),
+        ([4, 0, 3], "2 nodes (1 + 2 ranks), 1 rail, gloo between them"),
+    ):
+        group = dist.new_group(members)
+        if rank.rank in members:
+            backend = group._get_backend(torch.device("cpu"))
+            assert backend.plan == expected and backend.shares_memory == (not expected)
+            for count in (3, 100_000):
+                x = torch.full((count,), float(rank.rank))
+                dist.all_reduce(x, group=group)
+                assert x.unique().tolist() == [sum(members)]
+        dist.barrier()
+
+
+def test_subgroups() -> None:
+    run_ranks(_subgroups, 5)
 
 
 def _beside(rank: Rank) -> None:
@@ -92,42 +189,87 @@ def test_messages_beside_collectives() -> None:
     run_ranks(_beside, 2, env=GLOO)
 
 
-def _disagree(rank: Rank) -> None:
-    rank.init()
-    with pytest.raises(RuntimeError, match=r"ranks disagree: rank \d called all_reduce\((3|70000) x float32"):
-        dist.all_reduce(torch.ones(70_000 if rank.rank else 3))
+def _disagree(rank: Rank, placement: Placement, call: str) -> None:
+    """Rank 1 calls something else than the others; all hear of it soon, those on other nodes as well."""
+    on_nodes(rank, placement)
+    dist.barrier()
+    odd = rank.rank == 1
+    with pytest.raises(RuntimeError, match=r"ranks disagree: rank \d called .*, rank \d called"):
+        if call == "size":
+            dist.all_reduce(torch.ones(70_000 if odd else 3))
+        elif call == "large":
+            dist.all_reduce(torch.ones(700_000 if odd else 600_000))
+        elif call == "root":
+            dist.broadcast(torch.ones(90_000), 1 if odd else 0)
+        elif odd:
+            dist.all_gather([torch.empty(3) for _ in range(rank.world_size)], torch.ones(3))
+        else:
+            dist.barrier()
+        dist.barrier()  # who could go on alone, with a root that has not to wait, hears of it here
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        dist.barrier()
+    rank.report("heard")
 
 
-def test_ranks_that_disagree() -> None:
-    run_ranks(_disagree, 2, env=GLOO)
+@pytest.mark.parametrize("call", ["size", "large", "root", "kind"])
+@pytest.mark.parametrize("placement", [(0, 1), TWO, by_night((0, 1, 1, 0)), by_night(UNEVEN)], ids=str)
+def test_ranks_that_disagree(placement: Placement, call: str) -> None:
+    run_ranks(_disagree, len(placement), placement, call)
 
 
-def _alone(rank: Rank, how: str) -> float:
-    """Rank 0 waits for what does not come."""
-    group = rank.init(timeout=2.0 if how == "timeout" else 60.0)
+def _broken_promise(rank: Rank) -> None:
+    on_nodes(rank, TWO)
+    splits = [5000, 5000, 5000, 4000 if rank.rank == 0 else 5000]  # rank 0 sends rank 3 less than that expects
+    with pytest.raises(RuntimeError, match=r"rank 0 sends 16000 bytes to rank 3.*20000"):
+        dist.all_to_all_single(torch.empty(20_000), torch.ones(sum(splits)), [5000] * 4, splits)
+        dist.barrier()
+
+
+def test_a_broken_promise() -> None:
+    run_ranks(_broken_promise, 4)
+
+
+def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
+    """One rank does not come: it is stopped, killed, or calls abort()."""
+    group = on_nodes(rank, placement, timeout=2.0 if how == "timeout" else 60.0)
     dist.barrier()
     rank.report("running")
-    if rank.rank == 1:
+    if rank.rank == quiet:
+        if how == "abort":
+            time.sleep(0.5)
+            group.abort()
         rank.wait_for("go")
         return 0.0
-    if how == "abort":
-        threading.Timer(0.5, group.abort).start()
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"gloo, which carries this group|abort"):
+    words = {
+        "abort": rf"abort\(\) was called on rank {quiet}",
+        "timeout": "timed out after 2000 ms|failed to hear in 2000 ms|gloo, which carries this group",
+        "killed": f"rank {quiet} is gone|failed with rank {quiet}",
+    }
+    with pytest.raises(RuntimeError, match=words[how]):
         dist.all_reduce(torch.ones(300_000))
+    took = time.monotonic() - began
+    with pytest.raises(RuntimeError):
+        dist.barrier()
     rank.report("ended")
-    return time.monotonic() - began
+    return took
 
 
 @pytest.mark.parametrize("how", ["abort", "timeout", "killed"])
-def test_what_ends_a_collective(how: str) -> None:
-    with Job(_alone, 2, how, env=GLOO, destroy=False) as job:
+@pytest.mark.parametrize(
+    "placement, quiet", [((0, 1), 1), (TWO, 0), (TWO, 3), by_night(UNEVEN, 4), by_night((0, 1, 1, 1), 0)], ids=str
+)
+def test_what_ends_a_collective(placement: Placement, quiet: int, how: str) -> None:
+    world = len(placement)
+    with Job(_alone, world, placement, how, quiet, destroy=False) as job:
         job.wait_all("running")
         if how == "killed":
             time.sleep(0.3)
-            job.kill(1)
-        job.wait_event(0, "ended", timeout=20)
+            job.kill(quiet)
+        others = [r for r in range(world) if r != quiet]
+        for r in others:
+            job.wait_event(r, "ended", timeout=20)
         if how != "killed":
-            job.go(1, "go")
-        (outcome,) = job.finish(20, [0])
-        assert outcome.value is not None and outcome.value < 10
+            job.go(quiet, "go")
+        for outcome in job.finish(20, others):
+            assert outcome.value is not None and outcome.value < 10

@@ -1,7 +1,7 @@
 """Ranks that share no memory: two network namespaces joined by a veth pair, as two machines would be.
 
-ark finds it out by itself (its local sockets live in a network namespace), says so in one line, and the whole
-group is carried by Gloo with the same bits. Needs root and the ip command; a skip is reported and counted.
+ark finds it out by itself (its local sockets live in a network namespace), says so in one line, and Gloo carries what
+goes between the two, to the bit. Needs root and the ip command; a skip is reported and counted.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def _run(
             MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME=link,
             PYTHONFAULTHANDLER="1",
+            ARK_TEST_PLACEMENT=",".join(map(str, placement)),
             **env,
         )
         running.append(
@@ -136,9 +137,14 @@ def test_two_namespaces_are_found_out_and_carried_by_gloo(namespaces: list[tuple
 
 
 @pytest.mark.nightly
-def test_two_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]]) -> None:
-    """Some pairs share memory, some do not: the whole group is carried, whoever asks."""
-    _check(_run(namespaces, [0, 0, 1, 1]), carried=True)
+@pytest.mark.parametrize("placement", [[0, 0, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1]], ids=str)
+def test_several_ranks_in_each_of_two_namespaces(namespaces: list[tuple[str, str]], placement: list[int]) -> None:
+    """Ranks of one share memory, and one rank of each pair of rails speaks for its node."""
+    results = _run(namespaces, placement)
+    _check(results, carried=True)
+    ranks = [placement.count(0), placement.count(1)]
+    for _, output in results:
+        assert f"plan=2 nodes ({ranks[0]} + {ranks[1]} ranks), {min(ranks)} rail" in output, output
 
 
 @pytest.mark.nightly

@@ -8,6 +8,8 @@ does the arithmetic, element by element, so that nothing is fused or reordered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -70,25 +72,33 @@ def _combine(a: np.ndarray, b: np.ndarray, op: str) -> np.ndarray:
     return {"BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor}[op](a, b)
 
 
-def reduce(inputs: list[torch.Tensor], op: str, factors: list[float] | None = None) -> torch.Tensor:
-    """The exact result of reducing one tensor per rank, of the inputs' dtype and shape."""
+def reduce(
+    inputs: list[torch.Tensor], op: str, factors: list[float] | None = None, nodes: Sequence[int] = ()
+) -> torch.Tensor:
+    """The exact result of reducing one tensor per rank, of the inputs' dtype and shape.
+
+    nodes: the node of every rank; the ranks of each are reduced first. None: all are on one.
+    """
     dtype = inputs[0].dtype
     if inputs[0].numel() == 0:
         return torch.empty_like(inputs[0])
     if dtype in COMPLEX:
         parts = [torch.view_as_real(x.contiguous()) for x in inputs]
-        return torch.view_as_complex(reduce(parts, op, factors))
+        return torch.view_as_complex(reduce(parts, op, factors, nodes))
     if dtype is torch.bool:
         name = "BOR" if op in _LOGICAL_OR else "BAND" if op in _LOGICAL_AND else op
-        return reduce([x.to(torch.uint8) for x in inputs], name).to(torch.bool)
+        return reduce([x.to(torch.uint8) for x in inputs], name, None, nodes).to(torch.bool)
     wide = [(x.to(torch.float32) if dtype in _WIDENED else x).contiguous().numpy() for x in inputs]
     if op == "PREMUL_SUM":
         if factors is None:
             raise ValueError("PREMUL_SUM needs a factor a rank")
         wide = [x * x.dtype.type(factor) for x, factor in zip(wide, factors, strict=True)]
     with np.errstate(all="ignore"):
-        total = wide[0].copy()
-        for x in wide[1:]:
+        partials: dict[int, np.ndarray] = {}
+        for node, x in zip(nodes or [0] * len(wide), wide, strict=True):
+            partials[node] = _combine(partials[node], x, op) if node in partials else x.copy()
+        total, *others = partials.values()
+        for x in others:
             total = _combine(total, x, op)
         if op == "AVG":
             total = total / total.dtype.type(len(inputs))

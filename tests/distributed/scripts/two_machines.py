@@ -14,10 +14,18 @@ from support.reference import assert_same_bits, join, make_input, reduce
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+# The machine of every rank, as test_namespaces.py placed them.
+NODES = [int(node) for node in os.environ["ARK_TEST_PLACEMENT"].split(",")]
+
 
 def collectives(rank: int, world: int, group: Any) -> None:
     """`rank` and `world` are those in the group; its members are a prefix or suffix of the world in order."""
     base = dist.get_global_rank(group, 0)
+    nodes = [NODES[dist.get_global_rank(group, r)] for r in range(world)]
+
+    def reduced(inputs: list[torch.Tensor], op: str) -> torch.Tensor:
+        return reduce(inputs, op, nodes=nodes)
+
     for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)):
         count = 1 + 1009 * seed
         inputs = [make_input(dtype, count, seed, r) for r in range(world)]
@@ -25,11 +33,11 @@ def collectives(rank: int, world: int, group: Any) -> None:
         for op in ("SUM", "MAX"):
             tensor = inputs[rank].clone()
             dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
-            assert_same_bits(tensor, reduce(inputs, op), f"all_reduce {dtype} {op}")
+            assert_same_bits(tensor, reduced(inputs, op), f"all_reduce {dtype} {op}")
         tensor = inputs[rank].clone()
         dist.reduce(tensor, base, group=group)
         if rank == 0:
-            assert_same_bits(tensor, reduce(inputs, "SUM"), f"reduce {dtype}")
+            assert_same_bits(tensor, reduced(inputs, "SUM"), f"reduce {dtype}")
         tensor = inputs[rank].clone()
         dist.broadcast(tensor, base + world - 1, group=group)
         assert_same_bits(tensor, inputs[-1], f"broadcast {dtype}")
@@ -42,9 +50,9 @@ def collectives(rank: int, world: int, group: Any) -> None:
         assert_same_bits(flat, join(inputs), f"all_gather_into_tensor {dtype}")
         part = torch.empty(count, dtype=dtype)
         dist.reduce_scatter_tensor(part, wide[rank], group=group)
-        assert_same_bits(part, reduce(wide, "SUM")[count * rank : count * (rank + 1)], f"reduce_scatter {dtype}")
+        assert_same_bits(part, reduced(wide, "SUM")[count * rank : count * (rank + 1)], f"reduce_scatter {dtype}")
         dist.reduce_scatter(part, [x.clone() for x in wide[rank].split(count)], group=group)
-        assert_same_bits(part, reduce(wide, "SUM")[count * rank : count * (rank + 1)], f"reduce_scatter list {dtype}")
+        assert_same_bits(part, reduced(wide, "SUM")[count * rank : count * (rank + 1)], f"reduce_scatter list {dtype}")
         dist.gather(inputs[rank], outs if rank == 0 else None, base, group=group)
         if rank == 0:
             assert_same_bits(outs[-1], inputs[-1], f"gather {dtype}")
@@ -61,8 +69,8 @@ def collectives(rank: int, world: int, group: Any) -> None:
         work.wait()
         strided = inputs[rank].repeat_interleave(2)[::2]
         dist.all_reduce(strided, group=group)
-        assert_same_bits(strided, reduce(inputs, "SUM"), f"strided {dtype}")
-    # Large ones, which go along the line of ranks where these share machines.
+        assert_same_bits(strided, reduced(inputs, "SUM"), f"strided {dtype}")
+    # Large ones, in chunks.
     for dtype, count in ((torch.float32, 700_001), (torch.bfloat16, 300_001), (torch.int64, 200_003)):
         inputs = [make_input(dtype, count, 77, r) for r in range(world)]
         for op in ("SUM", "MAX", "AVG"):
@@ -70,7 +78,7 @@ def collectives(rank: int, world: int, group: Any) -> None:
                 continue
             tensor = inputs[rank].clone()
             dist.all_reduce(tensor, getattr(dist.ReduceOp, op), group=group)
-            assert_same_bits(tensor, reduce(inputs, op), f"large all_reduce {dtype} {op}")
+            assert_same_bits(tensor, reduced(inputs, op), f"large all_reduce {dtype} {op}")
         flat = torch.empty(count * world, dtype=dtype)
         dist.all_gather_into_tensor(flat, inputs[rank], group=group)
         assert_same_bits(flat, join(inputs), f"large all_gather {dtype}")
@@ -103,14 +111,17 @@ def main() -> None:
     if os.environ.get("ARK_TEST_INIT_ONLY"):
         return
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    print(f"shares_memory={backend.shares_memory}", flush=True)
+    print(f"shares_memory={backend.shares_memory} plan={backend.plan}", flush=True)
     collectives(rank, world, dist.group.WORLD)
     group = dist.new_group(list(range(world)))
     collectives(rank, world, group)
-    if world == 4:  # each half lies on one side
-        halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        collectives(rank % 2, 2, halves[rank // 2])
-        assert halves[rank // 2]._get_backend(torch.device("cpu")).shares_memory, "a half shares memory"
+    sides = [[r for r in range(world) if NODES[r] == node] for node in sorted(set(NODES))]
+    if len(sides) > 1 and world > 2:
+        groups = [dist.new_group(side) for side in sides]
+        for side, one in zip(sides, groups, strict=True):
+            if rank in side:
+                collectives(side.index(rank), len(side), one)
+                assert one._get_backend(torch.device("cpu")).shares_memory, "a side shares memory"
     if world > 1 and rank == 0:
         got = torch.empty(3)
         sources = sorted(dist.recv(got, None) for _ in range(world - 1))
@@ -122,7 +133,7 @@ def main() -> None:
     assert gathered == list(range(world))
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
     model = DDP(common.make_model())
-    x, y = (common.mine(t, rank, world) for t in common.batch(0))
+    x, y = (common.mine(t, rank, world) for t in common.batch(0, 4 * world))
     nn.functional.mse_loss(model(x), y).backward()
     future = dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda f: f.value()[0] * 2)
     assert future.wait()[0].item() == 2 * world

@@ -1,0 +1,177 @@
+// How a group comes to be: its ranks meet, find out with whom they share memory, and choose what carries the group.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "memory/identity.hpp"
+#include "memory/rendezvous.hpp"
+#include "process_group/carried_communicator.hpp"
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+namespace {
+
+std::string torch_key(int rank) {
+  return "torch/" + std::to_string(rank);
+}
+
+std::string minor_of(const std::string& version) {
+  return version.substr(0, version.find('.', version.find('.') + 1));
+}
+
+// As which machine this process counts: Options::node stands for one.
+Identity identity_of(const ProcessGroupArk::Options& options) {
+  Identity identity = Identity::of_this_process();
+  if (options.node >= 0)
+    for (size_t i = 0; i < sizeof options.node; ++i)
+      identity.host_id[i] ^= static_cast<uint8_t>((options.node + 1) >> (8 * i));
+  return identity;
+}
+
+ShmOptions shm_options_of(const ProcessGroupArk::Options& options) {
+  ShmOptions shm;
+  shm.debug = options.debug;
+  shm.spin = std::chrono::microseconds(options.spin_us);
+  shm.rules = options.dispatch;
+  shm.timeout = options.timeout;
+  return shm;
+}
+
+// What the first rank of a node tells the others; anything else is an error.
+constexpr const char* kShares = "shares memory";
+constexpr const char* kApart = "shares no memory";
+
+}  // namespace
+
+void ProcessGroupArk::join() {
+  try {
+    core_->name = options_->group_name;
+    core_->timeout_ms = options_->timeout.count();
+    core_->global_rank = options_->global_rank >= 0 ? static_cast<int>(options_->global_rank) : rank_;
+    core_->flight_dump = options_->flight_dump;
+    core_->timing = options_->timing;
+    FlightRecord::instance().resize(static_cast<size_t>(options_->flight_record));
+    std::vector<int> members(options_->global_ranks_in_group.begin(), options_->global_ranks_in_group.end());
+    core_->flight_group =
+        FlightRecord::instance().register_group(options_->group_name, options_->group_desc, rank_, size_, members);
+
+    StoreAdapter adapter(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+    ConnectOptions connecting;
+    connecting.rank = rank_;
+    connecting.size = size_;
+    connecting.segment_bytes = ShmCommunicator::segment_bytes(size_);
+    connecting.timeout = options_->timeout;
+    connecting.allow_sharing = options_->shared_memory != Options::SharedMemory::off;
+    // Read by rank 0 alone, once all have met.
+    const std::string version = TORCH_VERSION;
+    if (rank_ > 0) adapter.set(torch_key(rank_), {version.begin(), version.end()});
+    ConnectResult result = connect(adapter, connecting, identity_of(*options_));
+    start_ = result.start;
+    if (rank_ == 0 && options_->log) tell_mixed_versions(adapter);
+    if (result.neighbourhood) {
+      auto communicator =
+          std::make_unique<ShmCommunicator>(rank_, size_, std::move(*result.neighbourhood), shm_options_of(*options_));
+      core_->shm = communicator.get();
+      core_->communicator = std::move(communicator);
+      return;
+    }
+    join_nodes(adapter, result);
+  } catch (const Error& error) {
+    throw error.at(rank_, "init");
+  }
+}
+
+// Memory of the ranks of this rank's node. Nodes that turn out to share none inside come apart into one a rank, for all
+// ranks alike: the first rank of each tells the others.
+std::pair<NodePlan, Neighbourhood> ProcessGroupArk::find_node(StoreAdapter& store, const ConnectResult& result) {
+  std::vector<int> nodes = result.nodes;
+  const auto come_apart = [&](int node) {
+    for (int& one : nodes)
+      if (one == node) one = -1 - static_cast<int>(&one - nodes.data());
+  };
+  NodePlan plan(nodes, rank_);
+  if (plan.nodes() == 1) come_apart(nodes[0]);  // one machine, and yet no memory
+  plan = NodePlan(nodes, rank_);
+  const auto key = [&](int node) { return "node/" + result.start + "/" + std::to_string(node); };
+  std::optional<Neighbourhood> mine;
+  if (plan.own().size() > 1) {
+    ConnectOptions connecting;
+    connecting.rank = plan.local();
+    connecting.size = static_cast<int>(plan.own().size());
+    connecting.segment_bytes = ShmCommunicator::segment_bytes(connecting.size);
+    connecting.timeout = options_->timeout;
+    StoreAdapter inside(c10::make_intrusive<c10d::PrefixStore>("ark/" + key(plan.node()) + "/ranks", store_));
+    std::string word = kShares;
+    try {
+      mine = std::move(connect(inside, connecting, identity_of(*options_)).neighbourhood);
+      if (!mine) word = kApart;
+    } catch (const Error& error) {
+      const std::string what =
+          "among " + name_ranks(plan.own()) + ", which are a node and count from 0 there: " + error.message();
+      if (plan.local() == 0) store.set(key(plan.node()), {what.begin(), what.end()});
+      throw Error(error.kind(), what, ErrorContext{rank_, -1, "init", 0, error.context().remedy});
+    }
+    if (plan.local() == 0) store.set(key(plan.node()), {word.begin(), word.end()});
+  }
+  for (int node = 0; node < plan.nodes(); ++node) {
+    if (plan.members(node).size() == 1) continue;
+    const auto found = store.get(key(node), options_->timeout);
+    const std::string word(found.begin(), found.end());
+    if (word == kApart) come_apart(nodes[plan.members(node)[0]]);
+    if (word != kApart && word != kShares)
+      throw Error(ErrorKind::system, word, ErrorContext{rank_, plan.members(node)[0], "init", 0, ""});
+  }
+  plan = NodePlan(nodes, rank_);
+  if (!mine) mine = neighbourhood_of_one(ShmCommunicator::segment_bytes(1));
+  return {std::move(plan), std::move(*mine)};
+}
+
+void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& result) {
+  if (options_->shared_memory == Options::SharedMemory::on) {
+    throw Error(ErrorKind::system, "the ranks of this group share no memory: " + result.reason,
+                ErrorContext{rank_, -1, "init", 0, "Unset ARK_SHARED_MEMORY to let PyTorch's Gloo carry such groups."});
+  }
+  if (!options_->make_carrier) {
+    throw Error(ErrorKind::system,
+                "the ranks of this group share no memory (" + result.reason + ") and nothing is configured to carry it",
+                ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
+  }
+  auto [plan, node] = find_node(store, result);
+  plan_ = plan.text() + ", gloo between them";
+  if (rank_ == 0 && options_->log) {
+    const std::string how = plan.flat() ? "shares no memory and is carried by PyTorch's Gloo"
+                                        : "is on " + plan.text() + ": memory in each, PyTorch's Gloo between them";
+    options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks " + how + ": " +
+                  result.reason);
+  }
+  try {
+    core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
+                                            rank_, size_, options_->timeout);
+  } catch (const std::exception& error) {
+    throw Error(ErrorKind::system,
+                "PyTorch's Gloo, which is to carry this group (" + result.reason + "), failed: " + error.what(),
+                ErrorContext{rank_, -1, "init", 0,
+                             "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
+                             "this process's limits (ulimit -a)."});
+  }
+  core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier, std::move(plan),
+                                                              std::move(node), shm_options_of(*options_));
+}
+
+// Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later
+// group has the same ranks.
+void ProcessGroupArk::tell_mixed_versions(StoreAdapter& store) const {
+  static std::atomic<bool> told{false};
+  std::map<std::string, std::vector<int>> ranks_of;
+  ranks_of[minor_of(TORCH_VERSION)].push_back(0);
+  for (int rank = 1; rank < size_; ++rank) {
+    if (const auto found = store.find(torch_key(rank)))
+      ranks_of[minor_of({found->begin(), found->end()})].push_back(rank);
+  }
+  if (ranks_of.size() < 2 || told.exchange(true)) return;
+  std::string text;
+  for (const auto& [minor, ranks] : ranks_of) text += (text.empty() ? "" : ", ") + minor + " on " + name_ranks(ranks);
+  options_->log("group \"" + options_->group_name + "\" has ranks with different PyTorch versions: " + text +
+                ". Collectives work; what PyTorch itself sends between ranks (pickled objects, checkpoints) may not.");
+}
+
+}  // namespace ark

@@ -1,0 +1,93 @@
+// Who exchanges with whom in groups over several nodes, and how parts are cut.
+#include "collectives/node_plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace ark {
+namespace {
+
+const std::vector<std::vector<int>> kPlacements = {{0},          {0, 1},          {0, 0, 1, 1},    {7, 7, 3, 3, 3},
+                                                   {1, 0, 0, 0}, {0, 1, 0, 2, 1}, {0, 0, 0, 1, 2}, {0, 1, 1, 2, 2, 2}};
+
+bool holds(const std::vector<int>& ranks, int rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+TEST(NodePlan, NumbersNodesAsRanksComeToThem) {
+  const NodePlan plan({7, 3, 7, 9, 3}, 4);
+  EXPECT_EQ(plan.nodes(), 3);
+  EXPECT_EQ(plan.node(), 1);
+  EXPECT_EQ(plan.local(), 1);
+  EXPECT_EQ(plan.members(0), (std::vector<int>{0, 2}));
+  EXPECT_EQ(plan.own(), (std::vector<int>{1, 4}));
+  EXPECT_EQ(plan.members(2), (std::vector<int>{3}));
+  EXPECT_EQ(plan.rails(), 1);
+  EXPECT_EQ(plan.most_in_node(), 2);
+  EXPECT_EQ(plan.text(), "3 nodes (2 + 2 + 1 ranks), 1 rail");
+}
+
+TEST(NodePlan, RailsOfEvenNodes) {
+  for (int rank = 0; rank < 6; ++rank) {
+    const NodePlan plan({0, 0, 1, 1, 2, 2}, rank);
+    EXPECT_FALSE(plan.flat());
+    EXPECT_EQ(plan.rails(), 2);
+    std::vector<int> rail;
+    for (int other = rank % 2; other < 6; other += 2)
+      if (other != rank) rail.push_back(other);
+    EXPECT_EQ(plan.peers(), rail);
+    EXPECT_EQ(plan.targets(), rail);
+  }
+}
+
+TEST(NodePlan, FlatWhereEveryRankIsANode) {
+  const NodePlan plan({4, 2, 0}, 1);
+  EXPECT_TRUE(plan.flat());
+  EXPECT_EQ(plan.peers(), (std::vector<int>{0, 2}));
+  EXPECT_EQ(plan.text(), "3 nodes (1 + 1 + 1 ranks), 1 rail");
+}
+
+// Every rank hears once from every other node, from whoever says that it stands for that rank; both know.
+TEST(NodePlan, RanksAgreeOnWhoStandsForWhom) {
+  for (const auto& nodes : kPlacements) {
+    const int size = static_cast<int>(nodes.size());
+    std::vector<NodePlan> plans;
+    for (int rank = 0; rank < size; ++rank) plans.emplace_back(nodes, rank);
+    for (int rank = 0; rank < size; ++rank) {
+      const NodePlan& plan = plans[rank];
+      EXPECT_EQ(plan.stands_for(rank, plan.node()), rank);
+      EXPECT_LE(static_cast<int>(plan.targets().size()) + 1, plan.most_stood_for());
+      for (int node = 0; node < plan.nodes(); ++node) {
+        const int stands = plan.stands_for(rank, node);
+        EXPECT_EQ(plan.node_of(stands), node);
+        if (node == plan.node()) continue;
+        EXPECT_TRUE(holds(plan.peers(), stands));
+        EXPECT_TRUE(holds(plans[stands].targets(), rank));
+      }
+      for (const int peer : plan.peers()) EXPECT_TRUE(holds(plans[peer].peers(), rank));
+      for (const int target : plan.targets()) EXPECT_TRUE(holds(plan.peers(), target));
+    }
+  }
+}
+
+TEST(NodePlan, PartsCoverEverythingOnce) {
+  for (const size_t total : {0u, 1u, 15u, 16u, 17u, 1000u, 65537u}) {
+    for (const int parts : {1, 2, 3, 7}) {
+      for (const size_t unit : {1u, 16u, 64u}) {
+        size_t next = 0;
+        for (int i = 0; i < parts; ++i) {
+          const ElementRange part = part_of(total, parts, i, unit);
+          EXPECT_EQ(part.begin, next);
+          if (next + part.count < total) EXPECT_EQ(part.count % unit, 0u);
+          EXPECT_LE(part.count, part_of(total, parts, 0, unit).count);
+          next += part.count;
+        }
+        EXPECT_EQ(next, total);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ark
