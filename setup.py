@@ -7,6 +7,7 @@ Source distributions are made without PyTorch.
 """
 
 import glob
+import itertools
 import os
 import runpy
 import shlex
@@ -97,7 +98,7 @@ def make_build_command() -> type:
                     core_objects = beside.submit(compile_core)
                     on_headers = torch_headers.wait()
                     # Linked last: of the inline functions that several units compile, the others' copy is taken.
-                    bindings = beside.submit(compile_part, BINDINGS, "bindings", "-O1", *on_headers)
+                    bindings = beside.submit(compile_part, BINDINGS, "bindings", "-Og", *on_headers)
                     objects = compile_part(group, "process_group", *on_headers)
                     return core_objects.result() + objects + bindings.result()
 
@@ -115,7 +116,7 @@ def make_build_command() -> type:
     return Build
 
 
-# What no collective passes through: -O1 takes two thirds of the time to compile.
+# What no collective passes through: -O1 takes two thirds of the time to compile, and of the bindings -Og less.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
 PLANNER = ("csrc/plan/", "csrc/jit/")
 KNOW_TORCH = ("csrc/process_group/", "csrc/compile/", "csrc/ops/")
@@ -130,16 +131,19 @@ def in_units(sources: list, folder: Path) -> list:
     CMake compiles every file by itself, so none comes to lean on another's includes.
     """
     units: list = []
-    room = 0
-    for source in sources:
-        text = Path(source).read_text()
-        length = len(text.splitlines())
-        alone = "#define ARK_REDUCE_ISA" in text  # compiled for an instruction set of its own
-        if alone or length > room or Path(source).parent != Path(units[-1][-1]).parent:
-            units.append([])
-            room = LINES_A_UNIT
-        units[-1].append(source)
-        room = 0 if alone else room - length
+    for _, together in itertools.groupby(sorted(sources, key=os.path.dirname), os.path.dirname):
+        texts = {source: Path(source).read_text() for source in together}
+        alone = [source for source, text in texts.items() if "#define ARK_REDUCE_ISA" in text]  # for its own processors
+        units.extend([source] for source in alone)
+        lengths = {source: text.count("\n") for source, text in texts.items() if source not in alone}
+        all_lines = sum(lengths.values())
+        count = -(-all_lines // LINES_A_UNIT)
+        begun: list = [[] for _ in range(count)]  # of about the same length
+        before = 0
+        for source, length in lengths.items():
+            begun[(before + length // 2) * count // all_lines].append(source)
+            before += length
+        units.extend(unit for unit in begun if unit)
     return [unit_of(files, folder) if len(files) > 1 else files[0] for files in units]
 
 
