@@ -146,8 +146,9 @@ def test_a_second_build_compiles_nothing(tmp_path: Path) -> None:
     """The objects of this tree, built in place, serve a wheel."""
     command = ("-m", "pip", "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path, REPO)
     done = run(sys.executable, *command, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ninja: no work to do") == 4, "each part has a record of its own"
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count("ninja: no work to do") == 4, output  # each part has a record of its own
     assert list(tmp_path.glob("ark_torch-*.whl"))
 
 
