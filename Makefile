@@ -87,8 +87,9 @@ test-torch: setup ## the fast tests and PyTorch's own suite with another PyTorch
 test-mutations: setup ## small faults put in one by one: what notices each (a night)
 	$(PY) tests/mutations.py
 
-wheels: setup ## manylinux wheels, one for each PyTorch minor, each installed and tried
-	$(PY) tools/build_wheels.py
+VERSIONS ?= 2.13.0 2.14.1 2.15.0
+wheels: setup ## manylinux wheels, one for each PyTorch minor, each installed and tried; VERSIONS="2.14.1": of which
+	$(PY) tools/build_wheels.py --torch $(VERSIONS)
 
 .PHONY: test-gpu-long test-gpu-sanitizer
 test-gpu-long: setup ## on GPUs: 10^5 random operations against NCCL, and five minutes of mixed load

@@ -7,6 +7,7 @@ Source distributions are made without PyTorch.
 """
 
 import glob
+import itertools
 import os
 import runpy
 import shlex
@@ -57,6 +58,7 @@ def make_build_command() -> type:
 
         def build_extensions(self) -> None:
             use_ccache(Path(self.build_temp))
+            os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))  # of each part
             super().build_extensions()
             text = f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
             self.build_info = Path(self.get_ext_fullpath("ark_torch._C")).parent / "_build_info.py"
@@ -66,7 +68,7 @@ def make_build_command() -> type:
             compile_sources = self.compiler.compile
 
             def compile_in_parts(sources: list, output_dir: str, extra_postargs: list, **rest: object) -> list:
-                """What knows no torch while PyTorch's headers are precompiled; the rest on top of them."""
+                """What knows no torch while PyTorch's headers are precompiled; the rest on top of those."""
 
                 def compile_part(part: list, name: str, *flags: str) -> list:
                     folder = os.path.join(output_dir, name)  # Ninja keeps one record a folder
@@ -79,21 +81,24 @@ def make_build_command() -> type:
 
                 folders = [*rest.get("include_dirs", ()), *self.compiler.include_dirs]
                 flags = [*self.compiler.compiler_so[1:], *(f"-I{folder}" for folder in folders), *extra_postargs]
-                headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", flags)
+                torch_headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", TORCH_HEADERS, flags)
+                headers = PrecompiledHeaders(Path(output_dir) / "standard-headers.hpp", STANDARD_HEADERS, flags)
                 group = [source for source in sources if source.startswith(KNOW_TORCH)]
                 planner = [source for source in sources if source.startswith(PLANNER)]
                 core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
 
                 def compile_core() -> list:
-                    objects = compile_part(core, "core") + compile_part(planner, "planner", "-O1")
+                    on_headers = headers.wait()
+                    objects = compile_part(core, "core", *on_headers)
+                    objects += compile_part(planner, "planner", "-O1", *on_headers)
                     keep_archive(objects, Path(output_dir) / "libark_core.a")
                     return objects
 
                 with ThreadPoolExecutor() as beside:
                     core_objects = beside.submit(compile_core)
-                    on_headers = headers.wait()
+                    on_headers = torch_headers.wait()
                     # Linked last: of the inline functions that several units compile, the others' copy is taken.
-                    bindings = beside.submit(compile_part, BINDINGS, "bindings", "-O1", *on_headers)
+                    bindings = beside.submit(compile_part, BINDINGS, "bindings", "-Og", *on_headers)
                     objects = compile_part(group, "process_group", *on_headers)
                     return core_objects.result() + objects + bindings.result()
 
@@ -111,13 +116,13 @@ def make_build_command() -> type:
     return Build
 
 
-# What no collective passes through: -O1 takes two thirds of the time to compile.
+# What no collective passes through: -O1 takes two thirds of the time to compile, and of the bindings -Og less.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
-PLANNER = "csrc/plan/"
+PLANNER = ("csrc/plan/", "csrc/jit/")
 KNOW_TORCH = ("csrc/process_group/", "csrc/compile/", "csrc/ops/")
 
-# What many files use is compiled again in each translation unit: PyTorch's templates, 2 s, and the C++ library's.
-LINES_A_UNIT = 800
+# What many files use is compiled again in each translation unit: PyTorch's templates, 4 s, and the C++ library's.
+LINES_A_UNIT = 1600
 
 
 def in_units(sources: list, folder: Path) -> list:
@@ -126,16 +131,19 @@ def in_units(sources: list, folder: Path) -> list:
     CMake compiles every file by itself, so none comes to lean on another's includes.
     """
     units: list = []
-    room = 0
-    for source in sources:
-        text = Path(source).read_text()
-        length = len(text.splitlines())
-        alone = "#define ARK_REDUCE_ISA" in text  # compiled for an instruction set of its own
-        if alone or length > room or Path(source).parent != Path(units[-1][-1]).parent:
-            units.append([])
-            room = LINES_A_UNIT
-        units[-1].append(source)
-        room = 0 if alone else room - length
+    for _, together in itertools.groupby(sorted(sources, key=os.path.dirname), os.path.dirname):
+        texts = {source: Path(source).read_text() for source in together}
+        alone = [source for source, text in texts.items() if "#define ARK_REDUCE_ISA" in text]  # for its own processors
+        units.extend([source] for source in alone)
+        lengths = {source: text.count("\n") for source, text in texts.items() if source not in alone}
+        all_lines = sum(lengths.values())
+        count = -(-all_lines // LINES_A_UNIT)
+        begun: list = [[] for _ in range(count)]  # of about the same length
+        before = 0
+        for source, length in lengths.items():
+            begun[(before + length // 2) * count // all_lines].append(source)
+            before += length
+        units.extend(unit for unit in begun if unit)
     return [unit_of(files, folder) if len(files) > 1 else files[0] for files in units]
 
 
@@ -154,24 +162,28 @@ def unit_of(files: list, folder: Path) -> str:
     return os.path.relpath(unit)
 
 
-# Compiled once, instead of 7 s in each unit.
+# Compiled once, instead of 15 s (PyTorch's) and 2 s (the C++ library's) in each unit.
 TORCH_HEADERS = ("torch/csrc/distributed/c10d/Backend.hpp", "torch/csrc/distributed/c10d/Store.hpp")
+STANDARD_HEADERS = (
+    *("algorithm", "atomic", "chrono", "cstdint", "cstring", "fstream", "functional", "map", "memory", "mutex"),
+    *("optional", "set", "span", "sstream", "string", "thread", "utility", "variant", "vector"),
+)
 
 
 class PrecompiledHeaders:
-    """PyTorch's, compiled beside other work (GCC only; others read them in each file).
+    """Compiled beside other work (GCC only; other compilers read them in each file).
 
     GCC ignores the result and reads the headers themselves when flags or version do not fit, so this cannot do harm.
     """
 
-    def __init__(self, header: Path, flags: list) -> None:
+    def __init__(self, header: Path, names: tuple, flags: list) -> None:
         self.header, self.result, self.process = header, Path(f"{header}.gch"), None
         compiler = [*shlex.split(os.environ.get("CXX", "c++"))]
         version = subprocess.run([*compiler, "-v"], capture_output=True, text=True).stderr
         self.works = "gcc version" in version
         if not self.works:
             return
-        text = "".join(f"#include <{name}>\n" for name in TORCH_HEADERS)
+        text = "".join(f"#include <{name}>\n" for name in names)
         # ccache takes this text for the result's contents, and must be told that it may.
         identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text])
         identity = identity.replace(str(ROOT), ".")

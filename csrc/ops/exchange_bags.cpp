@@ -181,7 +181,7 @@ std::vector<at::Tensor> by_own_table(const at::Tensor& received, const std::vect
   return at::cat(pieces).split_with_sizes(each);
 }
 
-void compare(const CallSite& site, const std::vector<Card>& cards) {
+void compare_cards(const CallSite& site, const std::vector<Card>& cards) {
   const int size = static_cast<int>(cards.size());
   const auto differ = [&](int rank, const std::string& what, const std::string& remedy) {
     throw Error(ErrorKind::mismatch, "rank " + to_string(rank) + what, ErrorContext{site.rank, rank, kName, 0, remedy});
@@ -232,7 +232,7 @@ ReceivedBags exchange_bags(const BagBatch& batch) {
     std::vector<Card> cards(static_cast<size_t>(size));
     for (int r = 0; r < size; ++r)
       std::copy(told[r].begin(), told[r].begin() + static_cast<int64_t>(kCardWords), &cards[r].refused);
-    compare(site, cards);
+    compare_cards(site, cards);
 
     size_t skipped = kCardWords;  // words of what is for the ranks before this one
     for (int r = 0; r < rank; ++r) skipped += parcels.counts[r].size();

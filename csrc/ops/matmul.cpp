@@ -11,18 +11,6 @@ namespace {
 
 using std::to_string;
 
-// What ranks compare, in this order. Of depth (sums) or columns (all_gather) each rank may have its own.
-struct Field {
-  const char* what;
-  int64_t value;
-};
-
-std::string shape_of(const at::Tensor& tensor) {
-  std::string text = "[";
-  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + to_string(tensor.size(d));
-  return text + "]";
-}
-
 void check(const CallSite& site, const MatmulCall& call, int size) {
   if (call.form != "auto" && call.form != "fused" && call.form != "unfused")
     refuse(site, ErrorKind::invalid_argument, "form is '" + call.form + "'", "Pass 'auto', 'fused' or 'unfused'.");
@@ -54,6 +42,7 @@ void check(const CallSite& site, const MatmulCall& call, int size) {
   }
 }
 
+// Of depth (sums) or columns (all_gather) each rank may have its own.
 std::vector<Field> fields_of(const MatmulCall& call) {
   const bool gathers = call.kind == MatmulKind::all_gather;
   // Where the backward pass has a collective of its own, ranks must all take part in it, or none.

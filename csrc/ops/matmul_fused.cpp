@@ -23,10 +23,6 @@ namespace {
 using device::MatmulMode;
 using device::MatmulShape;
 
-int64_t in_wholes(int64_t count, int64_t whole) {
-  return (count + whole - 1) / whole;
-}
-
 MatmulMode mode_of(MatmulKind kind) {
   return kind == MatmulKind::all_reduce       ? MatmulMode::all_reduce
          : kind == MatmulKind::reduce_scatter ? MatmulMode::reduce_scatter

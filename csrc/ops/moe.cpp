@@ -17,12 +17,6 @@ constexpr size_t kFields = 10;  // and one word, in every call: ranks that make 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();                                // places are int32
 enum MoeOperator : int64_t { kDispatch = 101, kScatter = 102, kGather = 103, kLayer = 104 };  // other than matmul's
 
-std::string shape_of(const at::Tensor& tensor) {
-  std::string text = "[";
-  for (int64_t d = 0; d < tensor.dim(); ++d) text += (d == 0 ? "" : ", ") + to_string(tensor.size(d));
-  return text + "]";
-}
-
 [[noreturn]] void refuse_value(const CallSite& site, const std::string& what, const std::string& remedy) {
   refuse(site, ErrorKind::invalid_argument, what, remedy);
 }

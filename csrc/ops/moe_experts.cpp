@@ -17,12 +17,6 @@ namespace {
 
 const CallSite kSite{-1, "moe_experts"};
 
-std::string shape_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.sizes();
-  return text.str();
-}
-
 bool is_gated(const at::Tensor& w1, const at::Tensor& w2) {
   return w1.size(1) != w2.size(2);
 }

@@ -16,10 +16,6 @@ namespace {
 using device::MatmulShape;
 using device::MoeActivation;
 
-int64_t in_wholes(int64_t count, int64_t whole) {
-  return (count + whole - 1) / whole;
-}
-
 MoeActivation activation_of(const std::string& name) {
   if (name == "silu") return MoeActivation::silu;
   if (name == "gelu") return MoeActivation::gelu;
@@ -49,7 +45,7 @@ MatmulShape shape_of(int64_t rows, int64_t experts, int64_t columns, bool gated)
   return kMatmulShapes[best];
 }
 
-at::Tensor readable(const at::Tensor& tensor) {
+at::Tensor aligned(const at::Tensor& tensor) {
   const at::Tensor plain = tensor.contiguous();
   return reinterpret_cast<uintptr_t>(plain.const_data_ptr()) % 16 == 0 ? plain : plain.clone();
 }
@@ -66,7 +62,7 @@ bool moe_product_takes(const at::Tensor& x, const at::Tensor& w1, const at::Tens
 
 at::Tensor moe_product(const at::Tensor& given, const at::Tensor& counts, const at::Tensor& weight, bool gated,
                        const std::string& activation) {
-  const at::Tensor rows = readable(given), w = readable(weight), counted = counts.contiguous();
+  const at::Tensor rows = aligned(given), w = aligned(weight), counted = counts.contiguous();
   const int64_t experts = w.size(0), lines = w.size(1), depth = w.size(2), columns = gated ? lines / 2 : lines;
   at::Tensor out = at::empty({rows.size(0), columns}, rows.options());
   // Blocks of rows are as large as they may have to be: half of that is more than what is likely.

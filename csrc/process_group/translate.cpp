@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <sstream>
 #include <thread>
 
 #include "collectives/reduce.hpp"
@@ -42,6 +43,12 @@ DType dtype_of(at::ScalarType type) {
 std::string dtype_name(at::ScalarType type) {
   const DType dtype = dtype_of(type);
   return std::string("torch.") + (dtype == DType::raw8 ? c10::toString(type) : name_of(dtype));
+}
+
+std::string shape_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes();
+  return text.str();
 }
 
 Reduction reduction_of(const c10d::ReduceOp& op, at::ScalarType type, int rank, const char* operation) {

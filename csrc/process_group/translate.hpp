@@ -15,7 +15,8 @@ namespace ark {
 
 // raw8 for types that can be moved but have no arithmetic here (quantised, bit types, float4).
 DType dtype_of(at::ScalarType type);
-std::string dtype_name(at::ScalarType type);  // "torch.bfloat16"
+std::string dtype_name(at::ScalarType type);     // "torch.bfloat16"
+std::string shape_of(const at::Tensor& tensor);  // "[2, 3]"
 
 struct Reduction {
   ReduceOp op = ReduceOp::sum;

@@ -47,6 +47,7 @@ UNSUPPORTED = {
         lambda: (torch.arange(4), torch.tensor([1, -2, 3, 2])),
         "hold 0",
     ),
+    "large_integer": (lambda a: (a * 2) + ((1 << 53) + 1), lambda: (torch.arange(4),), "the integer 9007199254740993"),
     "wide_heads": (
         lambda q: torch.nn.functional.scaled_dot_product_attention(q * 2, q, q) + 1,
         lambda: (torch.randn(1, 2, 3, 520),),

@@ -217,6 +217,14 @@ def test_record_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert trouble not in output
 
 
+@pytest.mark.quick
+def test_demanded_record_that_cannot_be_written(tmp_path: Path) -> None:
+    from ark_torch.distributed import flight as record
+
+    with pytest.raises(OSError, match="cannot write the flight record to"):
+        record.dump(tmp_path / "missing" / "flight_0.json")
+
+
 def _small_record(rank: Rank) -> tuple[int, int]:
     from ark_torch.distributed import flight as record
 

@@ -17,6 +17,9 @@ from support.groups import ark_only, backend_of, total
 from support.launcher import BACKEND, Job, run_ranks
 from support.rank import Rank
 
+import ark_torch
+from ark_torch.distributed.group import complete
+
 
 def _sequence_numbers(rank: Rank) -> None:
     """Through the backend: ProcessGroup's own method refuses third parties by their type."""
@@ -150,6 +153,18 @@ def _detail(rank: Rank) -> None:
 
 def test_debug_detail() -> None:
     run_ranks(_detail, 2, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO, dist.DebugLevel.DETAIL])
+def test_debug_level_turns_comparing_on(level: dist.DebugLevel) -> None:
+    """ark's own comparing of calls, which PyTorch's checker hides where both are on."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        assert complete(ark_torch.Options()).debug is (level == dist.DebugLevel.DETAIL)
+    finally:
+        dist.set_debug_level(before)
 
 
 def _get_error(rank: Rank) -> None:

@@ -92,6 +92,8 @@ def _options(rank: Rank) -> None:
     assert list(options.global_ranks_in_group) in ([], list(range(rank.world_size)))
     group = dist.new_group([1, 0])
     assert list(backend_of(group).options.global_ranks_in_group) == [0, 1]
+    alone = dist.new_group([rank.rank], use_local_synchronization=True)
+    assert backend_of(alone).options.global_rank == rank.rank, "dumps are named after it"
     # What new_group calls on the ranks outside when device_id was given.
     backend_of(world_group).perform_nocolor_split(torch.device("cpu"))
 

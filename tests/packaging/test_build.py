@@ -142,6 +142,16 @@ def test_isolated_install_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
     assert version == __version__ and Path(where).is_relative_to(tmp_path / "environment")
 
 
+def test_a_second_build_compiles_nothing(tmp_path: Path) -> None:
+    """The objects of this tree, built in place, serve a wheel."""
+    command = ("-m", "pip", "-v", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir", "-w", tmp_path, REPO)
+    done = run(sys.executable, *command, cwd=tmp_path)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count("ninja: no work to do") == 4, output  # each part has a record of its own
+    assert list(tmp_path.glob("ark_torch-*.whl"))
+
+
 def check_wheel(wheel: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
