@@ -1,7 +1,8 @@
 """Collectives within a node as csrc/collectives (CPU tensors) and csrc/collectives/cuda run them: who sends what when.
 
-Each function returns a rank's process; `size` is the bytes of the whole tensor, as nccl-tests count them (all_gather: of
-the output, reduce_scatter: of the input). Chunks are the code's own up to kMost of them, beyond as many larger ones.
+Each function returns a rank's process; `size` is the bytes of the whole tensor, as nccl-tests count them (all_gather:
+of the output, reduce_scatter: of the input). Chunks are the code's own up to MOST_CHUNKS of them, beyond that as many
+larger ones.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def through_memory(
 ) -> Work:
     """Rounds over shared memory (collectives/rounds.hpp): a rank copies a chunk into its slot, its peers read it.
 
-    size: bytes of a rank's tensor, cut into chunks. Of each of its bytes a rank copies `publishes`, and works on `reads`
-    when the peers' have come. With a root it alone publishes, and the others alone read.
+    size: bytes of a rank's tensor, cut into chunks. Of each of its bytes a rank copies `publishes`, and works on
+    `reads` when the peers' have come. With a root it alone publishes, and the others alone read.
     """
     chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
     each = size / chunks

@@ -1,10 +1,10 @@
-"""One collective on one machine: which algorithm runs, by the dispatch tables that the code has, and how long it takes."""
+"""One collective on one machine: which algorithm runs, by the dispatch tables of the code, and how long it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from ark_torch.simulation import algorithms, between_nodes
@@ -29,7 +29,7 @@ class Simulated:
     received: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def cuda_dispatch(ranks: int) -> Mapping[str, int]:
     """CudaDispatch::measured of so many GPUs, from the extension."""
     from ark_torch import _autoload
@@ -40,7 +40,7 @@ def cuda_dispatch(ranks: int) -> Mapping[str, int]:
     return _C._default_cuda_dispatch(ranks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def cpu_rules() -> tuple[tuple[Any, ...], ...]:
     """DispatchTable::defaults: (kind, algorithm, when, ranks, bytes, chunk), from the extension."""
     from ark_torch import _autoload
@@ -122,7 +122,6 @@ def simulate(
 
         us = between_nodes.hierarchical(world, operation, size, mail_of)
         return _done(world, us, "rail", "hierarchical")
-    here = world.members()
     if machine.kind == "cpu":
         return _on_cpu(machine, world, operation, size)
     fields = {**cuda_dispatch(ranks), **(dispatch or {})}
@@ -142,9 +141,7 @@ def _done(world: World, us: float, engine: str, algorithm: str) -> Simulated:
     return Simulated(us, engine, algorithm, sum(network.sent.values()), sum(network.received.values()))
 
 
-def _on_gpus(
-    machine: Machine, world: World, operation: str, algorithm: str, name: str, size: int, whole: int
-) -> float:
+def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, name: str, size: int, whole: int) -> float:
     here = world.members()
     mail = Mail(world, machine.engine(operation, name, world.ranks), whole)
     in_turn = name == "copy_engine"

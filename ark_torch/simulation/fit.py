@@ -1,8 +1,8 @@
 """Machines from measurements: of every engine what it takes to begin and the rate at which it moves bytes.
 
 A time is launches * setup_us + f(rate), where f comes from the simulator; so for each rate that is tried the best setup
-follows at once, and the rate is found by golden section. Errors are relative: a microsecond counts as much at 3 us as a
-millisecond at 3 ms.
+follows at once, and the rate is found by a grid and golden section. Errors are relative: a microsecond counts as much
+at 3 us as a millisecond at 3 ms.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ark_torch.simulation.collective import gpu_choice, simulate
 from ark_torch.simulation.machine import Engine, Machine
 from ark_torch.simulation.measured import CPU, GPU, NODES, Measured
 
-GOLDEN, STEPS = (math.sqrt(5) - 1) / 2, 16
-LEAST_GBPS, MOST_GBPS = 0.05, 2000.0
+GOLDEN, STEPS, GRID = (math.sqrt(5) - 1) / 2, 8, 20
+MOST_CPU_GBPS = 64.0
+SMALL = 1 << 20  # a row of fewer bytes tells a setup, of more a rate
 LARGE_FROM = (1 << 20, 2 << 20, 16 << 20)  # where a CPU's working set may leave its caches
 
 
@@ -61,9 +62,15 @@ def predicted(machine: Machine, row: Measured) -> float:
     return simulate(machine, row.operation, row.bytes, row.ranks, row.dispatch, row.engine).us
 
 
-def golden(error: Callable[[float], float]) -> float:
-    """The rate with the least error, between LEAST_GBPS and MOST_GBPS."""
-    low, high = math.log(LEAST_GBPS), math.log(MOST_GBPS)
+def least(error: Callable[[float], float], most: float) -> float:
+    """The rate with the least error up to `most`: the best of a grid, then golden section around it.
+
+    Alone the section would go astray on the plateau where something else than this rate is the limit.
+    """
+    grid = [most / 2 ** (k / 2) for k in range(GRID)]
+    errors = [error(rate) for rate in grid]
+    at = errors.index(min(errors))
+    low, high = math.log(grid[min(at + 1, GRID - 1)]), math.log(grid[max(at - 1, 0)])
     first, second = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
     at_first, at_second = error(math.exp(first)), error(math.exp(second))
     for _ in range(STEPS):
@@ -78,8 +85,17 @@ def golden(error: Callable[[float], float]) -> float:
     return math.exp((low + high) / 2)
 
 
-def fit_engine(machine: Machine, key: str, ranks: int, rows: list[Measured], start: Engine, setup: float | None) -> Engine:
-    """setup: given where the rows do not tell it (None: fitted with the rate)."""
+def fit_engine(
+    machine: Machine,
+    key: str,
+    ranks: int,
+    rows: list[Measured],
+    start: Engine,
+    setup: float | None = None,
+    known_rate: float | None = None,
+) -> Engine:
+    """setup, known_rate: given where the rows do not tell it (None: fitted)."""
+    most = machine.link_gbps if machine.kind == "gpu" else MOST_CPU_GBPS
 
     def times(engine: Engine) -> list[float]:
         trial = machine.having(key, ranks, engine)
@@ -89,7 +105,7 @@ def fit_engine(machine: Machine, key: str, ranks: int, rows: list[Measured], sta
     launches = [
         one - none
         for one, none in zip(
-            times(replace(plain, setup_us=1.0, gbps=MOST_GBPS)), times(replace(plain, setup_us=0.0, gbps=MOST_GBPS)),
+            times(replace(plain, setup_us=1.0, gbps=most)), times(replace(plain, setup_us=0.0, gbps=most)),
             strict=True,
         )
     ]  # fmt: skip
@@ -103,7 +119,7 @@ def fit_engine(machine: Machine, key: str, ranks: int, rows: list[Measured], sta
         found = max(0.0, found) if setup is None else setup
         return found, sum((w * found - e) ** 2 for w, e in zip(weights, left, strict=True))
 
-    rate = golden(lambda rate: best(rate)[1])
+    rate = known_rate or least(lambda rate: best(rate)[1], most)
     return replace(start, setup_us=round(best(rate)[0], 4), gbps=round(rate, 4))
 
 
@@ -122,6 +138,10 @@ def fit_processes(machine: Machine, key: str, ranks: int, rows: list[Measured], 
     return min(candidates, key=lambda one: one[0])[1]
 
 
+def _operation(group: tuple[str, str, int]) -> str:
+    return group[1].partition("/")[0]
+
+
 def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[str, Machine]:
     """Every machine, from the rows that are for fitting. `results`: benchmarks/results."""
     made = base_machines(results)
@@ -129,23 +149,42 @@ def fit(results: Path, say: Callable[[str], Any] = lambda text: None) -> dict[st
     for row in measured.rows(results):
         if row.fitted:
             groups.setdefault((row.machine, f"{row.operation}/{engine_of(row)}", row.ranks), []).append(row)
-    # Those with the smallest sizes first: their setup serves where an operation's engine has one row.
-    order = sorted(groups, key=lambda key: (key[0], key[2], min(row.bytes for row in groups[key])))
-    setups: dict[tuple[str, str, int], float] = {}
-    for name, key, ranks in order:
-        rows, machine = groups[name, key, ranks], made[name]
-        start = machine.engines["any/any"][2]
+
+    def one(group: tuple[str, str, int], setup: float | None = None, rate: float | None = None) -> Engine:
+        name, key, ranks = group
+        start = made[name].engines["any/any"][2]
         if key.endswith("/copy_engine"):
             start = replace(start, latency_us=0.0)  # its waits are on streams beside the copies
-        known = (name, key.partition("/")[0], ranks)
         if name == CPU:
-            engine = fit_processes(machine, key, ranks, rows, start)
+            engine = fit_processes(made[name], key, ranks, groups[group], start)
         else:
-            engine = fit_engine(machine, key, ranks, rows, start, setups.get(known, 0.0) if len(rows) == 1 else None)
-        setups.setdefault(known, engine.setup_us)
-        made[name] = machine.having(key, ranks, engine)
-        say(f"{name} {key} {ranks} ranks: {engine.setup_us:.2f} us, {engine.gbps:.1f} GB/s from {len(rows)} rows")
-    files = {name: sorted({row.source for rows in groups.values() for row in rows if row.machine == name}) for name in made}
+            engine = fit_engine(made[name], key, ranks, groups[group], start, setup, rate)
+        made[name] = made[name].having(key, ranks, engine)
+        say(f"{name} {key} {ranks} ranks: {engine.setup_us:.2f} us, {engine.gbps:.1f} GB/s, {len(groups[group])} rows")
+        return engine
+
+    single = [group for group, of in groups.items() if len(of) == 1]
+    small = [group for group in single if groups[group][0].bytes < SMALL]
+    found = {group: one(group) for group in groups if group not in single}
+    for group in small:
+        found[group] = one(group, None, made[group[0]].link_gbps)
+    # A large row tells a rate. Its setup is that of the operation's smallest ones.
+    by_size = sorted(found, key=lambda group: min(row.bytes for row in groups[group]))
+    for group in single:
+        if group not in small:
+            near = (g for g in by_size if (g[0], g[2]) == (group[0], group[2]) and _operation(g) == _operation(group))
+            found[group] = one(group, next((found[g].setup_us for g in near), 0.0))
+    # A small row tells a setup. Its rate is that of the engine in another operation, where one was found.
+    for group in small:
+        name, key, ranks = group
+        others = [g for g in found if g not in small and (g[0], g[2]) == (name, ranks)]
+        same = [g for g in others if g[1].partition("/")[2] == key.partition("/")[2]]
+        if same:
+            rate = found[same[0]].gbps
+            found[group] = one(group, None, rate)
+    files = {
+        name: sorted({row.source for rows in groups.values() for row in rows if row.machine == name}) for name in made
+    }
     return {
         name: replace(
             machine, engines={key: of for key, of in machine.engines.items() if key != "any/any"},

@@ -42,8 +42,8 @@ class Engine:
 class Machine:
     """kind: "gpu" (ranks are GPUs behind a switch) or "cpu" (ranks are processes that share cores).
 
-    link_gbps: what a GPU's port to its node's switch carries each way (cpu: not used). rail_gbit: a rank's link to other
-    nodes, Gbit/s each way (cpu: the node's). rail_latency_us: a message between nodes. engines: as the module says.
+    link_gbps: what a GPU's port to its node's switch carries each way (cpu: not used). rail_gbit: a rank's link to
+    other nodes, Gbit/s each way (cpu: the node's). rail_latency_us: a message between nodes. engines: see the module.
     """
 
     name: str
@@ -67,7 +67,8 @@ class Machine:
         if self.kind == "cpu" and self.cores < 1:
             refuse("cores", f"is {self.cores!r} and must be 1 or more for a cpu")
         for name in ("link_gbps", "rail_gbit"):
-            positive(getattr(self, name)) or refuse(name, f"is {getattr(self, name)!r} and must be a number above 0")
+            if not positive(getattr(self, name)):
+                refuse(name, f"is {getattr(self, name)!r} and must be a number above 0")
         if not (self.rail_latency_us == 0 or positive(self.rail_latency_us)):
             refuse("rail_latency_us", f"is {self.rail_latency_us!r} and must be 0 or more")
         if not self.engines:

@@ -88,8 +88,12 @@ def _dispatch(results: Path) -> Iterator[Measured]:
 
 
 def _processes(results: Path) -> Iterator[Measured]:
-    every = [row for row in load(results, "collectives")["rows"] if NAMES.get(row["operation"], row["operation"]) in OPERATIONS]  # fmt: skip
-    every = [row for row in every if row["operation"] != "all_gather"]  # the list's copies are no part of the model
+    every = [
+        row
+        for row in load(results, "collectives")["rows"]
+        # all_gather has copies to a list, which are no part of the model: all_gather_into_tensor stands for it.
+        if row["operation"] != "all_gather" and NAMES.get(row["operation"], row["operation"]) in OPERATIONS
+    ]
     for group in _groups(every, "operation", "ranks"):
         fit = _alternating(group)
         for row in group:

@@ -1,7 +1,7 @@
 """Flows over links, in simpy's time: every flow has its max-min fair share of each link on its way.
 
-A flow begins latency_us after it was asked for and then moves at one rate until a flow begins or ends anywhere. Rates are
-found by progressive filling: the link that leaves its flows least decides theirs, then what is left of the others is
+A flow begins latency_us after it was asked for and then moves at one rate until a flow begins or ends anywhere. Rates
+are found by progressive filling: the link that leaves its flows least decides theirs, then what is left of the others is
 shared again.
 """
 
@@ -28,7 +28,7 @@ def new_environment() -> simpy.Environment:
         if error.name != "simpy":
             raise
         raise SimpyMissing(
-            "the simulator needs simpy, which is not installed: pip install 'ark_torch[simulate]', or pip install simpy",
+            "the simulator needs simpy, which is not installed: pip install 'ark_torch[simulate]' or pip install simpy",
             name="simpy",
         ) from None
     return simpy.Environment()

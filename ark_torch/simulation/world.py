@@ -1,7 +1,7 @@
 """Ranks with their links, and the mail between them: what a collective of algorithms.py is written with.
 
-Where all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive at
-itself. Step s of a node waits for step s - 1 of the node before, which is as late as its own; so times are those of all
+Where all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive
+at itself. Step s of a node waits for step s - 1 of the node before, which is as late as its own; so times are those of all
 nodes (a test compares both), and 4,096 ranks cost as much as one node's.
 """
 
@@ -87,7 +87,7 @@ class Mail:
         return self._arrivals[key]
 
     def post(self, source: int, target: int, size: float, tag: Hashable = 0, rail: bool = False) -> Any:
-        """Sends; returns the event of its arrival. rail: between nodes, at the rail's latency and without the engine."""
+        """Sends; returns the event of its arrival. rail: between nodes, with the rail's latency, without the engine."""
         world = self.world
         path = world.path(source, target)
         source, target = world.at(source), world.at(target)
