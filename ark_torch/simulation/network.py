@@ -1,8 +1,8 @@
 """Flows over links, in simpy's time: every flow has its max-min fair share of each link on its way.
 
 A flow begins latency_us after it was asked for and then moves at one rate until a flow begins or ends anywhere. Rates
-are found by progressive filling: the link that leaves its flows least decides theirs, then what is left of the others is
-shared again.
+are found by progressive filling: the link that leaves its flows least decides theirs, then what is left of the others
+is shared again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Ranks with their links, and the mail between them: what a collective of algorithms.py is written with.
 
 Where all nodes do the same, one stands for all: a *folded* world has one node, whose messages to the next node arrive
-at itself. Step s of a node waits for step s - 1 of the node before, which is as late as its own; so times are those of all
-nodes (a test compares both), and 4,096 ranks cost as much as one node's.
+at itself. Step s of a node waits for step s - 1 of the node before, which is as late as its own; so times are those of
+all nodes (a test compares both), and 4,096 ranks cost as much as one node's.
 """
 
 from __future__ import annotations
