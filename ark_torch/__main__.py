@@ -19,6 +19,10 @@ COMMANDS = {
     "doctor": ("ark_torch.tools.doctor", "check what works on this machine, what does not, and why"),
     "bench": ("ark_torch.tools.bench.cli", "measure collectives beside Gloo and MPI, in the columns of nccl-tests"),
     "tune": ("ark_torch.tools.tune", "measure which algorithm suits this machine; writes the table for ARK_DISPATCH"),
+    "simulate": (
+        "ark_torch.tools.simulate",
+        "estimate collectives on up to 4,096 ranks, by a model fitted to measurements",
+    ),
     "explain": ("ark_torch.tools.explain", 'show what torch.compile(backend="ark") makes of a model, as text or HTML'),
     "trace": ("ark_torch.tools.trace", "summarise, merge and draw the timelines that ARK_TRACE writes"),
     "flight": ("ark_torch.tools.flight", "find the rank that is behind, from the records that ARK_FLIGHT_DUMP writes"),

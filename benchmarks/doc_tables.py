@@ -179,6 +179,9 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "training-4-h200": lambda load: _scripts("training_report").table(load("training_4_h200")),
     "fused-4-h200": lambda load: _scripts("fused").table(load("fused_4_h200")),
     "fused-products-4-h200": lambda load: _scripts("fused_products").table(load("fused_products_4_h200")),
+    "simulate": lambda load: _scripts("simulate").table(load("simulate")),
+    "simulate-rows": lambda load: _scripts("simulate").rows_table(load("simulate")),
+    "simulate-steps": lambda load: _scripts("simulate").steps_table(load("simulate")),
     "overhead": overhead,
     "accuracy": accuracy,
 }

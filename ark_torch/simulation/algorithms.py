@@ -1,0 +1,196 @@
+"""Collectives within a node as csrc/collectives (CPU tensors) and csrc/collectives/cuda run them: who sends what when.
+
+Each function returns a rank's process; `size` is the bytes of the whole tensor, as nccl-tests count them (all_gather:
+of the output, reduce_scatter: of the input). Chunks are the code's own up to MOST_CHUNKS of them, beyond that as many
+larger ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ark_torch.simulation.world import Mail, Process
+
+GPU_PIECES, MOST_CHUNKS = 4, 16
+Work = Callable[[int], Process]
+
+
+def _others(ranks: list[int], rank: int) -> list[int]:
+    """Beginning with the next one, as senders take their turns."""
+    at = ranks.index(rank)
+    return ranks[at + 1 :] + ranks[:at]
+
+
+def one_shot(mail: Mail, ranks: list[int], size: float) -> Work:
+    """Every rank's whole input to every rank, which adds it up (cuda/one_shot.cuh)."""
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        others = _others(ranks, rank)
+        for peer in others:
+            mail.post(rank, peer, size)
+        yield mail.all_of([mail.arrival(peer, rank) for peer in others])
+
+    return work
+
+
+def two_shot(mail: Mail, ranks: list[int], size: float, in_turn: bool = False, gather: bool = True) -> Work:
+    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: dma/copy_engine.cpp, one peer at a time).
+
+    gather: False for a reduce_scatter, which ends with the sums.
+    """
+    pieces = GPU_PIECES
+    part = size / len(ranks) / pieces
+
+    def put(rank: int, what: str, k: int) -> Process:
+        sent = []
+        for peer in _others(ranks, rank):
+            sent.append(mail.post(rank, peer, part, (what, k)))
+            if in_turn:
+                yield sent[-1]
+        yield mail.all_of(sent)
+
+    def contribute(rank: int) -> Process:
+        for k in range(pieces):
+            yield from put(rank, "part", k)
+
+    def add(rank: int) -> Process:
+        for k in range(pieces):
+            yield mail.all_of([mail.arrival(peer, rank, ("part", k)) for peer in _others(ranks, rank)])
+            if gather:
+                yield from put(rank, "sum", k)
+
+    # One stream of copies: the parts of the next piece before the sums of this one.
+    def in_line(rank: int) -> Process:
+        for k in range(pieces + 1):
+            if k < pieces:
+                yield from put(rank, "part", k)
+            if k > 0:
+                yield mail.all_of([mail.arrival(peer, rank, ("part", k - 1)) for peer in _others(ranks, rank)])
+                if gather:
+                    yield from put(rank, "sum", k - 1)
+
+    def work(rank: int) -> Process:
+        env = mail.world.env
+        yield mail.wait(mail.engine.setup_us)
+        running = [env.process(one(rank)) for one in ([in_line] if in_turn else [contribute, add])]
+        if gather:
+            for k in range(pieces):
+                yield mail.all_of([mail.arrival(peer, rank, ("sum", k)) for peer in _others(ranks, rank)])
+        yield mail.all_of(running)
+
+    return work
+
+
+def move(mail: Mail, ranks: list[int], size: float, in_turn: bool = False) -> Work:
+    """A message of size / ranks to every rank: all_gather and all_to_all (cuda/move.cuh)."""
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        others = _others(ranks, rank)
+        for peer in others:
+            sent = mail.post(rank, peer, size / len(ranks))
+            if in_turn:
+                yield sent
+        yield mail.all_of([mail.arrival(peer, rank) for peer in others])
+
+    return work
+
+
+def from_root(mail: Mail, ranks: list[int], size: float) -> Work:
+    """A broadcast straight from the first rank."""
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        if rank == ranks[0]:
+            yield mail.all_of([mail.post(rank, peer, size) for peer in ranks[1:]])
+        else:
+            yield mail.arrival(ranks[0], rank)
+
+    return work
+
+
+def relay(mail: Mail, ranks: list[int], size: float) -> Work:
+    """A broadcast whose receivers hand parts on to each other (cuda/relay.cuh)."""
+    root, peers = ranks[0], ranks[1:]
+    part = size / len(peers) / GPU_PIECES
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        sent = []
+        for k in range(GPU_PIECES):
+            if rank == root:
+                yield mail.all_of([mail.post(root, peer, part, k) for peer in peers])
+                continue
+            yield mail.arrival(root, rank, k)
+            sent += [mail.post(rank, peer, part, k) for peer in peers if peer != rank]
+        if rank != root:
+            every = [mail.arrival(peer, rank, k) for peer in peers if peer != rank for k in range(GPU_PIECES)]
+            yield mail.all_of([*every, *sent])
+
+    return work
+
+
+def through_memory(
+    mail: Mail, ranks: list[int], size: float, chunk: float, publishes: float, reads: float, root: int = -1
+) -> Work:
+    """Rounds over shared memory (collectives/rounds.hpp): a rank copies a chunk into its slot, its peers read it.
+
+    size: bytes of a rank's tensor, cut into chunks. Of each of its bytes a rank copies `publishes`, and works on
+    `reads` when the peers' have come. With a root it alone publishes, and the others alone read.
+    """
+    chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
+    each = size / chunks
+
+    def publish(rank: int, k: int) -> Process:
+        yield mail.work(rank, each * publishes)
+        for peer in _others(ranks, rank):
+            done = mail.world.network.message(rank, peer, (), each * publishes, mail.engine.latency_us)
+            came = mail.arrival(rank, peer, k)
+            done.callbacks.append(lambda _, came=came: came.succeed())
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        speaks, listens = root in (-1, rank), root != rank
+        if speaks:
+            yield from publish(rank, 0)
+        for k in range(chunks):
+            if speaks and k + 1 < chunks:
+                yield from publish(rank, k + 1)
+            if listens:
+                sources = _others(ranks, rank) if root < 0 else [root]
+                yield mail.all_of([mail.arrival(peer, rank, k) for peer in sources])
+                yield mail.work(rank, each * reads)
+
+    return work
+
+
+def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: float) -> Work:
+    """collectives/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one behind."""
+    chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
+    each, n = size / chunks, len(ranks)
+
+    def publish(rank: int, tag: tuple[str, int], size: float) -> Process:
+        yield mail.work(rank, size)
+        for peer in _others(ranks, rank):
+            done = mail.world.network.message(rank, peer, (), size, mail.engine.latency_us)
+            came = mail.arrival(rank, peer, tag)
+            done.callbacks.append(lambda _, came=came: came.succeed())
+
+    def read(rank: int, tag: tuple[str, int]) -> Process:
+        yield mail.all_of([mail.arrival(peer, rank, tag) for peer in _others(ranks, rank)])
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        yield from publish(rank, ("part", 0), each * (n - 1) / n)
+        for k in range(chunks + 1):
+            if k + 1 < chunks:
+                yield from publish(rank, ("part", k + 1), each * (n - 1) / n)
+            if k < chunks:
+                yield from read(rank, ("part", k))
+                yield from publish(rank, ("sum", k), each)  # n parts are read, and the sum is written
+            if k > 0:
+                yield from read(rank, ("sum", k - 1))
+                yield mail.work(rank, each * (n - 1) / n)
+
+    return work

@@ -1,0 +1,233 @@
+"""Collectives of ranks on several nodes.
+
+Processes (CPU tensors) do what process_group/carried_communicator.cpp and carried_line.cpp do. GPUs on several nodes
+are NCCL's in this project; what is simulated for them is the plan of its hierarchical algorithms, not its code: chunks
+go through a reduce-scatter in the node, an exchange among the ranks of one place in all nodes, each over its own rail,
+and an all-gather in the node, one chunk in each phase at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ark_torch.simulation import algorithms
+from ark_torch.simulation.world import Mail, Process, World
+
+CHUNKS, LEAST_CHUNK = 4, 4 << 20  # chunks of a large operation under way in its phases
+FIRST_BYTES = 1024  # what every rank tells every rank before a collective of processes
+LEAST_PIECE, MOST_PIECE, PIECES = 128 << 10, 512 << 10, 32  # carried_line.cpp
+WHOLE = 64 << 10  # carried_communicator.cpp, kWhole
+
+
+def in_phases(world: World, chunks: int, phases: list[Callable[[int], list[Process]]]) -> float:
+    """Chunks through phases like pieces through a factory: each phase has one chunk at a time. Microseconds."""
+    env = world.env
+    ends = {(k, p): env.event() for k in range(chunks) for p in range(-1, len(phases))}
+
+    def phase(k: int, p: int) -> Process:
+        before = [ends[k, p - 1], *([ends[k - 1, p]] if k else [])]
+        yield env.all_of(before)
+        yield env.all_of([env.process(one) for one in phases[p](k)])
+        ends[k, p].succeed()
+
+    began = env.now
+    every = [env.process(phase(k, p)) for k in range(chunks) for p in range(len(phases))]
+    for k in range(chunks):
+        ends[k, -1].succeed()
+    env.run(until=env.all_of(every))
+    return float(env.now - began)
+
+
+def ring(mail: Mail, world: World, rank: int, steps: int, size: float, tag: object) -> Process:
+    """To the same place in the next node, `steps` times."""
+    for step in range(steps):
+        mail.post(rank, rank + world.local, size, (tag, step), rail=True)
+        yield mail.arrival(rank - world.local, rank, (tag, step))
+
+
+def doubling(mail: Mail, world: World, rank: int, sizes: list[float], tag: object) -> Process:
+    """With a node half, a quarter, an eighth... as far away: as many exchanges as there are sizes."""
+    distance = 1
+    for step, size in enumerate(sizes):
+        partner = rank ^ (distance * world.local) if not world.folded else rank + world.local
+        mail.post(rank, partner, size, (tag, step), rail=True)
+        yield mail.arrival(partner if not world.folded else rank - world.local, rank, (tag, step))
+        distance = distance * 2 if distance * 2 < world.nodes else 1
+
+
+def exchange(mail: Mail, world: World, rank: int, size: float, both: bool, tag: object) -> Process:
+    """Of `size` bytes a rank: reduce-scatter among nodes and, with `both`, the all-gather.
+
+    A ring, or where its latency is more than its better use of large messages brings, halving and doubling (as many
+    nodes as a power of 2).
+    """
+    nodes = world.nodes
+    rounds = 2 if both else 1
+    if nodes & (nodes - 1) == 0:
+        halves = [size / 2 ** (k + 1) for k in range(nodes.bit_length() - 1)]
+        yield from doubling(mail, world, rank, halves + (halves[::-1] if both else []), tag)
+    else:
+        yield from ring(mail, world, rank, rounds * (nodes - 1), size / nodes, tag)
+
+
+def hierarchical(world: World, operation: str, size: int, mail_of: Callable[[str, float], Mail]) -> float:
+    """mail_of: the engine of a node's own part of an operation. size as in algorithms.py. Microseconds."""
+    nodes, local = world.nodes, world.local
+    chunks = max(1, min(CHUNKS, size // LEAST_CHUNK))
+    here = world.members()
+    groups = [here] if world.folded else [world.members(node) for node in range(nodes)]
+    each = size / chunks
+    rails = mail_of(operation, each)
+
+    def local_phase(what: str, size: float) -> Callable[[int], list[Process]]:
+        def phase(k: int) -> list[Process]:
+            if local == 1:
+                return []
+            mail = mail_of(what, size)
+            every = []
+            for group in groups:
+                if what == "reduce_scatter":
+                    work = algorithms.two_shot(mail, group, size, gather=False)
+                else:
+                    work = algorithms.move(mail, group, size)
+                every += [work(rank) for rank in group]
+            return every
+
+        return phase
+
+    def rail_phase(size: float, both: bool) -> Callable[[int], list[Process]]:
+        return lambda k: [exchange(rails, world, rank, size, both, k) for rank in world.every()]
+
+    if operation == "all_reduce":
+        phases = [local_phase("reduce_scatter", each), rail_phase(each / local, True), local_phase("all_gather", each)]
+        return in_phases(world, chunks, phases)
+    if operation == "reduce_scatter":
+        return in_phases(world, chunks, [local_phase("reduce_scatter", each), rail_phase(each / local, False)])
+    if operation == "all_gather":
+        return in_phases(world, chunks, [rail_phase(each / local, False), local_phase("all_gather", each)])
+    if operation == "all_to_all":
+        return in_phases(world, 1, [lambda k: [everywhere(mail_of, world, rank, size) for rank in world.every()]])
+    return broadcast(world, size, local_phase, rails)
+
+
+def everywhere(mail_of: Callable[[str, float], Mail], world: World, rank: int, size: float) -> Process:
+    """All messages of a rank: those in the node beside those over the rail, which go node by node."""
+    mail = _shared(mail_of, world, size)
+    message = size / world.ranks
+    yield mail.wait(mail.engine.setup_us)
+    here, node = world.at(rank) // world.local, rank // world.local
+    near = [peer for peer in world.members(here) if peer != world.at(rank)]
+    for peer in near:
+        mail.post(rank, peer, message)
+    for distance in range(1, world.nodes):
+        far = (node + distance) % world.nodes
+        # All messages to one node leave together; they arrive on the rails of its ranks.
+        away = far if not world.folded else distance
+        sent = [mail.post(rank, away * world.local + place, message, ("far", distance), rail=True)
+                for place in range(world.local)]  # fmt: skip
+        yield mail.all_of(sent)
+    yield mail.all_of([mail.arrival(peer, rank) for peer in near])
+
+
+def _shared(mail_of: Callable[[str, float], Mail], world: World, size: float) -> Mail:
+    """One mail for all ranks of a world's all_to_all, whose messages cross."""
+    kept: Mail | None = getattr(world, "_all_to_all", None)
+    if kept is None:
+        kept = mail_of("all_to_all", size)
+        world._all_to_all = kept  # type: ignore[attr-defined]
+    return kept
+
+
+def broadcast(
+    world: World, size: int, local_phase: Callable[[str, float], Callable[[int], list[Process]]], rails: Mail
+) -> float:
+    """Parts over all rails of the root's node, doubling the nodes that have them; then gathered in each node."""
+    took = 0.0
+    reached = 1
+    while reached < world.nodes:
+        took += world.machine.rail_latency_us + size / world.local / (world.machine.rail_gbit / 8 * 1e3)
+        reached *= 2
+    scatter = in_phases(world, 1, [local_phase("all_gather", float(size))])
+    gather = in_phases(world, 1, [local_phase("all_gather", float(size))])
+    return scatter + took + gather
+
+
+def meet(mail: Mail, world: World, rank: int) -> Process:
+    """The first message from every rank to every rank."""
+    others = [peer for peer in world.every() if peer != rank]
+    for peer in others:
+        mail.post(rank, peer, FIRST_BYTES, "first")
+    yield mail.all_of([mail.arrival(peer, rank, "first") for peer in others])
+
+
+def carried(world: World, mail: Mail, operation: str, size: int) -> Callable[[int], Process]:
+    """Processes that share no memory between nodes. size: bytes of a rank's tensor (all_gather: of its input)."""
+    last = world.ranks - 1
+    ranks = world.every()
+
+    def direct(rank: int, message: float, whole: bool = False) -> Process:
+        others = [peer for peer in ranks if peer != rank]
+        for peer in others:
+            mail.post(rank, peer, message)
+        for peer in others:
+            yield mail.arrival(peer, rank)
+        yield mail.work(rank, message * len(ranks) if whole else 0)
+
+    def sums_in_line(rank: int) -> Process:
+        piece = min(max(size // PIECES, LEAST_PIECE), MOST_PIECE)
+        pieces = -(-size // piece)
+        env = mail.world.env
+
+        def up() -> Process:
+            for k in range(pieces):
+                if rank > 0:
+                    yield mail.arrival(rank - 1, rank, ("up", k))
+                    yield mail.work(rank, piece)
+                if rank < last:
+                    yield mail.post(rank, rank + 1, piece, ("up", k))
+                else:
+                    mail.post(rank, rank - 1, piece, ("down", k))
+
+        def down() -> Process:
+            for k in range(pieces):
+                yield mail.arrival(rank + 1, rank, ("down", k))
+                if rank > 0:
+                    yield mail.post(rank, rank - 1, piece, ("down", k))
+
+        yield env.all_of([env.process(up()), *([env.process(down())] if rank < last else [])])
+
+    def gathered_in_line(rank: int) -> Process:
+        pieces = max(1, -(-size // MOST_PIECE))
+        each = size / pieces
+        env = mail.world.env
+
+        def towards(step: int) -> Process:
+            to, source = rank + step, rank
+            while 0 <= source <= last:
+                for k in range(pieces):
+                    if source != rank:
+                        yield mail.arrival(rank - step, rank, (source, k, step))
+                    if 0 <= to <= last:
+                        yield mail.post(rank, to, each, (source, k, step))
+                source -= step
+
+        yield env.all_of([env.process(towards(step)) for step in (1, -1)])
+
+    def work(rank: int) -> Process:
+        yield mail.wait(mail.engine.setup_us)
+        yield from meet(mail, world, rank)
+        if size <= FIRST_BYTES:
+            return
+        if operation == "broadcast":
+            if rank == 0:
+                yield mail.all_of([mail.post(0, peer, size) for peer in ranks[1:]])
+            else:
+                yield mail.arrival(0, rank)
+        elif operation == "all_reduce":
+            yield from direct(rank, size, True) if size * world.ranks <= WHOLE else sums_in_line(rank)
+        elif operation == "all_gather":
+            yield from direct(rank, size) if size * world.ranks <= WHOLE else gathered_in_line(rank)
+        else:  # reduce_scatter and all_to_all: a part to every rank
+            yield from direct(rank, size / world.ranks, operation == "reduce_scatter")
+
+    return work

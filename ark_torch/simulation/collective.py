@@ -1,0 +1,174 @@
+"""One collective on one machine: which algorithm runs, by the dispatch tables of the code, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ark_torch.simulation import algorithms, between_nodes
+from ark_torch.simulation.machine import Machine
+from ark_torch.simulation.world import Mail, World
+
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+FOLD_FROM = 5  # nodes: from here on one stands for all
+ENGINES = ("packets", "lines", "chunks", "bulk", "copy_engine")
+
+
+class BadCall(ValueError):
+    """What is to be simulated names an unknown operation or a size that cannot be."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    us: float
+    engine: str
+    algorithm: str
+    sent: int  # bytes that ranks sent each other, of all ranks that were simulated
+    received: int
+
+
+@cache
+def cuda_dispatch(ranks: int) -> Mapping[str, int]:
+    """CudaDispatch::measured of so many GPUs, from the extension."""
+    from ark_torch import _autoload
+
+    _autoload.ready()
+    from ark_torch import _C
+
+    return _C._default_cuda_dispatch(ranks)
+
+
+@cache
+def cpu_rules() -> tuple[tuple[Any, ...], ...]:
+    """DispatchTable::defaults: (kind, algorithm, when, ranks, bytes, chunk), from the extension."""
+    from ark_torch import _autoload
+
+    _autoload.ready()
+    from ark_torch import _C
+
+    return tuple(tuple(rule) for rule in _C._default_dispatch())
+
+
+def gpu_choice(operation: str, size: int, ranks: int, dispatch: Mapping[str, int]) -> tuple[str, str]:
+    """(algorithm, engine) of CudaCommunicator for a whole tensor of `size` bytes."""
+    part = size // ranks
+    rings = "chunks" if part >= dispatch["chunks_from"] else "lines"
+    sums = "bulk" if size >= dispatch["bulk_from"] else rings
+    if operation == "all_reduce":
+        if size <= dispatch["one_shot_to"]:
+            return "one_shot", "packets"
+        return ("two_shot", "copy_engine") if size >= dispatch["copy_engine_from"] else ("two_shot", sums)
+    if operation == "reduce_scatter":
+        return ("two_shot", "copy_engine") if part >= dispatch["reduce_scatter_engine_from"] else ("two_shot", sums)
+    if operation in ("all_gather", "all_to_all"):
+        return ("move", "copy_engine") if part >= dispatch[f"{operation}_engine_from"] else ("move", rings)
+    if size >= dispatch["broadcast_engine_from"]:
+        return "from_root", "copy_engine"
+    if ranks > 2 and size >= dispatch["relay_from"]:
+        each = size // (ranks - 1)
+        return "relay", "chunks" if each >= dispatch["chunks_from"] else "lines"
+    return "from_root", "chunks" if size >= dispatch["chunks_from"] else "lines"
+
+
+def cpu_choice(operation: str, size: int, ranks: int, cores: int) -> tuple[str, int]:
+    """(algorithm, chunk) of DispatchTable::choose; `size` as it counts them, bytes of one rank."""
+    when = "oversubscribed" if ranks > cores else "core_per_rank"
+    for kind, algorithm, applies, most_ranks, most_bytes, chunk in cpu_rules():
+        if kind == operation and size <= most_bytes and ranks <= most_ranks and applies in (when, "both"):
+            return algorithm, chunk
+    return "one_shot", 256 << 10
+
+
+def check(operation: str, size: int) -> None:
+    if operation not in OPERATIONS:
+        raise BadCall(f"there is no operation {operation!r}; operations are {', '.join(OPERATIONS)}")
+    if not 1 <= size <= 1 << 40:
+        raise BadCall(f"{size} bytes: a tensor has 1 byte to 1 TB")
+
+
+def simulate(
+    machine: Machine,
+    operation: str,
+    size: int,
+    ranks: int,
+    dispatch: Mapping[str, int] | None = None,
+    engine: str | None = None,
+    folded: bool | None = None,
+) -> Simulated:
+    """`size`: bytes of the larger side, as nccl-tests count them. Raises BadMachine and BadCall.
+
+    dispatch: fields of CudaDispatch that differ from the measured defaults. engine: this one whatever the tables say.
+    folded: one node stands for all; None: from FOLD_FROM nodes on.
+    """
+    check(operation, size)
+    nodes = -(-ranks // machine.node_ranks)
+    fold = nodes >= FOLD_FROM if folded is None else folded
+    world = World(machine, ranks, fold and machine.kind == "gpu")
+    if world.nodes > 1:
+        if machine.kind == "cpu":
+            mail = Mail(world, machine.engine(operation, "tcp", ranks), size)
+            each = size // ranks if operation == "all_gather" else size
+            us = world.run(between_nodes.carried(world, mail, operation, each), world.every())
+            return _done(world, us, "tcp", "carried")
+
+        def mail_of(what: str, bytes_here: float) -> Mail:
+            if world.local == 1:
+                name = "lines"
+            else:
+                name = gpu_choice(what, int(bytes_here), world.local, cuda_dispatch(world.local))[1]
+            return Mail(world, machine.engine(what, name, world.local), int(bytes_here))
+
+        us = between_nodes.hierarchical(world, operation, size, mail_of)
+        return _done(world, us, "rail", "hierarchical")
+    if machine.kind == "cpu":
+        return _on_cpu(machine, world, operation, size)
+    fields = {**cuda_dispatch(ranks), **(dispatch or {})}
+    algorithm, name = gpu_choice(operation, size, ranks, fields)
+    name = engine or name
+    # Large sums by rings are several launches one behind the other: one of each kind is simulated.
+    largest = fields["part_bytes"] * ranks if algorithm == "two_shot" and name != "copy_engine" else size
+    us = 0.0
+    for count, bytes_here in ((size // largest, largest), (1, size % largest)):
+        if count and bytes_here:
+            us += count * _on_gpus(machine, world, operation, algorithm, name, bytes_here, size)
+    return _done(world, us, name, algorithm)
+
+
+def _done(world: World, us: float, engine: str, algorithm: str) -> Simulated:
+    network = world.network
+    return Simulated(us, engine, algorithm, sum(network.sent.values()), sum(network.received.values()))
+
+
+def _on_gpus(machine: Machine, world: World, operation: str, algorithm: str, name: str, size: int, whole: int) -> float:
+    here = world.members()
+    mail = Mail(world, machine.engine(operation, name, world.ranks), whole)
+    in_turn = name == "copy_engine"
+    if algorithm == "two_shot":
+        work = algorithms.two_shot(mail, here, size, in_turn, gather=operation == "all_reduce")
+    elif algorithm == "move":
+        work = algorithms.move(mail, here, size, in_turn)
+    else:
+        work = {
+            "one_shot": algorithms.one_shot, "relay": algorithms.relay, "from_root": algorithms.from_root
+        }[algorithm](mail, here, size)  # fmt: skip
+    return world.run(work, here)
+
+
+def _on_cpu(machine: Machine, world: World, operation: str, size: int) -> Simulated:
+    """Over shared memory. The dispatch counts bytes of one rank: for gathers its input, for scatters its output."""
+    n, here = world.ranks, world.members()
+    each = max(1, size // n) if operation in ("all_gather", "reduce_scatter", "all_to_all") else size
+    algorithm, chunk = cpu_choice(operation, each, n, machine.cores)
+    mail = Mail(world, machine.engine(operation, "shared_memory", n), size)
+    if algorithm == "two_shot":
+        work = algorithms.two_shot_through_memory(mail, here, size, chunk)
+    else:
+        publishes, reads = {
+            "all_reduce": (1, n), "all_gather": (1, n), "broadcast": (1, 1),
+            "reduce_scatter": (n - 1, n), "all_to_all": (n - 1, n - 1),
+        }[operation]  # fmt: skip
+        root = 0 if operation == "broadcast" else -1
+        work = algorithms.through_memory(mail, here, each, chunk, publishes, reads, root)
+    return _done(world, world.run(work, here), "shared_memory", algorithm)

@@ -1,0 +1,161 @@
+"""What carries bytes and what that costs: a machine as the simulator sees it, in memory and as JSON.
+
+An *engine* is one way of moving bytes (packets, lines, chunks, bulk, copy_engine on GPUs; shared_memory on a CPU; tcp
+between namespaces; rail between nodes). What it costs depends on the kernel around it and on the number of ranks, so it
+is kept by "operation/engine" and number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+PRESETS = Path(__file__).with_name("machines.json")
+MOST_RANKS = 4096
+
+
+class BadMachine(ValueError):
+    """A machine's description names something unknown, or a value that no machine has."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """setup_us: an operation, or a launch, before its first byte. latency_us: a message, above its bytes' time.
+
+    gbps: what one rank's engine moves, GB/s; from large_from bytes of the operation on large_gbps, if that is not 0.
+    """
+
+    setup_us: float
+    latency_us: float
+    gbps: float
+    large_gbps: float = 0.0
+    large_from: int = 0
+
+    def rate(self, operation_bytes: int) -> float:
+        return self.large_gbps if self.large_gbps > 0 and operation_bytes >= self.large_from else self.gbps
+
+
+@dataclass(frozen=True)
+class Machine:
+    """kind: "gpu" (ranks are GPUs behind a switch) or "cpu" (ranks are processes that share cores).
+
+    link_gbps: what a GPU's port to its node's switch carries each way (cpu: not used). rail_gbit: a rank's link to
+    other nodes, Gbit/s each way (cpu: the node's). rail_latency_us: a message between nodes. engines: see the module.
+    """
+
+    name: str
+    kind: str
+    node_ranks: int
+    link_gbps: float
+    rail_gbit: float
+    rail_latency_us: float
+    engines: dict[str, dict[int, Engine]] = field(default_factory=dict)
+    cores: int = 0
+    fitted_from: str = ""
+
+    def __post_init__(self) -> None:
+        def refuse(what: str, must: str) -> None:
+            raise BadMachine(f"machine {self.name!r}: {what} {must}")
+
+        if self.kind not in ("gpu", "cpu"):
+            refuse("kind", f'is {self.kind!r} and must be "gpu" or "cpu"')
+        if not isinstance(self.node_ranks, int) or not 1 <= self.node_ranks <= MOST_RANKS:
+            refuse("node_ranks", f"is {self.node_ranks!r} and must be a whole number from 1 to {MOST_RANKS}")
+        if self.kind == "cpu" and self.cores < 1:
+            refuse("cores", f"is {self.cores!r} and must be 1 or more for a cpu")
+        for name in ("link_gbps", "rail_gbit"):
+            if not positive(getattr(self, name)):
+                refuse(name, f"is {getattr(self, name)!r} and must be a number above 0")
+        if not (self.rail_latency_us == 0 or positive(self.rail_latency_us)):
+            refuse("rail_latency_us", f"is {self.rail_latency_us!r} and must be 0 or more")
+        if not self.engines:
+            refuse("engines", "has none")
+        for key, by_ranks in self.engines.items():
+            for ranks, engine in by_ranks.items():
+                where = f"engines[{key!r}][{ranks}]"
+                if ranks < 2:
+                    refuse(where, "is for groups of fewer than 2 ranks")
+                if not positive(engine.gbps):
+                    refuse(f"{where}.gbps", f"is {engine.gbps!r} and must be a number above 0")
+                for name in ("setup_us", "latency_us", "large_gbps", "large_from"):
+                    value = getattr(engine, name)
+                    if not (value == 0 or positive(value)):
+                        refuse(f"{where}.{name}", f"is {value!r} and must be 0 or more")
+
+    def engine(self, operation: str, name: str, ranks: int) -> Engine:
+        """Of the operation, else of another that has this engine; of the nearest number of ranks, the larger first."""
+        by_ranks = self.engines.get(f"{operation}/{name}")
+        if by_ranks is None:
+            keys = sorted(key for key in self.engines if key.endswith(f"/{name}"))
+            if not keys:
+                raise BadMachine(f"machine {self.name!r}: engines has no {operation}/{name}, nor {name} at all")
+            sums = [key for key in keys if ("reduce" in key) == ("reduce" in operation)]  # whose kernels are alike
+            by_ranks = self.engines[(sums or keys)[0]]
+        return by_ranks[min(by_ranks, key=lambda known: (abs(known - ranks), -known))]
+
+    def having(self, key: str, ranks: int, engine: Engine) -> Machine:
+        """A copy in which this engine is as given."""
+        by_ranks = {**self.engines.get(key, {}), ranks: engine}
+        return replace(self, engines={**self.engines, key: by_ranks})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _made(kind: type, given: Any, where: str) -> Any:
+    if not isinstance(given, dict):
+        raise BadMachine(f"{where} is {given!r} and must be an object")
+    known = {one.name for one in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise BadMachine(f"{where} has no field {name!r}; it has {', '.join(sorted(known))}")
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise BadMachine(f"{where}: {str(error).removeprefix(kind.__name__ + '.__init__() ')}") from None
+
+
+def from_json(given: Any) -> Machine:
+    """The machine that a JSON object describes. BadMachine says which field is wrong and what it must be."""
+    if not isinstance(given, dict):
+        raise BadMachine(f"a machine is a JSON object, not {type(given).__name__}")
+    engines: dict[str, dict[int, Engine]] = {}
+    described = given.get("engines", {})
+    if not isinstance(described, dict):
+        raise BadMachine("engines must be an object: operation/engine -> ranks -> costs")
+    for key, by_ranks in described.items():
+        operation, slash, name = key.partition("/")
+        if not (operation and slash and name) or not isinstance(by_ranks, dict):
+            raise BadMachine(f"engines[{key!r}]: the name is OPERATION/ENGINE and its value an object by ranks")
+        for ranks, costs in by_ranks.items():
+            if not str(ranks).isdigit():
+                raise BadMachine(f"engines[{key!r}]: {ranks!r} is no number of ranks")
+            engines.setdefault(key, {})[int(ranks)] = _made(Engine, costs, f"engines[{key!r}][{ranks}]")
+    made: Machine = _made(Machine, {**given, "engines": engines}, "machine")
+    return made
+
+
+def presets() -> dict[str, Machine]:
+    """By name: the machines that fit.py computed from this repository's measurements."""
+    return {name: from_json(one) for name, one in json.loads(PRESETS.read_text(encoding="utf-8")).items()}
+
+
+def load(text: str) -> Machine:
+    """A preset's name, or a JSON file. BadMachine names what is known or what is wrong."""
+    known = presets()
+    if text in known:
+        return known[text]
+    try:
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadMachine(f"there is no machine and no file {text!r}; machines are {', '.join(known)}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise BadMachine(f"{text}: {error}") from None
+    return from_json(given)

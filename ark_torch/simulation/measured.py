@@ -1,0 +1,117 @@
+"""What was measured, as rows to fit a machine to and others to compare it with: from benchmarks/results.
+
+No row serves for both. Of each operation and number of ranks every second size is fitted (of four sizes or fewer the
+first and the last); between namespaces the faster link is fitted and the slower one predicted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ark_torch.simulation.collective import OPERATIONS
+
+GPU, CPU, NODES = "h200", "epyc", "namespaces"
+NAMES = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter",
+         "all_to_all_single": "all_to_all"}  # fmt: skip
+# Rows that name another commit's settings were measured with these fields of CudaDispatch (as that commit has them).
+SETTINGS = {"c8789ff": {"copy_engine_from": 24 << 20}}
+
+
+@dataclass(frozen=True)
+class Measured:
+    machine: str
+    operation: str
+    ranks: int
+    bytes: int  # of the larger side
+    us: float
+    source: str  # the file
+    fitted: bool = False
+    engine: str | None = None  # this one, whatever the tables say
+    dispatch: dict[str, int] = field(default_factory=dict)
+    rail_gbit: float = 0.0
+
+
+def load(results: Path, name: str) -> dict[str, Any]:
+    made: dict[str, Any] = json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+    return made
+
+
+def _alternating(rows: list[dict[str, Any]]) -> set[int]:
+    """Sizes to fit."""
+    sizes = sorted({int(row["bytes"]) for row in rows})
+    return {sizes[0], sizes[-1]} if len(sizes) <= 4 else set(sizes[::2])
+
+
+def _groups(rows: Iterable[dict[str, Any]], *keys: str) -> Iterator[list[dict[str, Any]]]:
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    yield from found.values()
+
+
+def rows(results: Path) -> list[Measured]:
+    return [*_gpus(results), *_dispatch(results), *_processes(results), *_namespaces(results)]
+
+
+def _gpus(results: Path) -> Iterator[Measured]:
+    every = [row for row in load(results, "cuda_collectives")["rows"] if row["operation"] in OPERATIONS]
+    for group in _groups(every, "operation", "ranks"):
+        fit = _alternating(group)
+        for row in group:
+            settings = next((of for name, of in SETTINGS.items() if name in row.get("revision", "")), None)
+            # Engines that another file measures at more sizes are fitted there.
+            fitted = row["bytes"] in fit and settings is None
+            if settings is not None and row["bytes"] >= settings["copy_engine_from"]:
+                settings = {**settings, "bulk_from": 1 << 62}
+            yield Measured(
+                GPU, row["operation"], row["ranks"], row["bytes"], row["graph_us"]["ark"], "cuda_collectives.json",
+                fitted, None, settings or {},
+            )  # fmt: skip
+
+
+def _dispatch(results: Path) -> Iterator[Measured]:
+    """All_reduces of four GPUs by each engine, alone. Bulk with the blocks that are the default."""
+    every = load(results, "dispatch_4_h200")["rows"]
+    for contender, engine in (("ark_rings", "rings"), ("ark_engine", "copy_engine"), ("ark_bulk24", "bulk")):
+        of = [row for row in every if row["contender"] == contender]
+        fit = _alternating(of)
+        for row in of:
+            rings = "chunks" if row["bytes"] // row["ranks"] >= 8 << 20 else "lines"
+            yield Measured(
+                GPU, row["operation"], row["ranks"], row["bytes"], row["alone_us"], "dispatch_4_h200.json",
+                row["bytes"] in fit, rings if engine == "rings" else engine,
+            )  # fmt: skip
+
+
+def _processes(results: Path) -> Iterator[Measured]:
+    every = [
+        row
+        for row in load(results, "collectives")["rows"]
+        # all_gather has copies to a list, which are no part of the model: all_gather_into_tensor stands for it.
+        if row["operation"] != "all_gather" and NAMES.get(row["operation"], row["operation"]) in OPERATIONS
+    ]
+    for group in _groups(every, "operation", "ranks"):
+        fit = _alternating(group)
+        for row in group:
+            yield Measured(
+                CPU, NAMES.get(row["operation"], row["operation"]), row["ranks"], row["bytes"],
+                row["timings"]["ark"]["median"], "collectives.json", row["bytes"] in fit,
+            )  # fmt: skip
+
+
+def _namespaces(results: Path) -> Iterator[Measured]:
+    data = load(results, "nodes")
+    fastest = max(float(row["rate"].removesuffix("gbit")) for row in data["rows"])
+    for row in data["rows"]:
+        operation = NAMES.get(row["operation"], row["operation"])
+        if operation not in OPERATIONS:
+            continue
+        rate, ranks = float(row["rate"].removesuffix("gbit")), 2 * row["ranks"]  # its ranks are those of a node
+        size = row["bytes"] * (ranks if operation == "all_gather" else 1)
+        yield Measured(
+            NODES, operation, ranks, size, row["us"]["ark"], "nodes.json", rate == fastest, rail_gbit=rate
+        )  # fmt: skip

@@ -1,0 +1,43 @@
+"""Predicted beside measured, of rows that nothing was fitted to, and how many come near."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ark_torch.simulation import fit, measured
+from ark_torch.simulation.machine import Machine
+
+NEAR = 0.15
+Row = dict[str, Any]
+
+
+def rows(results: Path, machines: Mapping[str, Machine]) -> list[Row]:
+    """`error`: predicted over measured, less 1."""
+    made = []
+    for row in measured.rows(results):
+        if row.fitted:
+            continue
+        us = fit.predicted(machines[row.machine], row)
+        made.append({
+            "machine": row.machine, "operation": row.operation, "ranks": row.ranks, "bytes": row.bytes,
+            "rail_gbit": row.rail_gbit, "engine": fit.engine_of(row), "source": row.source, "measured_us": row.us,
+            "predicted_us": round(us, 3), "error": round(us / row.us - 1, 4),
+        })  # fmt: skip
+    return made
+
+
+def summary(rows: list[Row]) -> list[Row]:
+    """By machine and number of ranks: how many rows, the share within NEAR, the median of |error|, the worst row."""
+    made = []
+    for machine, ranks in dict.fromkeys((row["machine"], row["ranks"]) for row in rows):
+        of = [row for row in rows if (row["machine"], row["ranks"]) == (machine, ranks)]
+        made.append({
+            "machine": machine, "ranks": ranks, "rows": len(of),
+            "near": sum(abs(row["error"]) <= NEAR for row in of) / len(of),
+            "median": statistics.median(abs(row["error"]) for row in of),
+            "worst": max(of, key=lambda row: abs(row["error"])),
+        })  # fmt: skip
+    return made
