@@ -104,6 +104,10 @@ def simulate(
     """
     check(operation, size)
     nodes = -(-ranks // machine.node_ranks)
+    if engine is not None and (nodes > 1 or machine.kind == "cpu"):
+        raise BadCall(
+            f"engine {engine!r} can be asked for on GPUs of one node alone, not on {ranks} ranks of {machine.name}"
+        )
     fold = nodes >= FOLD_FROM if folded is None else folded
     world = World(machine, ranks, fold and machine.kind == "gpu")
     if world.nodes > 1:
