@@ -31,6 +31,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_SHARED_MEMORY": "OFF",
         "ARK_FLIGHT_RECORD": "0",
         "ARK_FLIGHT_DUMP": str(tmp_path / "flight-"),
+        "ARK_NODE": "3",
         "ARK_SPIN_US": "auto",
         "ARK_DISPATCH": str(table),
         "ARK_CACHE": str(tmp_path / "new" / "kernels"),
@@ -53,6 +54,7 @@ def test_good_values(tmp_path: Path) -> None:
         0,
         values["ARK_FLIGHT_DUMP"],
         True,
+        3,
         "auto",
         str(table),
         64,
@@ -84,6 +86,7 @@ BAD = [
     ("ARK_FLIGHT_RECORD", "\u0661", "from 0 to 1048576"),  # a digit, but not an ASCII one
     ("ARK_FLIGHT_RECORD", "1e3", "from 0 to 1048576"),
     ("ARK_FLIGHT_DUMP", "/no/such/folder/flight-", "its folder must exist"),
+    ("ARK_NODE", "-1", "auto, or a whole number from 0 to 1000000"),
     ("ARK_SPIN_US", "0.5", "auto, or a whole number from 0 to 1000000"),
     ("ARK_SPIN_US", "1000001", "auto, or a whole number from 0 to 1000000"),
     ("ARK_DISPATCH", "/no/such/table.json", "the path of a readable file"),
