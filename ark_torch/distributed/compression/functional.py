@@ -96,32 +96,7 @@ def _fake_dequantize(codes: Tensor, numel: Any, dtype: torch.dtype, bits: int, b
     return codes.new_empty((numel,), dtype=dtype)
 
 
-def _fake_all_reduce(
-    input: Tensor,
-    residual: Tensor | None,
-    numel: Sequence[Any],
-    bits: Sequence[int],
-    bucket: Sequence[int],
-    format: str,
-    rounding: str,
-    seed: int,
-    op: str,
-    group: str,
-) -> Tensor:
-    return torch.empty_like(input)
-
-
-def _fake_without_residual(
-    input: Tensor,
-    numel: Sequence[Any],
-    bits: Sequence[int],
-    bucket: Sequence[int],
-    format: str,
-    rounding: str,
-    seed: int,
-    op: str,
-    group: str,
-) -> Tensor:
+def _fake_all_reduce(input: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(input)
 
 
@@ -157,7 +132,7 @@ for _operator, _fake in (
     ("ark::quantize", _fake_quantize),
     ("ark::dequantize", _fake_dequantize),
     ("ark::compressed_all_reduce", _fake_all_reduce),
-    ("ark::compressed_all_reduce.without_residual", _fake_without_residual),
+    ("ark::compressed_all_reduce.without_residual", _fake_all_reduce),
     ("ark::compressed_reduce_scatter", _fake_reduce_scatter),
     ("ark::compressed_all_gather", _fake_all_gather),
 ):
