@@ -104,6 +104,30 @@ def test_what_counts_is_absolute_for_sgd_and_relative_for_adam() -> None:
     assert chosen(True) == [4, 4] and chosen(False) == [2, 6]
 
 
+def _chances(rank: Rank) -> None:
+    """Rounded by chance, the same gradients come out otherwise in each step, and right on average."""
+    rank.init()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64, bias=False)
+    ddp, _ = hooked(model, bits=4, error_feedback=False, rounding="stochastic", skip_zeros=False)
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(rank.rank))
+    came = []
+    for _ in range(24):
+        model.zero_grad()
+        ddp(x).sum().backward()
+        came.append(model.weight.grad.clone())
+    alone = nn.Linear(64, 64, bias=False)
+    alone(x).sum().backward()
+    wanted = mean(alone.weight.grad)
+    assert not torch.equal(came[0], came[1])
+    one = float((came[0] - wanted).norm())
+    assert float((torch.stack(came).mean(0) - wanted).norm()) < one / 2
+
+
+def test_chances_differ_from_step_to_step() -> None:
+    run_ranks(_chances, 2)
+
+
 def _automatic(rank: Rank) -> None:
     rank.init()
     heard = Heard()
