@@ -13,8 +13,13 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   stubs.push_back({"relay", relay_stub()});
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const bool wide : {false, true})
-      stubs.push_back(
-          {std::string("compressed_") + name_of(dtype) + (wide ? "_wide" : ""), compressed_stub(dtype, wide)});
+      for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {
+        const bool fp8 = bits > quantize::kMostBits;
+        const std::string name = std::string("compressed_") + name_of(dtype) + (wide ? "_wide_" : "_");
+        stubs.push_back({name + (fp8 ? "fp8" : std::to_string(bits)),
+                         compressed_stub({dtype, fp8 ? quantize::Format::fp8 : quantize::Format::uniform,
+                                          fp8 ? quantize::kMostBits : bits, wide})});
+      }
   for (Stub& stub : every_fused_stub()) stubs.push_back(std::move(stub));
   const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};
   for (const int size : sizes) {

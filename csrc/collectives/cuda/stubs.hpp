@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "collectives/dtype.hpp"
+#include "protocol/quantize.hpp"
 
 namespace ark {
 
@@ -23,9 +24,15 @@ std::string bulk_stub(RuleKind rule, int ranks, int rank);
 std::string move_stub();
 // Entry "relay".
 std::string relay_stub();
-// Entries "compressed_encode", "compressed_reduce", "compressed_sum" and "compressed_decode"; bf16, f16 or f32. Wide:
-// buckets that take a block, not a warp.
-std::string compressed_stub(DType dtype, bool wide);
+// Entries "compressed_encode", "compressed_reduce" and "compressed_sum" for elements of bf16, f16 or f32, and codes of
+// so many bits (0: exact). Wide: buckets that take a block, not a warp.
+struct CompressedKind {
+  DType dtype;
+  quantize::Format format;
+  uint32_t bits;
+  bool wide;
+};
+std::string compressed_stub(const CompressedKind& kind);
 
 struct Stub {
   std::string name;   // "probe"
