@@ -157,6 +157,12 @@ at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, Process
   const size_t rank = static_cast<size_t>(group.getRank());
   const at::Tensor* const residual = call.residual ? &*call.residual : nullptr;
   const std::vector<Part> parts = compressed::cut(ready.segments, ready.coding.element_bytes, group.getSize());
+  if (cuda && group.getSize() > 1) {
+    const FusedCall fused{
+        name_of(Collective::all_reduce),         ready.coding, parts, call.input, residual, call.op == "avg",
+        static_cast<uint64_t>(fingerprint(call))};
+    if (auto out = all_reduce_fused(fused, group)) return *out;
+  }
   at::Tensor codes = quantised(ready.coding, parts, call.input, residual);
   at::Tensor received = exchanged(group, parts, codes);
   // Parts differ in bytes; an all_gather's pieces do not.

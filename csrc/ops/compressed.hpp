@@ -83,6 +83,20 @@ void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& part
 void reduce_part_cuda(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
 void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, at::Tensor& output);
 
+// An all-reduce whose kernels store records where peers need them, in memory that all ranks of the node have mapped
+// (collectives/cuda/tile_memory.hpp). None, alike on all ranks: ark does not carry the group's CUDA tensors, or there
+// is no such memory.
+struct FusedCall {
+  const char* name;
+  const Coding& coding;
+  const std::vector<compressed::Part>& parts;
+  const at::Tensor& input;
+  const at::Tensor* residual;
+  bool average;
+  uint64_t fingerprint;
+};
+std::optional<at::Tensor> all_reduce_fused(const FusedCall& call, ProcessGroupArk& group);
+
 // Checks of what compressed.cpp is given (compressed_checks.cpp); they throw Error.
 void check_settings(const CallSite& site, const QuantizerSettings& settings);
 Coding coding_of(const CallSite& site, const QuantizerSettings& settings, at::ScalarType type, const char* argument);

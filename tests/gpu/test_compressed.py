@@ -138,6 +138,23 @@ def test_collectives() -> None:
     run(_collectives)
 
 
+def _rounds(rank: Rank) -> None:
+    """More than the memory that ranks share for it: round by round, the same bits and owners."""
+    device = start(rank)
+    group = dist.group.WORLD.group_name
+    layout = [(34_000_001, 8, 512), (5000, 0, 128), (100_000, 3, 4096)]
+    count = sum(segment[0] for segment in layout)
+    arguments = (*_lists(layout), "uniform", "stochastic", 3, "avg", group)
+    x, owed = _drawn(count, torch.bfloat16, rank.rank), _drawn(count, torch.float32, 5 + rank.rank) / 9
+    there = _with_residual("compressed_all_reduce", x.to(device), owed.to(device), *arguments)
+    for got, expected in zip(there, _with_residual("compressed_all_reduce", x, owed, *arguments), strict=True):
+        same(got, expected, "rounds")
+
+
+def test_round_by_round() -> None:
+    run(_rounds)
+
+
 def _every_rank_has_the_same(rank: Rank) -> None:
     device = start(rank)
     x = torch.randn(1_000_003, device=device, dtype=torch.bfloat16)

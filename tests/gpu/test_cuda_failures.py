@@ -53,6 +53,7 @@ def _loop(rank: Rank, how: str, count: int) -> float:
 def _fused(rank: Rank, operator: str) -> float:
     """The same within an operator whose computation and communication are one kernel."""
     from ark_torch import ops
+    from ark_torch.distributed import compressed_all_reduce
 
     device = start(rank, timeout=120)
     count = 4096
@@ -69,6 +70,7 @@ def _fused(rank: Rank, operator: str) -> float:
         "embedding": lambda: ops.embedding_bag_all_to_all([w], [indices], [offsets], tables_per_rank=[1] * world),
         "matmul": lambda: ops.matmul_all_reduce(x, w),
         "moe": lambda: ops.moe_layer(x, ids, scores, w1, w2),
+        "compressed": lambda: compressed_all_reduce(x, bits=4),
     }
     calls[operator]()
     torch.cuda.synchronize()
@@ -82,7 +84,7 @@ def _fused(rank: Rank, operator: str) -> float:
     return go_on_without_the_last(rank, device, count)
 
 
-@pytest.mark.parametrize("operator", ["embedding", "matmul", "moe"])
+@pytest.mark.parametrize("operator", ["embedding", "matmul", "moe", "compressed"])
 def test_killed_in_a_fused_operator(operator: str) -> None:
     victim = WORLD - 1
     with Job(_fused, WORLD, operator, env=ENV) as job:

@@ -6,6 +6,9 @@
 // protocol/quantize.hpp's, in PTX whose rounding is spelled out (cuda/formats.cuh), so a result does not depend on the
 // threads that make it.
 //
+// Records go to places of this GPU or of peers (fused/tiles.cuh): encode stores each bucket's where its owner adds
+// them, reduce stores the sums' on every rank.
+//
 // A launch has up to kMostPieces runs of buckets of one width, told in its parameters: nothing is copied to the device
 // before, and a captured launch keeps them. A team takes `run` neighbouring buckets and reads the next one's elements
 // before it codes this one's. Memory order: kernels follow one another on a stream; no thread waits for another but at
@@ -26,6 +29,7 @@ struct Team {
   uint32 thread, threads;
   uint64 element, at;
   uint32 numel, number;
+  int rank;
 
   __device__ __forceinline__ uint32 group(int held) const { return thread + held * threads; }
   __device__ __forceinline__ uint32 count(int held) const {  // elements of the group
@@ -59,8 +63,38 @@ __device__ __forceinline__ Team team_of(const CodeParams& p, uint64 bucket, uint
   team.at = piece.at + i * quantize::record_bytes(piece.bucket, kBits, element_bytes);
   team.numel = left < piece.bucket ? static_cast<uint32>(left) : piece.bucket;
   team.number = piece.number + static_cast<uint32>(i);
+  team.rank = p.piece[low].rank;
   return team;
 }
+
+// Where records go: a rank's place, or every rank's, `offset` bytes in.
+class Records {
+ public:
+  // Every thread calls it. False, for the whole block: time to leave.
+  static __device__ __forceinline__ bool find(TileExchange& exchange, const TileLinks& links, char** places) {
+    const int rank = static_cast<int>(threadIdx.x);
+    bool well = true;
+    if (rank < links.ranks) {
+      places[rank] = exchange.place_of(rank);
+      well = places[rank] != nullptr;
+    }
+    return __syncthreads_and(well) != 0;
+  }
+
+  __device__ __forceinline__ Records(char* const* places, const TileLinks& links, int rank, uint64 offset)
+      : places_(places),
+        offset_(offset),
+        from_(rank == kEveryRank ? 0 : rank),
+        to_(rank == kEveryRank ? links.ranks : rank + 1) {}
+  __device__ __forceinline__ int from() const { return from_; }
+  __device__ __forceinline__ int to() const { return to_; }
+  __device__ __forceinline__ char* of(int rank) const { return places_[rank] + offset_; }
+
+ private:
+  char* const* places_;
+  uint64 offset_;
+  int from_, to_;
+};
 
 __device__ __forceinline__ bool at_16(const void* pointer) {
   return reinterpret_cast<uint64>(pointer) % 16 == 0;
@@ -157,30 +191,34 @@ __device__ __forceinline__ quantize::Scale scale_of(const Range& range) {
 
 template <bool kWide, quantize::Format kFormat, int kBits, bool kLost>
 __device__ __forceinline__ void write_record(const Team& team, const quantize::Rule& rule, const Range& range,
-                                             char* record, float (*x)[kGroup]) {
+                                             const Records& records, float (*x)[kGroup]) {
   using Code = Coder<kFormat, kBits>;
   const quantize::Scale scale = scale_of<kWide, Code>(range);
   const bool finite = scale.base == scale.base;
-  char* const codes = record + quantize::kHeadBytes;
-  if (team.thread == 0) {
-    *reinterpret_cast<float2*>(record) = make_float2(scale.base, scale.step);
-    const uint32 used = (team.numel + 7) / 8 * kBits;
-    for (uint32 i = used; i < static_cast<uint32>(quantize::code_bytes(team.numel, kBits)); ++i) codes[i] = 0;
-  }
+  uint64 word[kHeld];
   ARK_UNROLL for (int h = 0; h < kHeld; ++h) {
     const uint32 count = team.count(h);
-    uint64 word = 0;
-    if (!finite) {
-      if constexpr (kLost) {
-        ARK_UNROLL for (int j = 0; j < kGroup; ++j) x[h][j] = 0.0f;
-      }
-    } else if (rule.rounding == quantize::Rounding::stochastic) {
-      word = Code::template encode<true, kLost>(x[h], scale, quantize::random_of(rule, team.number, team.group(h)));
-    } else {
-      word = Code::template encode<false, kLost>(x[h], scale, quantize::Random{});
+    word[h] = 0;
+    const bool coded = finite || Code::kCodesNaN;
+    if (coded && rule.rounding == quantize::Rounding::stochastic)
+      word[h] = Code::template encode<true, kLost>(x[h], scale, quantize::random_of(rule, team.number, team.group(h)));
+    else if (coded)
+      word[h] = Code::template encode<false, kLost>(x[h], scale, quantize::Random{});
+    if (kLost && !finite) {
+      ARK_UNROLL for (int j = 0; j < kGroup; ++j) x[h][j] = 0.0f;
     }
-    if (count < kGroup) word &= (uint64{1} << (count * kBits)) - 1;
-    if (count != 0) store_word<kBits>(codes + team.group(h) * kBits, word);
+    if (count < kGroup) word[h] &= (uint64{1} << (count * kBits)) - 1;
+  }
+  ARK_ROLLED for (int r = records.from(); r < records.to(); ++r) {
+    char* const record = records.of(r);
+    char* const codes = record + quantize::kHeadBytes;
+    if (team.thread == 0) {
+      *reinterpret_cast<float2*>(record) = make_float2(scale.base, scale.step);
+      const uint32 used = (team.numel + 7) / 8 * kBits;
+      for (uint32 i = used; i < static_cast<uint32>(quantize::code_bytes(team.numel, kBits)); ++i) codes[i] = 0;
+    }
+    ARK_UNROLL for (int h = 0; h < kHeld; ++h) if (team.count(h) != 0)
+        store_word<kBits>(codes + team.group(h) * kBits, word[h]);
   }
 }
 
@@ -206,25 +244,28 @@ __device__ __forceinline__ void subtract_rounded(float (*x)[kGroup]) {
 }
 
 template <class Format>
-__device__ __forceinline__ void write_exact(const Team& team, char* record, const float (*x)[kGroup]) {
+__device__ __forceinline__ void write_exact(const Team& team, const Records& records, const float (*x)[kGroup]) {
   constexpr uint32 kBytes = Elements<Format>::kBytes;
-  store_elements<Format>(team, record, 0, x);
-  if (team.thread == 0)
-    for (uint64 i = team.numel * kBytes; i < quantize::record_bytes(team.numel, 0, kBytes); ++i) record[i] = 0;
+  ARK_ROLLED for (int r = records.from(); r < records.to(); ++r) {
+    char* const record = records.of(r);
+    store_elements<Format>(team, record, 0, x);
+    if (team.thread == 0)
+      for (uint64 i = team.numel * kBytes; i < quantize::record_bytes(team.numel, 0, kBytes); ++i) record[i] = 0;
+  }
 }
 
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
-__device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& team, const Held<Format>& held) {
-  char* const record = static_cast<char*>(p.codes) + team.at;
+__device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& team, const Records& records,
+                                              const Held<Format>& held) {
   float x[kHeld][kGroup];
   held.decode(x);
   if constexpr (!kFed) {
     if constexpr (kBits == 0)
-      write_exact<Format>(team, record, x);
+      write_exact<Format>(team, records, x);
     else if constexpr (Pairs<Format>::kKnown)
-      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(held), record, x);
+      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(held), records, x);
     else
-      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(x), record, x);
+      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(x), records, x);
     return;
   }
   Held<Float32> owed;
@@ -236,10 +277,10 @@ __device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& t
     x[h][j] = add(x[h][j], more[h][j]);
   }
   if constexpr (kBits == 0) {
-    write_exact<Format>(team, record, x);
+    write_exact<Format>(team, records, x);
     subtract_rounded<Format>(x);
   } else {
-    write_record<kWide, kFormat, kBits, true>(team, p.rule, range_of(x), record, x);
+    write_record<kWide, kFormat, kBits, true>(team, p.rule, range_of(x), records, x);
   }
   store_elements<Float32>(team, p.residual, team.element, x);
 }
@@ -248,24 +289,30 @@ template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kF
 __device__ __forceinline__ void compressed_encode(const CodeParams& p) {
   begin_kernel();
   constexpr uint32 kBytes = Elements<Format>::kBytes;
+  TileExchange exchange(p.links, p.blocks);
+  __shared__ char* places[kMaxRanks];
   uint64 bucket, end;
   find_run<kWide>(p, bucket, end);
-  if (bucket >= end) return;
-  Team team = team_of<kWide, kBits>(p, bucket, kBytes);
+  bool more = bucket < end;
+  Team team{};
   Held<Format> held;
-  held.load(team, p.input);
-  ARK_ROLLED for (;;) {
-    const bool more = ++bucket < end;
+  if (more) {
+    team = team_of<kWide, kBits>(p, bucket, kBytes);
+    held.load(team, p.input);
+  }
+  if (!Records::find(exchange, p.links, places)) more = false;
+  ARK_ROLLED while (more) {
+    more = ++bucket < end;
     Team next;
     Held<Format> ahead;
     if (more) {
       next = team_of<kWide, kBits>(p, bucket, kBytes);
       ahead.load(next, p.input);
     }
-    encode_bucket<Format, kFormat, kBits, kWide, kFed>(p, team, held);
-    if (!more) return;
+    encode_bucket<Format, kFormat, kBits, kWide, kFed>(p, team, Records(places, p.links, team.rank, team.at), held);
     team = next, held = ahead;
   }
+  exchange.finish();
 }
 
 // Adds the team's elements of a record to x.
@@ -309,16 +356,15 @@ __device__ __forceinline__ void add_ranks(const CodeParams& p, const Team& team,
 }
 
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
-__device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& team) {
+__device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& team, const Records& records) {
   float x[kHeld][kGroup];
   add_ranks<Format, kFormat, kBits>(p, team, p.input, x);
-  char* const record = static_cast<char*>(p.codes) + team.at;
   if constexpr (kBits == 0) {
-    store_elements<Format>(team, record, 0, x);
+    write_exact<Format>(team, records, x);
     return;
   } else {
     fill_behind<kWide>(team, x);
-    write_record<kWide, kFormat, kBits, kFed>(team, p.rule, range_of(x), record, x);
+    write_record<kWide, kFormat, kBits, kFed>(team, p.rule, range_of(x), records, x);
   }
   if constexpr (kFed) {
     const float weight = p.average ? static_cast<float>(p.ranks) : 1.0f;
@@ -335,10 +381,17 @@ __device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& t
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
 __device__ __forceinline__ void compressed_reduce(const CodeParams& p) {
   begin_kernel();
+  TileExchange exchange(p.links, p.blocks);
+  __shared__ char* places[kMaxRanks];
   uint64 bucket, end;
   find_run<kWide>(p, bucket, end);
-  ARK_ROLLED for (; bucket < end; ++bucket) reduce_bucket<Format, kFormat, kBits, kWide, kFed>(
-      p, team_of<kWide, kBits>(p, bucket, Elements<Format>::kBytes));
+  if (!Records::find(exchange, p.links, places)) end = 0;
+  ARK_ROLLED for (; bucket < end; ++bucket) {
+    const Team team = team_of<kWide, kBits>(p, bucket, Elements<Format>::kBytes);
+    reduce_bucket<Format, kFormat, kBits, kWide, kFed>(p, team,
+                                                       Records(places, p.links, team.rank, p.records + team.at));
+  }
+  exchange.finish();
 }
 
 // Records of all ranks to elements, the part's first one first.

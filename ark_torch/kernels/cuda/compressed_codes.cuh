@@ -8,6 +8,7 @@
 // integers and floats, a quarter as fast as additions, are done on mantissas. Each such form gives the exact number.
 #pragma once
 
+#include "cuda/fused/tiles.cuh"
 #include "cuda/reduce.cuh"
 #include "protocol/quantize.hpp"
 
@@ -17,22 +18,27 @@ inline constexpr int kCodeThreads = 256;
 inline constexpr uint32 kWarpBucket = 512;  // elements that a warp takes
 inline constexpr int kMostPieces = 64;      // of one launch
 
+inline constexpr int kEveryRank = -1;
+
 struct CodePiece {
   quantize::Piece piece;
   uint64 first;  // buckets of this launch before it
+  int rank;      // whose place takes its records, or kEveryRank
 };
 
 struct CodeParams {
-  const void* input;     // encode: elements; reduce: records of all ranks, one rank's part behind the other
+  TileLinks links;       // encode, reduce: where records go
+  const void* input;     // encode: elements; else records of all ranks, one rank's part behind the other
   float* residual;       // null: none
-  void* codes;           // encode, reduce: written; decode: read
-  void* output;          // decode, sum: elements
+  void* output;          // sum: elements
+  uint64 records;        // reduce: where this rank's begin in a place
   uint64 rank_bytes;     // reduce, sum: from one rank's records to the next's
   uint64 first_element;  // sum: of the part
   quantize::Rule rule;
   uint32 ranks, pieces;
   uint64 buckets;  // of this launch
   uint32 run;      // buckets that a team takes, one after the other
+  uint32 blocks;   // of all launches that fill these places
   bool average;
   CodePiece piece[kMostPieces];
 };
@@ -182,6 +188,7 @@ struct Coder<quantize::Format::uniform, kBits> {
   static constexpr uint32 kMask = (1u << kBits) - 1;
   static constexpr int kPer = kBits <= 4 ? 8 : 4;  // codes of 32 bits
   static constexpr float kWhole = 8388608.0f;      // 2^23: the last bit of a number from it on weighs 1
+  static constexpr bool kCodesNaN = false;         // codes of a bucket that is not finite are zeros
 
   static __device__ __forceinline__ quantize::Scale scale(float low, float high) {
     return quantize::uniform_scale(low, high, kBits);
@@ -241,6 +248,8 @@ struct Coder<quantize::Format::uniform, kBits> {
 
 template <>
 struct Coder<quantize::Format::fp8, 8> {
+  static constexpr bool kCodesNaN = true;
+
   static __device__ __forceinline__ quantize::Scale scale(float low, float high) {
     const float below = bits_as<float>(bits_as<uint32>(low) & 0x7fffffff);
     const float above = bits_as<float>(bits_as<uint32>(high) & 0x7fffffff);

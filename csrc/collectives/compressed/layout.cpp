@@ -63,4 +63,20 @@ std::vector<Part> shares_of(const std::vector<Segment>& segments, uint32_t eleme
   return made;
 }
 
+Part slice(const Part& part, uint32_t element_bytes, uint64_t from, uint64_t to) {
+  Part made;
+  uint64_t first = 0;  // of the piece
+  for (const Piece& piece : part.pieces) {
+    const uint64_t count = quantize::buckets_of(piece);
+    const uint64_t begin = std::max(from, first) - first, end = std::min(to, first + count) - std::min(to, first);
+    if (begin < end) {
+      const uint64_t element = begin * piece.bucket, numel = std::min(end * piece.bucket, piece.numel) - element;
+      append(made, {numel, piece.bits, piece.bucket}, piece.element + element, numel, piece.number + begin,
+             element_bytes);
+    }
+    first += count;
+  }
+  return made;
+}
+
 }  // namespace ark::compressed

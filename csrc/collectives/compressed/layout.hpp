@@ -31,6 +31,9 @@ std::vector<Part> cut(const std::vector<Segment>& segments, uint32_t element_byt
 // The same segments once for every share, one behind another.
 std::vector<Part> shares_of(const std::vector<Segment>& segments, uint32_t element_bytes, int shares);
 
+// Buckets [from, to) of a part, whose records begin at 0.
+Part slice(const Part& part, uint32_t element_bytes, uint64_t from, uint64_t to);
+
 // One bucket of a piece.
 struct Bucket {
   const quantize::Piece* piece;

@@ -38,7 +38,8 @@ class TileMemory {
   // Collective, where `bytes` (alike on all ranks) are more than ever before; else does nothing. False, and `why`,
   // alike on all ranks: a device has no room. Error(invalid_argument) under capture where there is something to do.
   bool reserve(CudaCommunicator& communicator, uint64_t bytes, bool capturing, std::string& why);
-  // Of the size that was reserved. It is used by one operation at a time, in the order of the group's.
+  uint64_t bytes() const { return bytes_; }  // that are reserved
+  // Of that size. It is used by one operation at a time, in the order of the group's.
   Place staging() const;
   // For the life of a captured graph; none: they are all taken.
   std::optional<Place> take();

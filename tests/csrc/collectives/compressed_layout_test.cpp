@@ -76,6 +76,36 @@ TEST(CompressedLayout, PartsAreWholeBucketsOfAboutAsManyBytes) {
   }
 }
 
+TEST(CompressedLayout, SlicesOfAPartAreItsBucketsInOrder) {
+  for (const Part& part : cut({{10'001, 4, 512}, {300, 0, 128}, {0, 2, 128}, {5000, 7, 4096}, {3, 1, 128}}, 2, 3)) {
+    for (const uint64_t count : {1, 2, 3, 7, 40}) {
+      std::vector<Bucket> whole, sliced;
+      uint64_t bytes = 0;
+      for_buckets(part, 2, 0, part.buckets, [&](const Bucket& bucket) { whole.push_back(bucket); });
+      for (uint64_t i = 0; i < count; ++i) {
+        const uint64_t from = part.buckets * i / count, to = part.buckets * (i + 1) / count;
+        const Part made = slice(part, 2, from, to);
+        EXPECT_EQ(made.buckets, to - from);
+        uint64_t at = 0;
+        for_buckets(made, 2, 0, made.buckets, [&](const Bucket& bucket) {
+          EXPECT_EQ(bucket.at, at);
+          at += quantize::record_bytes(bucket.numel, bucket.piece->bits, 2);
+          sliced.push_back({nullptr, bucket.element, bytes + bucket.at, bucket.numel, bucket.number});
+        });
+        EXPECT_EQ(made.bytes, at);
+        bytes += at;
+      }
+      ASSERT_EQ(sliced.size(), whole.size());
+      for (size_t i = 0; i < whole.size(); ++i) {
+        EXPECT_EQ(sliced[i].element, whole[i].element);
+        EXPECT_EQ(sliced[i].at, whole[i].at);
+        EXPECT_EQ(sliced[i].numel, whole[i].numel);
+        EXPECT_EQ(sliced[i].number, whole[i].number);
+      }
+    }
+  }
+}
+
 TEST(CompressedLayout, MoreRanksThanBucketsLeavesSomeWithNothing) {
   const std::vector<Part> parts = cut({{600, 4, 512}}, 4, 5);
   uint64_t buckets = 0, empty = 0;

@@ -103,9 +103,10 @@ static __device__ __noinline__ void refuse_index(TileReport* report, TileReport:
 
 class TileExchange {
  public:
-  // Every thread calls it first, behind begin_kernel().
-  __device__ __forceinline__ explicit TileExchange(const TileLinks& links)
-      : links_(links), patience_{links.status, links.limit_ns} {
+  // Every thread calls it first, behind begin_kernel(). `blocks`: of all launches of this epoch, if it takes several;
+  // they follow one another, and the last block of the last one ends it.
+  __device__ __forceinline__ explicit TileExchange(const TileLinks& links, uint32 blocks = 0)
+      : links_(links), patience_{links.status, links.limit_ns}, blocks_(blocks != 0 ? blocks : gridDim.x) {
     if (is_local()) return;
     const TileControl* const own = links.control[links.rank];
     epoch_ = *const_cast<const volatile uint64*>(&own->epoch) + 1;
@@ -207,7 +208,7 @@ class TileExchange {
     if (threadIdx.x == 0) {
       uint64 count;
       asm volatile("atom.add.acq_rel.sys.global.u64 %0, [%1], 1;" : "=l"(count) : "l"(&own->arrived) : "memory");
-      is_last = count + 1 - before_ == gridDim.x ? 1 : 0;
+      is_last = count + 1 - before_ == blocks_ ? 1 : 0;
       if (is_last != 0) own->epoch = epoch_, own->arrived_before = count + 1;
     }
     __syncthreads();
@@ -237,6 +238,7 @@ class TileExchange {
 
   const TileLinks& links_;
   Patience patience_;
+  uint32 blocks_;
   uint64 epoch_ = 0, before_ = 0;
   int other_ = -1;  // whose layout is another
 };
