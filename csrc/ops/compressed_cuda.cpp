@@ -211,6 +211,7 @@ std::optional<at::Tensor> all_reduce_fused(const FusedCall& call, ProcessGroupAr
   const std::vector<Round> rounds = rounds_of(call.parts, coding.element_bytes);
   uint64_t bytes = 0;
   for (const Round& round : rounds) bytes = std::max(bytes, 2 * round.half());
+  if (bytes == 0) return std::nullopt;  // nothing to send
   at::Tensor out = at::empty_like(call.input);
   bool launched = false;
   const auto launch = [&](CudaCommunicator& communicator, const Operation& operation) {

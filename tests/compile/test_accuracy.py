@@ -58,3 +58,18 @@ def test_no_less_exact_than_inductor(dtype: torch.dtype, compiled: Any) -> None:
     for case, got, right in zip(cases, results, wanted, strict=True):
         found = accuracy.figures(case, got, right)
         assert accuracy.nearness(found, recorded[case.name]) <= 1, (case.name, found, recorded[case.name])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_returned_is_rounded_for_its_other_readers(dtype: torch.dtype, compiled: Any) -> None:
+    def f(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * a
+        return y, (y - b).float()
+
+    x, a = (torch.randn(64, 100, generator=torch.Generator().manual_seed(s)).to(dtype) for s in range(2))
+    call, report = compiled(f, fallback=False, minimum=1)
+    y, left = call(x, a, x * a)
+    assert len(report.regions) == 1
+    assert torch.equal(y, x * a)
+    assert not left.any(), left.abs().max()

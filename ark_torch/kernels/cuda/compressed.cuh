@@ -41,59 +41,115 @@ struct Team {
 
 // The buckets of this thread's team.
 template <bool kWide>
-__device__ __forceinline__ void find_run(const CodeParams& p, uint64& begin, uint64& end) {
-  const uint64 team = kWide ? blockIdx.x : uint64{blockIdx.x} * (kCodeThreads / 32) + threadIdx.x / 32;
+__device__ __forceinline__ void find_run(const CodeParams& p, uint32& begin, uint32& end) {
+  const uint32 team = kWide ? blockIdx.x : blockIdx.x * (kCodeThreads / 32) + threadIdx.x / 32;
   begin = team * p.run;
   end = begin + p.run < p.buckets ? begin + p.run : p.buckets;
 }
 
 template <bool kWide, int kBits>
-__device__ __forceinline__ Team team_of(const CodeParams& p, uint64 bucket, uint32 element_bytes) {
+__device__ __forceinline__ Team team_of(const CodeParams& p, uint32 bucket, uint32 element_bytes) {
   uint32 low = 0, high = p.pieces;  // the last piece that begins at or before it
   while (high - low > 1) {
     const uint32 middle = (low + high) / 2;
     (p.piece[middle].first <= bucket ? low : high) = middle;
   }
   const quantize::Piece& piece = p.piece[low].piece;
-  const uint64 i = bucket - p.piece[low].first, begin = i * piece.bucket, left = piece.numel - begin;
+  const uint32 i = bucket - p.piece[low].first;
+  const uint64 begin = uint64{i} * piece.bucket, left = piece.numel - begin;
   Team team;
   team.thread = kWide ? threadIdx.x : threadIdx.x % 32;
   team.threads = kWide ? kCodeThreads : 32;
   team.element = piece.element + begin;
-  team.at = piece.at + i * quantize::record_bytes(piece.bucket, kBits, element_bytes);
+  team.at = piece.at + uint64{i} * static_cast<uint32>(quantize::record_bytes(piece.bucket, kBits, element_bytes));
   team.numel = left < piece.bucket ? static_cast<uint32>(left) : piece.bucket;
-  team.number = piece.number + static_cast<uint32>(i);
+  team.number = piece.number + i;
   team.rank = p.piece[low].rank;
   return team;
 }
 
-// Where records go: a rank's place, or every rank's, `offset` bytes in.
-class Records {
+// A team's records, put together in shared memory and sent as wide stores: one behind another, records begin at
+// multiples of 8 bytes, and stores that cross lines cost a link twice the requests.
+template <bool kWide, uint32 kBits>
+class Outbox {
+  static constexpr uint32 kRecord = quantize::kHeadBytes + (kWide ? quantize::kMostBucket : kWarpBucket) / 8 * kBits;
+  static constexpr uint32 kRoom = kWide ? kRecord : 4 * kRecord;
+  static constexpr int kThreads = kWide ? kCodeThreads : 32;
+
  public:
-  // Every thread calls it. False, for the whole block: time to leave.
-  static __device__ __forceinline__ bool find(TileExchange& exchange, const TileLinks& links, char** places) {
+  // Every thread of the block calls it. `records`: where this rank's begin in a place.
+  __device__ __forceinline__ Outbox(const TileLinks& links, uint32 blocks, uint64 records)
+      : ranks_(links.ranks), records_(records) {
+    TileExchange exchange(links, blocks);
     const int rank = static_cast<int>(threadIdx.x);
     bool well = true;
-    if (rank < links.ranks) {
-      places[rank] = exchange.place_of(rank);
-      well = places[rank] != nullptr;
+    if (rank < ranks_) {
+      shared().places[rank] = exchange.place_of(rank);
+      well = shared().places[rank] != nullptr;
+      exchange.refuse_other();
     }
-    return __syncthreads_and(well) != 0;
+    well_ = __syncthreads_and(well) != 0;
+  }
+  __device__ __forceinline__ bool well() const { return well_; }  // false, for the whole block: time to leave
+
+  // Where the team writes its next record.
+  __device__ __forceinline__ char* next(const Team& team, uint32 bytes) {
+    const uint64 at = records_ + team.at;
+    if (filled_ != 0 && (team.rank != rank_ || at != offset_ + filled_ || filled_ + bytes > kRoom)) send();
+    if (filled_ == 0) offset_ = at, rank_ = team.rank;
+    char* const record = buffer() + offset_ % 16 + filled_;
+    filled_ += bytes;
+    return record;
+  }
+  // A record that stands in memory as it is sent.
+  template <class Store>
+  __device__ __forceinline__ void store(const Team& team, const Store& store) {
+    ARK_ROLLED for (int r = from(team.rank); r < to(team.rank); ++r) store(shared().places[r] + records_ + team.at);
   }
 
-  __device__ __forceinline__ Records(char* const* places, const TileLinks& links, int rank, uint64 offset)
-      : places_(places),
-        offset_(offset),
-        from_(rank == kEveryRank ? 0 : rank),
-        to_(rank == kEveryRank ? links.ranks : rank + 1) {}
-  __device__ __forceinline__ int from() const { return from_; }
-  __device__ __forceinline__ int to() const { return to_; }
-  __device__ __forceinline__ char* of(int rank) const { return places_[rank] + offset_; }
+  __device__ __forceinline__ void send() {
+    if (filled_ == 0) return;
+    sync();
+    const uint32 begin = static_cast<uint32>(offset_ % 16), end = begin + filled_;
+    const char* const from_here = buffer();
+    ARK_ROLLED for (int r = from(rank_); r < to(rank_); ++r) {
+      char* const there = shared().places[r] + (offset_ - begin);
+      for (uint32 i = threadIdx.x % kThreads * 16; i < end; i += kThreads * 16) {
+        if (i >= begin && i + 16 <= end)
+          *reinterpret_cast<uint4*>(there + i) = *reinterpret_cast<const uint4*>(from_here + i);
+        else if (i >= begin)
+          *reinterpret_cast<uint64*>(there + i) = *reinterpret_cast<const uint64*>(from_here + i);
+        else if (i + 16 <= end)
+          *reinterpret_cast<uint64*>(there + i + 8) = *reinterpret_cast<const uint64*>(from_here + i + 8);
+      }
+    }
+    sync();
+    filled_ = 0;
+  }
 
  private:
-  char* const* places_;
-  uint64 offset_;
-  int from_, to_;
+  struct Shared {
+    alignas(16) char buffer[kCodeThreads / kThreads][kBits == 0 ? 16 : kRoom + 16];
+    char* places[kMaxRanks];
+  };
+  static __device__ __forceinline__ Shared& shared() {
+    __shared__ Shared all;
+    return all;
+  }
+  static __device__ __forceinline__ char* buffer() { return shared().buffer[threadIdx.x / kThreads]; }
+  static __device__ __forceinline__ void sync() {
+    if constexpr (kWide)
+      __syncthreads();
+    else
+      __syncwarp();
+  }
+  __device__ __forceinline__ int from(int rank) const { return rank == kEveryRank ? 0 : rank; }
+  __device__ __forceinline__ int to(int rank) const { return rank == kEveryRank ? ranks_ : rank + 1; }
+
+  int ranks_, rank_ = 0;
+  bool well_ = false;
+  uint64 records_, offset_ = 0;  // of the first record in the buffer
+  uint32 filled_ = 0;
 };
 
 __device__ __forceinline__ bool at_16(const void* pointer) {
@@ -191,34 +247,30 @@ __device__ __forceinline__ quantize::Scale scale_of(const Range& range) {
 
 template <bool kWide, quantize::Format kFormat, int kBits, bool kLost>
 __device__ __forceinline__ void write_record(const Team& team, const quantize::Rule& rule, const Range& range,
-                                             const Records& records, float (*x)[kGroup]) {
+                                             Outbox<kWide, kBits>& outbox, float (*x)[kGroup]) {
   using Code = Coder<kFormat, kBits>;
   const quantize::Scale scale = scale_of<kWide, Code>(range);
   const bool finite = scale.base == scale.base;
-  uint64 word[kHeld];
+  const uint32 bytes = static_cast<uint32>(quantize::code_bytes(team.numel, kBits));
+  char* const record = outbox.next(team, quantize::kHeadBytes + bytes);
+  char* const codes = record + quantize::kHeadBytes;
+  if (team.thread == 0) {
+    *reinterpret_cast<float2*>(record) = make_float2(scale.base, scale.step);
+    for (uint32 i = (team.numel + 7) / 8 * kBits; i < bytes; ++i) codes[i] = 0;
+  }
   ARK_UNROLL for (int h = 0; h < kHeld; ++h) {
     const uint32 count = team.count(h);
-    word[h] = 0;
     const bool coded = finite || Code::kCodesNaN;
+    uint64 word = 0;
     if (coded && rule.rounding == quantize::Rounding::stochastic)
-      word[h] = Code::template encode<true, kLost>(x[h], scale, quantize::random_of(rule, team.number, team.group(h)));
+      word = Code::template encode<true, kLost>(x[h], scale, quantize::random_of(rule, team.number, team.group(h)));
     else if (coded)
-      word[h] = Code::template encode<false, kLost>(x[h], scale, quantize::Random{});
+      word = Code::template encode<false, kLost>(x[h], scale, quantize::Random{});
     if (kLost && !finite) {
       ARK_UNROLL for (int j = 0; j < kGroup; ++j) x[h][j] = 0.0f;
     }
-    if (count < kGroup) word[h] &= (uint64{1} << (count * kBits)) - 1;
-  }
-  ARK_ROLLED for (int r = records.from(); r < records.to(); ++r) {
-    char* const record = records.of(r);
-    char* const codes = record + quantize::kHeadBytes;
-    if (team.thread == 0) {
-      *reinterpret_cast<float2*>(record) = make_float2(scale.base, scale.step);
-      const uint32 used = (team.numel + 7) / 8 * kBits;
-      for (uint32 i = used; i < static_cast<uint32>(quantize::code_bytes(team.numel, kBits)); ++i) codes[i] = 0;
-    }
-    ARK_UNROLL for (int h = 0; h < kHeld; ++h) if (team.count(h) != 0)
-        store_word<kBits>(codes + team.group(h) * kBits, word[h]);
+    if (count < kGroup) word &= (uint64{1} << (count * kBits)) - 1;
+    if (count != 0) store_word<kBits>(codes + team.group(h) * kBits, word);
   }
 }
 
@@ -244,28 +296,29 @@ __device__ __forceinline__ void subtract_rounded(float (*x)[kGroup]) {
 }
 
 template <class Format>
-__device__ __forceinline__ void write_exact(const Team& team, const Records& records, const float (*x)[kGroup]) {
-  constexpr uint32 kBytes = Elements<Format>::kBytes;
-  ARK_ROLLED for (int r = records.from(); r < records.to(); ++r) {
-    char* const record = records.of(r);
+struct StoreExact {
+  const Team& team;
+  const float (*x)[kGroup];
+  __device__ __forceinline__ void operator()(char* record) const {
+    constexpr uint32 kBytes = Elements<Format>::kBytes;
     store_elements<Format>(team, record, 0, x);
     if (team.thread == 0)
       for (uint64 i = team.numel * kBytes; i < quantize::record_bytes(team.numel, 0, kBytes); ++i) record[i] = 0;
   }
-}
+};
 
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
-__device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& team, const Records& records,
+__device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& team, Outbox<kWide, kBits>& outbox,
                                               const Held<Format>& held) {
   float x[kHeld][kGroup];
   held.decode(x);
   if constexpr (!kFed) {
     if constexpr (kBits == 0)
-      write_exact<Format>(team, records, x);
+      outbox.store(team, StoreExact<Format>{team, x});
     else if constexpr (Pairs<Format>::kKnown)
-      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(held), records, x);
+      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(held), outbox, x);
     else
-      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(x), records, x);
+      write_record<kWide, kFormat, kBits, false>(team, p.rule, range_of(x), outbox, x);
     return;
   }
   Held<Float32> owed;
@@ -277,10 +330,10 @@ __device__ __forceinline__ void encode_bucket(const CodeParams& p, const Team& t
     x[h][j] = add(x[h][j], more[h][j]);
   }
   if constexpr (kBits == 0) {
-    write_exact<Format>(team, records, x);
+    outbox.store(team, StoreExact<Format>{team, x});
     subtract_rounded<Format>(x);
   } else {
-    write_record<kWide, kFormat, kBits, true>(team, p.rule, range_of(x), records, x);
+    write_record<kWide, kFormat, kBits, true>(team, p.rule, range_of(x), outbox, x);
   }
   store_elements<Float32>(team, p.residual, team.element, x);
 }
@@ -289,9 +342,7 @@ template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kF
 __device__ __forceinline__ void compressed_encode(const CodeParams& p) {
   begin_kernel();
   constexpr uint32 kBytes = Elements<Format>::kBytes;
-  TileExchange exchange(p.links, p.blocks);
-  __shared__ char* places[kMaxRanks];
-  uint64 bucket, end;
+  uint32 bucket, end;
   find_run<kWide>(p, bucket, end);
   bool more = bucket < end;
   Team team{};
@@ -300,7 +351,8 @@ __device__ __forceinline__ void compressed_encode(const CodeParams& p) {
     team = team_of<kWide, kBits>(p, bucket, kBytes);
     held.load(team, p.input);
   }
-  if (!Records::find(exchange, p.links, places)) more = false;
+  Outbox<kWide, kBits> outbox(p.links, p.blocks, 0);
+  if (!outbox.well()) more = false;
   ARK_ROLLED while (more) {
     more = ++bucket < end;
     Team next;
@@ -309,10 +361,11 @@ __device__ __forceinline__ void compressed_encode(const CodeParams& p) {
       next = team_of<kWide, kBits>(p, bucket, kBytes);
       ahead.load(next, p.input);
     }
-    encode_bucket<Format, kFormat, kBits, kWide, kFed>(p, team, Records(places, p.links, team.rank, team.at), held);
+    encode_bucket<Format, kFormat, kBits, kWide, kFed>(p, team, outbox, held);
     team = next, held = ahead;
   }
-  exchange.finish();
+  outbox.send();
+  TileExchange(p.links, p.blocks, false).finish();
 }
 
 // Adds the team's elements of a record to x.
@@ -356,15 +409,15 @@ __device__ __forceinline__ void add_ranks(const CodeParams& p, const Team& team,
 }
 
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
-__device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& team, const Records& records) {
+__device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& team, Outbox<kWide, kBits>& outbox) {
   float x[kHeld][kGroup];
   add_ranks<Format, kFormat, kBits>(p, team, p.input, x);
   if constexpr (kBits == 0) {
-    write_exact<Format>(team, records, x);
+    outbox.store(team, StoreExact<Format>{team, x});
     return;
   } else {
     fill_behind<kWide>(team, x);
-    write_record<kWide, kFormat, kBits, kFed>(team, p.rule, range_of(x), records, x);
+    write_record<kWide, kFormat, kBits, kFed>(team, p.rule, range_of(x), outbox, x);
   }
   if constexpr (kFed) {
     const float weight = p.average ? static_cast<float>(p.ranks) : 1.0f;
@@ -381,24 +434,21 @@ __device__ __forceinline__ void reduce_bucket(const CodeParams& p, const Team& t
 template <class Format, quantize::Format kFormat, int kBits, bool kWide, bool kFed>
 __device__ __forceinline__ void compressed_reduce(const CodeParams& p) {
   begin_kernel();
-  TileExchange exchange(p.links, p.blocks);
-  __shared__ char* places[kMaxRanks];
-  uint64 bucket, end;
+  uint32 bucket, end;
   find_run<kWide>(p, bucket, end);
-  if (!Records::find(exchange, p.links, places)) end = 0;
-  ARK_ROLLED for (; bucket < end; ++bucket) {
-    const Team team = team_of<kWide, kBits>(p, bucket, Elements<Format>::kBytes);
-    reduce_bucket<Format, kFormat, kBits, kWide, kFed>(p, team,
-                                                       Records(places, p.links, team.rank, p.records + team.at));
-  }
-  exchange.finish();
+  Outbox<kWide, kBits> outbox(p.links, p.blocks, p.records);
+  if (!outbox.well()) end = 0;
+  ARK_ROLLED for (; bucket < end; ++bucket) reduce_bucket<Format, kFormat, kBits, kWide, kFed>(
+      p, team_of<kWide, kBits>(p, bucket, Elements<Format>::kBytes), outbox);
+  outbox.send();
+  TileExchange(p.links, p.blocks, false).finish();
 }
 
 // Records of all ranks to elements, the part's first one first.
 template <class Format, quantize::Format kFormat, int kBits, bool kWide>
 __device__ __forceinline__ void compressed_sum(const CodeParams& p) {
   begin_kernel();
-  uint64 bucket, end;
+  uint32 bucket, end;
   find_run<kWide>(p, bucket, end);
   ARK_ROLLED for (; bucket < end; ++bucket) {
     const Team team = team_of<kWide, kBits>(p, bucket, Elements<Format>::kBytes);

@@ -22,7 +22,7 @@ inline constexpr int kEveryRank = -1;
 
 struct CodePiece {
   quantize::Piece piece;
-  uint64 first;  // buckets of this launch before it
+  uint32 first;  // buckets of this launch before it
   int rank;      // whose place takes its records, or kEveryRank
 };
 
@@ -36,7 +36,7 @@ struct CodeParams {
   uint64 first_element;  // sum: of the part
   quantize::Rule rule;
   uint32 ranks, pieces;
-  uint64 buckets;  // of this launch
+  uint32 buckets;  // of this launch
   uint32 run;      // buckets that a team takes, one after the other
   uint32 blocks;   // of all launches that fill these places
   bool average;

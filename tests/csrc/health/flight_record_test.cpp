@@ -56,6 +56,10 @@ TEST(FlightRecord, FollowsAnOperationThroughItsStates) {
   record.failed(id, "too late");  // ended operations stay as they ended
   record.started(id);
   EXPECT_EQ(record.snapshot()[0].state, FlightState::completed);
+  const uint64_t lost = record.scheduled(entry_of(group, 2));
+  record.failed(lost, "a peer is gone");
+  record.completed(lost);
+  EXPECT_EQ(record.snapshot()[1].state, FlightState::failed);
 }
 
 TEST(FlightRecord, AnOperationMayStartAtOnce) {

@@ -104,15 +104,16 @@ static __device__ __noinline__ void refuse_index(TileReport* report, TileReport:
 class TileExchange {
  public:
   // Every thread calls it first, behind begin_kernel(). `blocks`: of all launches of this epoch, if it takes several;
-  // they follow one another, and the last block of the last one ends it.
-  __device__ __forceinline__ explicit TileExchange(const TileLinks& links, uint32 blocks = 0)
+  // they follow one another, and the last block of the last one ends it. Not `announces`: another object of the launch
+  // has; one for each end keeps no registers in between.
+  __device__ __forceinline__ explicit TileExchange(const TileLinks& links, uint32 blocks = 0, bool announces = true)
       : links_(links), patience_{links.status, links.limit_ns}, blocks_(blocks != 0 ? blocks : gridDim.x) {
     if (is_local()) return;
     const TileControl* const own = links.control[links.rank];
     epoch_ = *const_cast<const volatile uint64*>(&own->epoch) + 1;
     before_ = *const_cast<const volatile uint64*>(&own->arrived_before);
     const int peer = static_cast<int>(threadIdx.x);
-    if (blockIdx.x != 0 || peer >= links.ranks || peer == links.rank) return;
+    if (!announces || blockIdx.x != 0 || peer >= links.ranks || peer == links.rank) return;
     TileControl::Announcement* const place = &links.control[peer]->announced[links.rank];
     store_packet(&place->address, links.place[peer], epoch_);
     store_packet(&place->layout, links.layout, epoch_);
@@ -134,6 +135,11 @@ class TileExchange {
       }
       if (patience_.over_here(peer, epoch_)) return nullptr;
     }
+  }
+
+  // Ends the launch on all ranks where place_of() has met another layout; finish() and meet() do so, too.
+  __device__ __forceinline__ void refuse_other() const {
+    if (other_ >= 0) disagree(links_.report, links_.status, other_, epoch_);
   }
 
   // What this thread has stored for `peer`, and what it has seen others store, is the group of tiles `flag`.
@@ -201,7 +207,7 @@ class TileExchange {
  private:
   // Behind a block's last store; true, for the whole block: it was the last one.
   __device__ __forceinline__ bool arrive() {
-    if (other_ >= 0) disagree(links_.report, links_.status, other_, epoch_);
+    refuse_other();
     __shared__ uint32 is_last;
     TileControl* const own = links_.control[links_.rank];
     __syncthreads();
