@@ -152,17 +152,26 @@ at::Tensor quantised(const Coding& coding, const std::vector<Part>& parts, const
   return codes;
 }
 
+// By kernels that send as they quantise, where there are any.
+bool fused(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group, Collective collective,
+           const std::vector<Part>& parts, const Part* own, at::Tensor& out) {
+  if (!call.input.is_cuda() || group.getSize() == 1) return false;
+  const FusedKind kind = collective == Collective::all_reduce       ? FusedKind::all_reduce
+                         : collective == Collective::reduce_scatter ? FusedKind::reduce_scatter
+                                                                    : FusedKind::all_gather;
+  return run_fused(
+      {kind, name_of(collective), ready.coding, parts, own, call.input, call.residual ? &*call.residual : nullptr,
+       call.op == "avg", static_cast<uint64_t>(fingerprint(call))},
+      group, out);
+}
+
 at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group) {
   const bool cuda = call.input.is_cuda();
   const size_t rank = static_cast<size_t>(group.getRank());
   const at::Tensor* const residual = call.residual ? &*call.residual : nullptr;
   const std::vector<Part> parts = compressed::cut(ready.segments, ready.coding.element_bytes, group.getSize());
-  if (cuda && group.getSize() > 1) {
-    const FusedCall fused{
-        name_of(Collective::all_reduce),         ready.coding, parts, call.input, residual, call.op == "avg",
-        static_cast<uint64_t>(fingerprint(call))};
-    if (auto out = all_reduce_fused(fused, group)) return *out;
-  }
+  at::Tensor out = at::empty_like(call.input);
+  if (fused(call, ready, group, Collective::all_reduce, parts, nullptr, out)) return out;
   at::Tensor codes = quantised(ready.coding, parts, call.input, residual);
   at::Tensor received = exchanged(group, parts, codes);
   // Parts differ in bytes; an all_gather's pieces do not.
@@ -174,16 +183,16 @@ at::Tensor all_reduce(const CompressedCall& call, const Prepared& ready, Process
   const at::Tensor sums = gathered(group, own);
   std::vector<PlacedPart> all;
   for (size_t r = 0; r < parts.size(); ++r) all.push_back({&parts[r], r * most});
-  at::Tensor out = at::empty_like(call.input);
   (cuda ? decode_parts_cuda : decode_parts)(ready.coding, all, sums, out);
   return out;
 }
 
 at::Tensor reduce_scatter(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group) {
   const std::vector<Part> parts = compressed::shares_of(ready.segments, ready.coding.element_bytes, group.getSize());
+  at::Tensor out = at::empty({call.input.numel() / group.getSize()}, call.input.options());
+  if (fused(call, ready, group, Collective::reduce_scatter, parts, nullptr, out)) return out;
   at::Tensor codes = quantised(ready.coding, parts, call.input, call.residual ? &*call.residual : nullptr);
   at::Tensor received = exchanged(group, parts, codes);
-  at::Tensor out = at::empty({call.input.numel() / group.getSize()}, call.input.options());
   (call.input.is_cuda() ? reduce_part_to_elements_cuda : reduce_part_to_elements)(
       ready.coding, {&parts[static_cast<size_t>(group.getRank())], &received, group.getSize(), call.op == "avg"}, out);
   return out;
@@ -191,10 +200,11 @@ at::Tensor reduce_scatter(const CompressedCall& call, const Prepared& ready, Pro
 
 at::Tensor all_gather(const CompressedCall& call, const Prepared& ready, ProcessGroupArk& group) {
   const std::vector<Part> mine = compressed::shares_of(ready.segments, ready.coding.element_bytes, 1);
-  at::Tensor codes = quantised(ready.coding, mine, call.input, nullptr);
-  const at::Tensor received = gathered(group, codes);
   const std::vector<Part> all = compressed::shares_of(ready.segments, ready.coding.element_bytes, group.getSize());
   at::Tensor out = at::empty({call.input.numel() * group.getSize()}, call.input.options());
+  if (fused(call, ready, group, Collective::all_gather, all, &mine[0], out)) return out;
+  at::Tensor codes = quantised(ready.coding, mine, call.input, nullptr);
+  const at::Tensor received = gathered(group, codes);
   (call.input.is_cuda() ? decode_parts_cuda : decode_parts)(ready.coding, placed(all), received, out);
   return out;
 }

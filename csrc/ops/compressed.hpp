@@ -4,7 +4,8 @@
 // an all_to_all brings the records to the owners, an owner dequantises them, adds in float32 in rank order, divides for
 // an average and quantises the sum, an all_gather brings the sums to everybody. A reduce-scatter is its first half, an
 // all-gather its second. Bytes travel by the group's own exact all_to_all and all_gather, so whatever carries the group
-// carries these. Every rank gets the same bits, this rank's own part included.
+// carries these; GPUs that share memory store records where they are needed (compressed_fused.cpp). Every rank gets the
+// same bits, this rank's own part included.
 //
 // A rank's residual is added before the first quantisation; behind it stands there what that one lost and, in the part
 // that the rank owns, what the sum's lost (times the ranks for an average), so nothing is lost over time. A group of
@@ -83,19 +84,21 @@ void decode_parts_cuda(const Coding& coding, const std::vector<PlacedPart>& part
 void reduce_part_cuda(const Coding& coding, const PartSum& sum, const at::Tensor* residual, at::Tensor& codes);
 void reduce_part_to_elements_cuda(const Coding& coding, const PartSum& sum, at::Tensor& output);
 
-// An all-reduce whose kernels store records where peers need them, in memory that all ranks of the node have mapped
-// (collectives/cuda/tile_memory.hpp). None, alike on all ranks: ark does not carry the group's CUDA tensors, or there
-// is no such memory.
+// The same collectives by kernels that store records where peers need them (compressed_fused.cpp). False, alike on all
+// ranks: ark does not carry the group's CUDA tensors, or there is no memory that its ranks share.
+enum class FusedKind : uint8_t { all_reduce, reduce_scatter, all_gather };
 struct FusedCall {
+  FusedKind kind;
   const char* name;
   const Coding& coding;
   const std::vector<compressed::Part>& parts;
+  const compressed::Part* own;  // all_gather: what this rank has, in its own elements
   const at::Tensor& input;
   const at::Tensor* residual;
   bool average;
   uint64_t fingerprint;
 };
-std::optional<at::Tensor> all_reduce_fused(const FusedCall& call, ProcessGroupArk& group);
+bool run_fused(const FusedCall& call, ProcessGroupArk& group, at::Tensor& out);
 
 // Checks of what compressed.cpp is given (compressed_checks.cpp); they throw Error.
 void check_settings(const CallSite& site, const QuantizerSettings& settings);

@@ -179,6 +179,16 @@ TEST(CpuMathTest, ReductionsIgnoreLanesThatDoNotCount) {
   }
 }
 
+TEST(CpuMathTest, SmallNumbersBehindLargeOnesCount) {
+  constexpr int64_t kLarge = 4096, kAll = 1 << 20;
+  std::vector<float> row(kAll, 0.5f);
+  std::fill_n(row.begin(), kLarge, 16777216.0f);
+  Sum<Floats> sum;
+  for_columns(0, kAll, [&](int64_t c, auto lanes) { sum.add(load(row.data() + c, lanes), lanes); });
+  const double exact = kLarge * 16777216.0 + (kAll - kLarge) * 0.5;
+  EXPECT_NEAR(sum.result()[0], exact, 8192.0);  // a float's last place there; the small ones are 64 of them
+}
+
 TEST(CpuMathTest, NanIsGreatestLeastAndFirst) {
   std::vector<float> row(40, 1.0f);
   row[33] = row[21] = kNan;

@@ -1,0 +1,61 @@
+// Launches of compressed collectives' kernels (cuda/compressed.cuh).
+//
+// A launch's parameters hold the pieces of one kind (a width of codes; buckets of a warp or of a block), up to
+// kMostPieces; more pieces take more launches. Nothing is copied to the device before, so a captured launch keeps them,
+// and the host waits for nothing.
+#pragma once
+
+#include "cuda/compressed_codes.cuh"
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "jit/kernel.hpp"
+#include "ops/compressed.hpp"
+
+namespace ark::ops {
+
+inline device::CodeParams code_params(const Coding& coding) {
+  device::CodeParams params{};
+  params.rule = coding.rule;
+  params.ranks = 1;
+  return params;
+}
+inline const char* encode_entry(const at::Tensor* residual) {
+  return residual == nullptr ? "compressed_encode" : "compressed_encode_fed";
+}
+inline const char* reduce_entry(const at::Tensor* residual) {
+  return residual == nullptr ? "compressed_reduce" : "compressed_reduce_fed";
+}
+inline float* owed_of(const at::Tensor* residual) {
+  return residual == nullptr ? nullptr : static_cast<float*>(residual->data_ptr());
+}
+
+// The launches of one step. Those that fill places of several ranks are one epoch of the group's tiles.
+class CodeLaunches {
+ public:
+  // At most so many blocks of a launch that waits for peers.
+  CodeLaunches(const Coding& coding, const char* entry, c10::Device device, const device::CodeParams& params,
+               CUstream stream, uint64_t most_blocks = ~uint64_t{0})
+      : coding_(coding), entry_(entry), device_(device), params_(params), stream_(stream), most_blocks_(most_blocks) {}
+
+  // Its records begin at `begin` of the place of `rank` (or device::kEveryRank).
+  void add(const compressed::Part& part, uint64_t begin, int rank = 0);
+  void launch();
+
+ private:
+  device::CodeParams& params_of(const quantize::Piece& piece);
+  const jit::Kernel& kernel_of(const device::CodeParams& params) const;
+  unsigned cut(device::CodeParams& params, const jit::Kernel& kernel) const;
+
+  const Coding& coding_;
+  const char* entry_;
+  c10::Device device_;
+  device::CodeParams params_;
+  CUstream stream_;
+  uint64_t most_blocks_;
+  std::vector<device::CodeParams> launches_;
+};
+
+}  // namespace ark::ops
