@@ -24,6 +24,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     buffer_mb: int
     reduction: str
     share_gpu: bool
+    disable_p2p: bool
     timing: bool
     flight_record: int
     flight_dump: str

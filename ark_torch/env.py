@@ -196,6 +196,13 @@ VARIABLES = (
         "their own follow it, too. Without it such ranks are an error.",
     ),
     Variable(
+        "ARK_DISABLE_P2P",
+        "bool",
+        False,
+        "CUDA tensors go through memory of the host, as they do by themselves where GPUs do not reach each other's "
+        "memory: for machines whose peer access is slow or lies (`ark doctor --links`).",
+    ),
+    Variable(
         "ARK_CACHE",
         "folder",
         "",
@@ -268,6 +275,7 @@ class Settings:
     buffer_mb: int
     reduction: str
     share_gpu: bool
+    disable_p2p: bool
     cache: str
     costs: str
     trace: str

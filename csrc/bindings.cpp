@@ -102,7 +102,7 @@ py::str repr_of(const py::object& options) {
   py::list shown;
   shown.append(py::str("shared_memory={}").format(mode));
   for (const char* name :
-       {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "timing", "flight_record", "flight_dump"}) {
+       {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "disable_p2p", "timing", "flight_record", "flight_dump"}) {
     shown.append(py::str("{}={!r}").format(name, options.attr(name)));
   }
   for (const char* name : {"dispatch", "cuda_dispatch"}) {
@@ -245,6 +245,7 @@ PYBIND11_MODULE(_C, m) {
             self.fast_reduction = reduction == "fast";
           })
       .def_readwrite("share_gpu", &Options::share_gpu)
+      .def_readwrite("disable_p2p", &Options::disable_p2p)
       .def_readwrite("timing", &Options::timing)
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)

@@ -89,6 +89,8 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.debug = True
     if settings.share_gpu:
         options.share_gpu = True
+    if settings.disable_p2p:
+        options.disable_p2p = True
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_cuda_carrier
     options.allocate = memory.empty

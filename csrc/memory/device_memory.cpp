@@ -1,6 +1,7 @@
 // Calls of the driver behind device_memory.hpp.
 #include "memory/device_memory.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -10,12 +11,21 @@ namespace ark {
 
 namespace {
 
-CUmemAllocationProp shareable_on(int device) {
+CUmemAllocationProp shareable_on(int device, bool on_host) {
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, device};
+  if (on_host) {
+    int node = 0;
+    const CUresult known = driver().device_get_attribute(&node, CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID, device);
+    prop.location = {CU_MEM_LOCATION_TYPE_HOST_NUMA, known == CUDA_SUCCESS ? std::max(node, 0) : 0};  // -1: no NUMA
+  }
   return prop;
+}
+
+std::string place_of(int device, bool on_host) {
+  return (on_host ? "on the host, beside device " : "on device ") + std::to_string(device);
 }
 
 }  // namespace
@@ -47,19 +57,23 @@ DeviceMemory::~DeviceMemory() {
 }
 
 std::optional<DeviceMemory> DeviceMemory::try_allocate(int device, size_t bytes) {
+  return made(device, bytes, false);
+}
+
+std::optional<DeviceMemory> DeviceMemory::made(int device, size_t bytes, bool on_host) {
   const RelaxedCapture relaxed;
   const CurrentContext context(device);
-  const CUmemAllocationProp prop = shareable_on(device);
+  const CUmemAllocationProp prop = shareable_on(device, on_host);
   size_t granularity = 0;
   check(driver().mem_get_allocation_granularity(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-        "cuMemGetAllocationGranularity on device " + std::to_string(device));
+        "cuMemGetAllocationGranularity " + place_of(device, on_host));
   DeviceMemory memory;
   memory.device_ = device;
   const size_t whole = (bytes + granularity - 1) / granularity * granularity;
   const CUresult result = driver().mem_create(&memory.handle_, whole, &prop, 0);
   if (result != CUDA_SUCCESS) memory.handle_ = 0;
   if (result == CUDA_ERROR_OUT_OF_MEMORY) return std::nullopt;
-  check(result, "cuMemCreate of " + std::to_string(whole >> 20) + " MB on device " + std::to_string(device));
+  check(result, "cuMemCreate of " + std::to_string(whole >> 20) + " MB " + place_of(device, on_host));
   memory.map(whole);
   return memory;
 }
@@ -74,15 +88,30 @@ DeviceMemory DeviceMemory::allocate(int device, size_t bytes, const char* remedy
                     " failed: " + describe(CUDA_ERROR_OUT_OF_MEMORY),
                 hint);
   }
+  memory->zero();
+  return std::move(*memory);
+}
+
+DeviceMemory DeviceMemory::allocate_on_host(int device, size_t bytes) {
+  std::optional<DeviceMemory> memory = made(device, bytes, true);
+  if (!memory) {
+    ErrorContext hint;
+    hint.remedy = "Free memory of the host, or raise what the process may lock (ulimit -l).";
+    throw Error(ErrorKind::system, "no " + std::to_string(bytes >> 20) + " MB of pinned memory on the host", hint);
+  }
+  memory->zero();
+  return std::move(*memory);
+}
+
+void DeviceMemory::zero() {
   const RelaxedCapture relaxed;
-  const CurrentContext context(device);
+  const CurrentContext context(device_);
   CUstream stream = nullptr;
   check(driver().stream_create_with_priority(&stream, CU_STREAM_NON_BLOCKING, 0), "cuStreamCreateWithPriority");
-  CUresult zeroed = driver().memset_d8_async(memory->pointer_, 0, memory->bytes_, stream);
+  CUresult zeroed = driver().memset_d8_async(pointer_, 0, bytes_, stream);
   if (zeroed == CUDA_SUCCESS) zeroed = driver().stream_synchronize(stream);
   driver().stream_destroy(stream);
-  check(zeroed, "zeroing " + std::to_string(memory->bytes_ >> 20) + " MB on device " + std::to_string(device));
-  return std::move(*memory);
+  check(zeroed, "zeroing " + std::to_string(bytes_ >> 20) + " MB for device " + std::to_string(device_));
 }
 
 DeviceMemory DeviceMemory::import(int device, const UniqueFd& fd, size_t bytes) {

@@ -1,6 +1,7 @@
-// GPU memory that other processes of this node can map, from the driver's virtual memory API.
+// Memory that a GPU and those of other processes of this node can map, from the driver's virtual memory API.
 //
-// A DeviceMemory owns an address range of one device with memory behind it: its own (allocate) or a peer's (import).
+// A DeviceMemory owns an address range of one device with memory behind it: its own (allocate) or a peer's (import); or
+// pinned memory of the host, near the device (allocate_on_host), which GPUs without peer access reach, too.
 // The descriptor of an allocation is made by export_fd() and travels over a local socket; the memory lives until the
 // last process has let go of it. All functions leave the calling thread's context and any capture as they are.
 #pragma once
@@ -24,6 +25,7 @@ class DeviceMemory {
   static DeviceMemory allocate(int device, size_t bytes, const char* remedy = kFreeSome);
   // The same with any contents; nothing where the device has not enough.
   static std::optional<DeviceMemory> try_allocate(int device, size_t bytes);
+  static DeviceMemory allocate_on_host(int device, size_t bytes);  // zeroed
   // Maps a peer's allocation of exactly `bytes` for kernels of `device`.
   static DeviceMemory import(int device, const UniqueFd& fd, size_t bytes);
 
@@ -36,7 +38,9 @@ class DeviceMemory {
  private:
   static constexpr const char* kFreeSome =
       "Free memory on this device before the group's first collective on CUDA tensors.";
+  static std::optional<DeviceMemory> made(int device, size_t bytes, bool on_host);
   void map(size_t bytes);
+  void zero();
 
   int device_ = -1;
   CUdeviceptr pointer_ = 0;

@@ -27,7 +27,7 @@ void check_sizes(MemoryMeeting& meeting) {
 
 // One device a rank, and every peer's in reach. A device that this process does not see (CUDA_VISIBLE_DEVICES) is
 // tried: mapping its memory tells.
-void check_devices(MemoryMeeting& meeting, int device, bool device_each) {
+void check_devices(MemoryMeeting& meeting, int device, bool device_each, bool on_host) {
   const CUuuid own = meeting.card_of<BufferCard>(meeting.rank()).device;
   int count = 0;
   check(driver().device_get_count(&count), "cuDeviceGetCount");
@@ -41,7 +41,7 @@ void check_devices(MemoryMeeting& meeting, int device, bool device_each) {
                                "Give every rank a GPU of its own (torch.cuda.set_device(local_rank)). To try a "
                                "program of several GPUs on one, slowly: ARK_SHARE_GPU=1."});
     }
-    if (std::memcmp(&own, &theirs, sizeof own) == 0) continue;
+    if (on_host || std::memcmp(&own, &theirs, sizeof own) == 0) continue;
     for (int ordinal = 0; ordinal < count; ++ordinal) {
       CUuuid seen;
       int reaches = 1;
@@ -77,14 +77,15 @@ std::vector<DeviceMemory> SymmetricMemory::create(MemoryMeeting& meeting, const 
   std::vector<DeviceMemory> memory(meeting.size());
   DeviceMemory& own = memory[meeting.rank()];
   const auto allocate = [&] {
-    own = DeviceMemory::allocate(options.device, options.bytes);
+    own = options.on_host ? DeviceMemory::allocate_on_host(options.device, options.bytes)
+                          : DeviceMemory::allocate(options.device, options.bytes);
     BufferCard& card = meeting.own_card<BufferCard>();
     card.bytes = own.size();
     check(driver().device_get_uuid(&card.device, options.device), "cuDeviceGetUuid");
   };
   const auto share = [&] {
     check_sizes(meeting);
-    check_devices(meeting, options.device, options.device_each);
+    check_devices(meeting, options.device, options.device_each, options.on_host);
     SymmetricMemory::share(meeting, own, [&](int peer, UniqueFd fd) {
       memory[peer] = DeviceMemory::import(options.device, fd, meeting.card_of<BufferCard>(peer).bytes);
     });

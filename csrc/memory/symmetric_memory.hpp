@@ -1,4 +1,4 @@
-// A buffer of the same size on every rank's GPU, mapped by all ranks of a node.
+// A buffer of the same size on every rank's GPU, or on the host beside it, mapped by all ranks of a node.
 //
 // create() is collective: the ranks meet (memory_meeting.hpp), each allocates, hands its allocation's descriptor to
 // every peer, maps the peers' and tells how that went. Memory is zero before its descriptor is handed on, so a peer
@@ -24,6 +24,7 @@ class SymmetricMemory {
     int device = 0;
     size_t bytes = 0;         // equal on all ranks
     bool device_each = true;  // refuses ranks that share a device
+    bool on_host = false;     // for devices that do not reach each other's memory
     std::chrono::milliseconds timeout{0};
     std::string name;             // of this buffer in the group; part of its keys in the store
     std::function<void()> check;  // between waits; throws what ends the group

@@ -95,6 +95,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
       options.device_each = !options_->share_gpu;
+      options.on_host = options_->disable_p2p;
       options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
         check();
         raise_peers_cuda_failure(*store, rank);
@@ -107,6 +108,9 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) {
         auto nccl = nccl_entry(device, *options.dispatch);
+        if (communicator->on_host() && rank_ == 0 && options_->log)
+          options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                        " ranks: CUDA tensors go through memory of the host: " + why);
         side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
       }
     }

@@ -56,6 +56,7 @@ class ProcessGroupArk : public c10d::Backend {
     std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
     int64_t buffer_mb = 512;              // of GPU memory that peers map, for large buckets, at most; rank 0's counts
     bool share_gpu = false;               // ranks may have the same GPU; for tests, slow
+    bool disable_p2p = false;             // CUDA tensors go through memory of the host
     bool timing = false;                  // CUDA tensors: operations take the device's times
     bool fast_reduction = false;          // CUDA tensors: sums in any order, where that was measured faster; rank 0's
     int64_t global_rank = -1;             // for names of dumps; -1: the rank in the group

@@ -52,10 +52,13 @@ RegisteredRange ProcessGroupArk::range_of(const CallSite& site, const std::optio
 
 bool ProcessGroupArk::may_register() {
   const auto cuda = core_->cuda();
-  if (core_->shm && !(cuda && cuda->carrier)) return true;
+  const auto communicator = cuda ? cuda->communicator() : nullptr;
+  if (core_->shm && !(cuda && cuda->carrier) && !(communicator && communicator->on_host())) return true;
   if (rank_ == 0 && options_->log && !told_of_registration_) {
     options_->log("group \"" + options_->group_name +
-                  "\": memory is not registered, since ark does not carry this group's CUDA tensors");
+                  "\": memory is not registered, since " +
+                  (communicator ? "its devices do not reach each other's"
+                                : "ark does not carry this group's CUDA tensors"));
   }
   told_of_registration_ = true;
   return false;
@@ -115,7 +118,7 @@ Windows* ProcessGroupArk::windows_on(const char* call, c10::Device device,
                                      std::shared_ptr<CudaCommunicator>& communicator) {
   const auto side = cuda_side(call, device);
   communicator = side->communicator();
-  if (communicator) return &communicator->windows();
+  if (communicator) return communicator->on_host() ? nullptr : &communicator->windows();
   if (!side->carrier) throw Error(ErrorKind::closed, "the process group was shut down");
   return nullptr;
 }

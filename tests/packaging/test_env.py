@@ -42,6 +42,7 @@ def test_good_values(tmp_path: Path) -> None:
         "ARK_BUFFER_MB": "64",
         "ARK_REDUCTION": "fast",
         "ARK_SHARE_GPU": "1",
+        "ARK_DISABLE_P2P": "1",
         "ARK_TIMING": "1",
         "ARK_OPTIMISE": "1",
         "CXX": "ccache g++",
@@ -59,6 +60,7 @@ def test_good_values(tmp_path: Path) -> None:
         str(table),
         64,
         "fast",
+        True,
         True,
         values["ARK_CACHE"],
         "assumed",
@@ -99,6 +101,7 @@ BAD = [
     ("ARK_BUFFER_MB", "64 MB", "from 0 to 1048576"),
     ("ARK_REDUCTION", "quick", "exact or fast"),
     ("ARK_SHARE_GPU", "yes", "0 or 1"),
+    ("ARK_DISABLE_P2P", "yes", "0 or 1"),
     ("ARK_TIMING", "on", "0 or 1"),
     ("CXX", "g++ 'x", "a program, with arguments"),
 ]

@@ -39,6 +39,19 @@ CudaDispatch CudaDispatch::measured(int ranks) {
           .buffer_bytes = 512 << 20};
 }
 
+CudaDispatch CudaDispatch::through_host() const {
+  CudaDispatch dispatch = *this;
+  dispatch.chunks_from = 0;  // lines rely on 128 bytes that arrive at once
+  for (uint64_t CudaDispatch::* const from :
+       {&CudaDispatch::landings_from, &CudaDispatch::relay_from, &CudaDispatch::bulk_from,
+        &CudaDispatch::copy_engine_from, &CudaDispatch::reduce_scatter_engine_from,
+        &CudaDispatch::all_gather_engine_from, &CudaDispatch::registered_all_gather_engine_from,
+        &CudaDispatch::broadcast_engine_from, &CudaDispatch::all_to_all_engine_from})
+    dispatch.*from = kNever;
+  dispatch.buffer_bytes = 0;
+  return dispatch;
+}
+
 std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                            GroupHealth& health, const Options& given,
                                                            std::string& why) {
@@ -55,16 +68,29 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
-  SymmetricMemory::Options sharing;
-  sharing.rank = rank;
-  sharing.size = size;
-  sharing.device = options.device;
-  sharing.device_each = options.device_each;
-  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
-  sharing.timeout = options.timeout;
-  sharing.name = "arena";
-  sharing.check = options.check ? options.check : ends_with(health, options.timeout);
-  std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
+  const auto shared = [&](bool on_host) {
+    SymmetricMemory::Options sharing;
+    sharing.rank = rank;
+    sharing.size = size;
+    sharing.device = options.device;
+    sharing.device_each = options.device_each;
+    sharing.on_host = on_host;
+    sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
+    sharing.timeout = options.timeout;
+    sharing.name = on_host ? "arena/host" : "arena";
+    sharing.check = options.check ? options.check : ends_with(health, options.timeout);
+    return SymmetricMemory::create(*store, sharing, why);
+  };
+  std::vector<DeviceMemory> memory;
+  if (!options.on_host) memory = shared(false);
+  if (memory.empty() && size > 1) {
+    if (options.on_host) why = "peers' memory is left alone, as was asked";
+    const std::string cause = why;
+    options.on_host = true;
+    options.dispatch = options.dispatch->through_host();
+    memory = shared(true);
+    why = memory.empty() ? cause + "; and memory of the host is not shared: " + why : cause;
+  }
   if (memory.empty()) return nullptr;
   auto launcher = std::make_unique<CudaLauncher>(rank, size, health, std::move(store), std::move(memory), options);
   return std::unique_ptr<CudaCommunicator>(new CudaCommunicator(rank, size, std::move(launcher), *options.dispatch));
@@ -234,6 +260,10 @@ TileMemory* CudaCommunicator::tiles(bool capturing, std::string& why) {
   tiles_ = TileMemory::create(*this, why);
   if (!tiles_) tiles_refused_ = why;
   return tiles_.get();
+}
+
+bool CudaCommunicator::on_host() const {
+  return launcher_->on_host();
 }
 
 uint32_t CudaCommunicator::most_blocks() const {

@@ -57,6 +57,8 @@ struct CudaDispatch {
   uint64_t nccl_broadcast_from = kNever;
   uint64_t nccl_all_to_all_from = kNever;
   static CudaDispatch measured(int ranks);
+  // Through memory of the host: what needs no more of it than 16 bytes at once, and none of the peers' own.
+  CudaDispatch through_host() const;
 };
 
 class CudaCommunicator final : public Communicator {
@@ -65,6 +67,7 @@ class CudaCommunicator final : public Communicator {
     int device = 0;                        // CUDA ordinal of this process
     std::chrono::milliseconds timeout{0};  // for create()
     bool device_each = true;               // false: ranks may share one, by slices of time or side by side
+    bool on_host = false;                  // peers' memory is left alone: what ranks share is memory of the host
     std::optional<CudaDispatch> dispatch;  // else the measured one
     std::function<void()> check;           // between the waits of create(); throws what ends it. Else the health's
     // Both are told once, when the device gave up: `note` while what was issued before still waits, and must not block;
@@ -74,7 +77,8 @@ class CudaCommunicator final : public Communicator {
 
   // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone; kept,
   // because memory for large buckets is shared when the first one comes.
-  // Null, and `why`: these devices cannot reach each other's memory. Every rank gets the same answer.
+  // Where devices do not reach each other's memory, what ranks share is on the host, and `why` says so. Null, and `why`:
+  // they share none. Every rank gets the same answer.
   static std::unique_ptr<CudaCommunicator> create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                   GroupHealth& health, const Options& options, std::string& why);
   ~CudaCommunicator() override;
@@ -82,6 +86,7 @@ class CudaCommunicator final : public Communicator {
   int device() const;
   uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
+  bool on_host() const;  // what ranks share is memory of the host, since their devices do not reach each other's
   uint32_t most_blocks() const;  // of a launch that waits for peers: ranks may share a device
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;

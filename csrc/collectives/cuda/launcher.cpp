@@ -65,6 +65,7 @@ CudaLauncher::CudaLauncher(int rank, int size, GroupHealth& health, std::shared_
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),
+      on_host_(options.on_host),
       chunks_from_(options.dispatch->chunks_from),
       landings_from_(options.dispatch->landings_from),
       bulk_from_(options.dispatch->bulk_from),

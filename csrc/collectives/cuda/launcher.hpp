@@ -54,6 +54,7 @@ class CudaLauncher {
 
   int device() const { return device_; }
   uint64_t shared_bytes() const { return shared_bytes_; }
+  bool on_host() const { return on_host_; }
   uint32_t most_blocks() const { return device_each_ ? ~uint32_t{0} : blocks_of_a_sharer(size_); }
   DeviceWatch& watch() { return watch_; }
   Windows& windows() { return windows_; }  // registered memory
@@ -133,7 +134,7 @@ class CudaLauncher {
   Windows windows_;
   std::unique_ptr<PinnedMemory> status_;
   DeviceWatch watch_;
-  const bool device_each_;
+  const bool device_each_, on_host_;
   const uint64_t chunks_from_, landings_from_, bulk_from_, in_line_to_, part_bytes_, buffer_bytes_;
   std::atomic<uint64_t> shared_bytes_{0};
   std::mutex mutex_;

@@ -37,6 +37,7 @@ std::unique_ptr<CudaCommunicator::Shared> CudaLauncher::share(uint64_t bytes, ui
   meeting->step(compare);
   SymmetricMemory::Options sharing;
   sharing.device = device_, sharing.device_each = device_each_, sharing.bytes = bytes;
+  sharing.on_host = on_host_;
   auto memory = std::make_shared<std::vector<DeviceMemory>>(SymmetricMemory::create(*meeting, sharing, why));
   if (memory->empty()) return nullptr;
   meeting->step([&] {

@@ -20,7 +20,7 @@ std::mutex mutex;
 std::map<CUdeviceptr, size_t> reserved;
 std::map<void*, size_t> registered;
 std::atomic<int> handles{0}, mappings{0};
-std::atomic<int> maps_that_fail{0};
+std::atomic<int> maps_that_fail{0}, host_memory{1};
 }  // namespace
 
 Pretended pretended() {
@@ -45,8 +45,12 @@ ARK_PRETENDED cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocation
   *bytes = 2 << 20;
   return CUDA_SUCCESS;
 }
-ARK_PRETENDED cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+extern "C" __attribute__((visibility("default"))) void pretend_host_memory(int value) {
+  host_memory = value;
+}
+ARK_PRETENDED cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* prop,
                           unsigned long long) {
+  if (prop->location.type == CU_MEM_LOCATION_TYPE_HOST_NUMA && host_memory == 0) return CUDA_ERROR_NOT_SUPPORTED;
   if (bytes > (size_t{1} << 30)) return CUDA_ERROR_OUT_OF_MEMORY;
   const int fd = ::memfd_create("pretended", MFD_CLOEXEC);
   if (fd < 0 || ::ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_UNKNOWN;
