@@ -26,9 +26,7 @@ class Agreement:
 
     def everyone(self, value: int) -> list[int]:
         """Every rank's value, in rank order."""
-        values = torch.empty(self.ranks, dtype=torch.int64)
-        dist.all_gather_into_tensor(values, torch.tensor([value]), group=self._group)
-        return list(values.tolist())
+        return [int(one) for one in self._gathered(torch.tensor([value]))]
 
     def share(self, text: str) -> list[str]:
         """Every rank's text."""
@@ -36,10 +34,19 @@ class Agreement:
         sizes = self.everyone(len(data))
         padded = torch.zeros(max(*sizes, 1), dtype=torch.uint8)
         padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        gathered = torch.empty(self.ranks * padded.numel(), dtype=torch.uint8)
-        dist.all_gather_into_tensor(gathered, padded, group=self._group)
-        rows = gathered.view(self.ranks, -1)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
+        rows = zip(self._gathered(padded), sizes, strict=True)
+        return [bytes(row[:size].tolist()).decode() for row, size in rows]
+
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        every = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(every, own, group=self._group)
+        return every
+
+    def whose(self, reasons: list[str]) -> str:
+        """This rank's own reason, or else the first that another rank has; empty: none has any."""
+        if reasons[self.rank]:
+            return reasons[self.rank]
+        return next((f"on rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
 
     def compare(self, facts: dict[str, str]) -> None:
         """ValueError on every rank where two ranks' facts differ; it names both and what they have."""

@@ -37,7 +37,7 @@ class _Graph:
 class _Shape:
     """What is known about a kind of call."""
 
-    eager: int = 0  # calls so far
+    seen: bool = False  # has run eagerly
     graph: _Graph | None = None
 
 
@@ -66,6 +66,7 @@ class CapturedStep:
         self._told: set[str] = set()
         self._host_state = ""  # why a graph would repeat what the host does otherwise
         self._loss_dtype = torch.float32
+        self._eager_calls = 0
         if self._agreement is not None:
             self._agree(limit)
             models.same_weights(subject)
@@ -98,7 +99,8 @@ class CapturedStep:
             return self._warm(shape, read)
         if self._never or (shape.graph is None and not self._record(shape, read, len(batches))):
             return self._for_good(read)
-        return self._replay(shape, read, len(batches))
+        assert shape.graph is not None
+        return self._replay(shape.graph, read, len(batches))
 
     def close(self) -> None:
         """Gives graphs and buckets back; a DistributedDataParallel is as it was. Collective where a group is ark's."""
@@ -176,15 +178,12 @@ class CapturedStep:
         return self._eagerly(read, self._never)
 
     def _warm(self, shape: _Shape, read: inputs.Batch) -> Tensor:
-        """An eager step that may be followed by a capture: the last one before it is watched."""
-        needed = self._needed(shape)
-        watched = shape.eager + 1 == needed
+        """An eager step that may be followed by a capture: those from the last of the warm-up on are watched."""
+        watched = self._eager_calls + 1 >= self._warmup
         before = reasons.HostState(self._step.subject.module, self._device) if watched else None
-        reason = (
-            f"eager call {shape.eager + 1} of {needed} before the capture" if shape.eager < needed else self._too_many()
-        )
-        losses = self._eagerly(read, reason)
-        shape.eager += 1
+        losses = self._eagerly(read, self._why_eager(shape))
+        shape.seen = True
+        self._eager_calls += 1
         why = before.changed(self._device) if before is not None else ""
         if why:
             self._host_state = why
@@ -212,12 +211,15 @@ class CapturedStep:
                     return "Gloo carries the group's CUDA tensors through the host: use the backend ark or nccl"
         return step.averaging.why_not() if step.averaging is not None else ""
 
-    def _needed(self, shape: _Shape) -> int:
-        return self._warmup if self._first is shape else 1
+    def _why_eager(self, shape: _Shape) -> str:
+        if self._eager_calls < self._warmup:
+            return f"eager call {self._eager_calls + 1} of {self._warmup} before the first capture"
+        if not shape.seen:
+            return "the first batch of this shape"
+        return "another rank runs this call eagerly" if shape.graph or not self._full() else self._too_many()
 
-    @property
-    def _first(self) -> _Shape | None:
-        return next(iter(self._shapes.values()), None)
+    def _full(self) -> bool:
+        return sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
 
     def _shape_of(self, read: inputs.Batch) -> _Shape:
         kind = self._device.type
@@ -234,8 +236,8 @@ class CapturedStep:
 
     def _plan(self, shape: _Shape, count: int) -> int:
         """What all ranks do in this call: EAGER, or a replay, where need be after a capture."""
-        full = sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
-        ready = shape.eager >= self._needed(shape)
+        full = self._full()
+        ready = shape.seen and self._eager_calls >= self._warmup
         if ready and not shape.graph and full:
             self._say(self._too_many())
         mine = REPLAY if shape.graph else CAPTURE if ready and not full else EAGER
@@ -268,6 +270,7 @@ class CapturedStep:
         assert self._recorder is not None
         step = self._step
         static = inputs.Static(read, self._device)
+        self._mover.staged(read.tensors, static)
         losses = torch.zeros(count, dtype=self._loss_dtype, device=self._device)
         if step.averaging is not None:
             step.averaging.prepare(self._device)
@@ -308,15 +311,11 @@ class CapturedStep:
     def _give_up(self, why: str) -> None:
         """No call is captured any more, on any rank: `why` is this rank's own reason, if it has one."""
         if self._agreement is not None:
-            told = self._agreement.share(why)
-            rank = next(rank for rank, text in enumerate(told) if text)
-            why = told[rank] if rank == self._agreement.rank else f"on rank {rank}: {told[rank]}"
+            why = self._agreement.whose(self._agreement.share(why))
         self._forget_graphs()
         self._never = why
 
-    def _replay(self, shape: _Shape, read: inputs.Batch, count: int) -> Tensor:
-        graph = shape.graph
-        assert graph is not None
+    def _replay(self, graph: _Graph, read: inputs.Batch, count: int) -> Tensor:
         self._mover.staged(read.tensors, graph.static)
         if self._step.averaging is not None:
             self._step.averaging.before_replay(count)
@@ -360,7 +359,4 @@ class CapturedStep:
         }
         self._agreement.compare(facts)
         told = self._agreement.share(self._never)
-        for rank, why in enumerate(told):
-            if why:
-                self._never = why if rank == self._agreement.rank else f"on rank {rank}: {why}"
-                break
+        self._never = self._agreement.whose(told)

@@ -138,6 +138,7 @@ def same_weights(subject: Subject) -> None:
     """A plain module's parameters and buffers become those of the group's first rank, as DDP makes them."""
     if not subject.averages or subject.ddp is not None:
         return
-    from torch.distributed.utils import _sync_module_states
-
-    _sync_module_states(subject.module, subject.group, 250 << 20, 0, subject.ignored, broadcast_buffers=True)
+    module = subject.module
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_OURS = str(Path(__file__).parent)
-_LIBRARY = str(Path(torch.__file__).parent)
+# Where code is not the user's: the innermost frame outside of these is named.
+NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 
 def of(error: BaseException) -> str:
@@ -40,8 +40,7 @@ def place(error: BaseException) -> str:
     """The innermost expression of the user's code, with its file and line; empty where the trace shows none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        folder = os.path.abspath(frame.filename)
-        if frame.filename.startswith("<") or folder.startswith((_OURS + os.sep, _LIBRARY + os.sep)):
+        if frame.filename.startswith("<") or os.path.abspath(frame.filename).startswith(NOT_THE_USERS):
             continue
         return f"`{_expression(frame)}` at {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""
