@@ -191,8 +191,6 @@ class CapturedStep:
 
     def _break_off(self) -> None:
         """After an error in the midst of a step: the next one can begin."""
-        if self._step.buckets is not None:
-            self._step.buckets.abandon()
         fsdp.reset(self._step.subject.sharded)
 
     # --- which of it ---
@@ -327,6 +325,8 @@ class CapturedStep:
         return losses if self._steps > 1 else losses[0]
 
     def _forget_graphs(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # some may still run
         for shape in self._shapes.values():
             if shape.graph is not None:
                 shape.graph.recording.reset()

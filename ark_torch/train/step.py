@@ -41,6 +41,10 @@ class Step:
         torch.clear_autocast_cache()
         try:
             return self._run(micro_batches, captured)
+        except BaseException:
+            if self.buckets is not None:
+                self.buckets.abandon()  # within the capture, too: streams that went apart in it meet in it
+            raise
         finally:
             torch.clear_autocast_cache()
             self._in_step(False)

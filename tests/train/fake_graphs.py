@@ -1,7 +1,7 @@
 """A recorder without a GPU: it keeps the step and runs it at each replay, on the same fixed tensors as a graph would.
 
-Capturing executes nothing, as with CUDA, unless it is to break off: at the operator `refuses`, with `error` or with what
-PyTorch raises where an operator would make the host wait.
+Capturing executes nothing, as with CUDA, unless it is to break off: at the operator `refuses`, with `error` or with
+what PyTorch raises where an operator would make the host wait.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
-import small_models as small
 import torch
+from support import training as small
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint

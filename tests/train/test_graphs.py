@@ -11,8 +11,8 @@ from typing import Any
 
 import fake_graphs
 import pytest
-import small_models as small
 import torch
+from support import training as small
 from torch import nn
 
 import ark_torch.train.graphs

@@ -9,9 +9,9 @@ from typing import Any
 
 import fake_graphs
 import pytest
-import small_models as small
 import torch
 import torch.distributed as dist
+from support import training as small
 from support.crew import crew_of
 from support.groups import ark_only
 from support.launcher import run_ranks
