@@ -78,6 +78,9 @@ def capture(
         >>> print(loss.item(), step.captured, step.reason)
     """
     _check(loss, max_norm, steps, accumulate, scaler, after, warmup, max_shapes, bucket_mb)
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):  # Accelerate's wrapper, whose step() does more than one of a graph may
+        optimizer = inner
     subject = models.take_apart(model, group)
     optimizers.check(optimizer, list(subject.module.parameters()))
     averaging = Averaging(after) if isinstance(after, AveragedModel) else None
