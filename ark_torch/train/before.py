@@ -30,7 +30,6 @@ class Before:
             parameter.grad = gradient
         random.setstate(self._random)
         torch.set_rng_state(self._generator)
-        self.restore_host()
 
     def restore_host(self) -> None:
         if self._scaler is not None:

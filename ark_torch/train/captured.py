@@ -67,6 +67,7 @@ class CapturedStep:
         self._host_state = ""  # why a graph would repeat what the host does otherwise
         self._loss_dtype = torch.float32
         self._eager_calls = 0
+        self._closed = False
         if self._agreement is not None:
             self._agree(limit)
             models.same_weights(subject)
@@ -105,7 +106,7 @@ class CapturedStep:
     def close(self) -> None:
         """Gives graphs and buckets back; a DistributedDataParallel is as it was. Collective where a group is ark's."""
         self._forget_graphs()
-        self._never = self._never or "the step was closed"
+        self._closed = True
         if self._step.buckets is not None:
             self._step.buckets.close()
             self._step.buckets = None
@@ -114,7 +115,7 @@ class CapturedStep:
             self._step.standby = None
 
     def _check_call(self) -> None:
-        if self._never == "the step was closed":
+        if self._closed:
             raise RuntimeError("ark: train.capture: the step was closed: call capture() again.")
         if not torch.is_grad_enabled():
             raise RuntimeError("ark: train.capture: step() under torch.no_grad(): a step needs gradients; leave it.")
@@ -227,6 +228,9 @@ class CapturedStep:
             optimizers.numbers(self._step.optimizer),
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
         )
+        if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:
+            self._say("batches have too many shapes and constants: pad to few lengths, and pass numbers as tensors")
+            self._shapes = {known: shape for known, shape in self._shapes.items() if shape.graph is not None}
         return self._shapes.setdefault(key, _Shape())
 
     def _too_many(self) -> str:
@@ -266,6 +270,19 @@ class CapturedStep:
     def _record(self, shape: _Shape, read: inputs.Batch, count: int) -> bool:
         """Captures this call; False: it cannot be captured on some rank, and everything is as before."""
         assert self._recorder is not None
+        before, why = Before(self._step), ""
+        try:
+            shape.graph = self._recorded(self._recorder, read, count)
+        except Exception as error:
+            why = reasons.of(error)
+        finally:
+            if shape.graph is None:
+                self._break_off()
+                before.restore()
+            before.restore_host()
+        return self._settle_captures(why)
+
+    def _recorded(self, recorder: graphs.Recorder, read: inputs.Batch, count: int) -> _Graph:
         step = self._step
         static = inputs.Static(read, self._device)
         self._mover.staged(read.tensors, static)
@@ -277,23 +294,7 @@ class CapturedStep:
             for number, micro_batches in enumerate(static.batch):
                 losses[number].copy_(step.run(micro_batches, captured=True))
 
-        before = Before(step)
-        try:
-            recording = self._recorder.record(body)
-        except Exception as error:
-            self._break_off()
-            before.restore()
-            why = reasons.of(error)
-            del error
-        except BaseException:
-            self._break_off()
-            before.restore()
-            raise
-        else:
-            shape.graph = _Graph(recording, static, losses)
-            before.restore_host()
-            why = ""
-        return self._settle_captures(why)
+        return _Graph(recorder.record(body), static, losses)
 
     def _settle_captures(self, why: str) -> bool:
         """Whether all ranks that captured have succeeded."""
@@ -355,6 +356,7 @@ class CapturedStep:
             "accumulate": str(self._accumulate),
             "scaler": "none" if step.scaler is None else "given",
             "warmup": str(self._warmup),
+            "max_shapes": str(self._max_shapes),
             "bucket_mb": str(limit / MB),
         }
         self._agreement.compare(facts)

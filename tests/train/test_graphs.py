@@ -14,9 +14,11 @@ import pytest
 import torch
 from support import training as small
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ark_torch.train.graphs
 from ark_torch.train import CapturedStep, capture
+from ark_torch.train.optimizers import Rates, why_not
 
 pytestmark = pytest.mark.quick
 
@@ -267,6 +269,70 @@ def test_dropout_goes_on_and_a_checkpoint_resumes_the_same_curve() -> None:
     assert len(set(whole)) == 12
 
 
+def test_numbers_that_change_with_each_call_are_told() -> None:
+    recorder = fake_graphs.FakeRecorder()
+    _, _, step = _step(recorder, max_shapes=1)
+    with pytest.warns(UserWarning, match="too many shapes and constants: pad to few lengths, and pass numbers as"):
+        for number in range(20):
+            step(small.batch("gpt2", number) | {"number": number})
+    assert not step.captured and recorder.counts["records"] == 0 and len(step._shapes) <= 8
+
+
+def test_an_averaged_model_counts_on() -> None:
+    averages = []
+    for recorder in (fake_graphs.FakeRecorder(), None):
+        model = small.make("vit")
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if recorder is not None:
+            fake_graphs.use(recorder)
+            step = capture(model, optimizer, small.loss, after=average)
+        for number in range(8):
+            if recorder is not None:
+                step(small.batch("vit", number))
+                assert int(average.n_averaged) == number + 1
+                continue
+            optimizer.zero_grad()
+            small.loss(model, small.batch("vit", number)).backward()
+            optimizer.step()
+            average.update_parameters(model)
+        averages.append(small.weights(average))
+    assert torch.equal(averages[0], averages[1])
+
+
+def test_rates_become_tensors_that_stay() -> None:
+    """As on a GPU; a state that is loaded is told, since graphs know the one before."""
+    model, optimizer, _ = _step(fake_graphs.FakeRecorder())
+    small.loss(model, small.batch("gpt2", 0)).backward()
+    optimizer.step()
+    rates = Rates(optimizer, torch.device("cpu"))
+    lr = optimizer.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor) and not rates.settle()
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+    assert optimizer.param_groups[0]["lr"] is lr and lr.item() == pytest.approx(5e-3)
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert not rates.settle() and optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert rates.settle() and optimizer.param_groups[0]["lr"] is lr
+    assert optimizer.param_groups[0]["capturable"] and optimizer.param_groups[0]["fused"]
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (torch.optim.Adagrad, "Adagrad keeps state on the host"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), "differentiable=True"),
+        (lambda p: torch.optim.Adam(p, foreach=True), "a GradScaler asks the host whether Adam may step"),
+        (torch.optim.RMSprop, "a GradScaler asks the host whether RMSprop may step"),
+        (torch.optim.SGD, ""),
+        (torch.optim.AdamW, ""),
+    ],
+)
+def test_optimizers_that_cannot_be_captured(make: Any, text: str) -> None:
+    optimizer = make(small.make("vit").parameters())
+    assert text in why_not(optimizer, scaled="Scaler" in text) and bool(text) == bool(why_not(optimizer, True))
+
+
 def test_close_gives_graphs_back() -> None:
     recorder = fake_graphs.FakeRecorder()
     _, _, step = _step(recorder)
@@ -275,3 +341,5 @@ def test_close_gives_graphs_back() -> None:
     assert isinstance(step, CapturedStep)
     step.close()
     assert recorder.counts["resets"] == 1
+    with pytest.raises(RuntimeError, match="the step was closed"):
+        step(small.batch("gpt2", 5))
