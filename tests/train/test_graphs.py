@@ -303,12 +303,13 @@ def test_an_averaged_model_counts_on() -> None:
 def test_rates_become_tensors_that_stay() -> None:
     """As on a GPU; a state that is loaded is told, since graphs know the one before."""
     model, optimizer, _ = _step(fake_graphs.FakeRecorder())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     small.loss(model, small.batch("gpt2", 0)).backward()
     optimizer.step()
     rates = Rates(optimizer, torch.device("cpu"))
     lr = optimizer.param_groups[0]["lr"]
     assert isinstance(lr, torch.Tensor) and not rates.settle()
-    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5).step()
+    scheduler.step()
     assert optimizer.param_groups[0]["lr"] is lr and lr.item() == pytest.approx(5e-3)
     optimizer.param_groups[0]["lr"] = 0.25
     assert not rates.settle() and optimizer.param_groups[0]["lr"] is lr and lr.item() == 0.25
