@@ -64,13 +64,13 @@ def resident(
 def __getattr__(name: str) -> Any:
     """`ark_torch.Options`, for init_process_group(pg_options=...), loads the extension when it is asked for.
 
-    So do `ark_torch.memory`, `ark_torch.distributed`, `ark_torch.nn` and `ark_torch.ops`, which need not be imported by
-    their own names.
+    So do `ark_torch.memory`, `ark_torch.distributed`, `ark_torch.nn`, `ark_torch.ops` and `ark_torch.train`, which need
+    not be imported by their own names.
     """
     if name == "Options":
         from ark_torch._C import Options
 
         return Options
-    if name in ("compile", "distributed", "memory", "nn", "ops"):
+    if name in ("compile", "distributed", "memory", "nn", "ops", "train"):
         return importlib.import_module(f"ark_torch.{name}")
     raise AttributeError(f"module 'ark_torch' has no attribute {name!r}")

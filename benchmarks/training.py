@@ -4,6 +4,7 @@
 
 Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) a GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
 compiled by Inductor (plain modules; Hugging Face's as they are). Modes:
+  captured  ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as it is used today; memory
   graph   the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a stream of high
           priority when its last gradient is there
   eager   the same without the graph
@@ -29,12 +30,14 @@ import time
 import on_gpus
 from gpu_ranks import Rank
 from training_buckets import run_bucketed
+from training_captured import run_captured
 from training_models import IMPLEMENTATIONS, SHAPES
 from training_report import HEADING, draw, tell
 from training_subject import FREE, Subject, make_groups
 from training_wrapped import fake_group, run_wrapped
 
-MODES = ("graph", "eager", "ddp", "fsdp2")
+MODES = ("captured", "graph", "eager", "ddp", "fsdp2")
+RUNS = {"captured": run_captured, "ddp": run_wrapped, "fsdp2": run_wrapped}  # others: run_bucketed
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
@@ -48,7 +51,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
                 if not rank.time_for(20 if rank.device.type == "cuda" else 1):
                     continue
                 subject = Subject(rank, name, implementation, compiled)
-                run = run_wrapped if mode in ("ddp", "fsdp2") else run_bucketed
+                run = RUNS.get(mode, run_bucketed)
                 began = time.monotonic()
                 try:
                     rows = run(subject, groups | {FREE: free.get(mode)}, mode, arguments)

@@ -14,7 +14,7 @@ from gpu_ranks import Rank, Row
 from training_subject import FREE
 
 HEADING = (
-    f"{'model':11} {'modules':11} {'mode':6} {'ranks':>5} {'contender':14} {'step ms':>8} {'cost ms':>8} {'cost':>6} "
+    f"{'model':11} {'modules':11} {'mode':8} {'ranks':>5} {'contender':14} {'step ms':>8} {'cost ms':>8} {'cost':>6} "
     f"{'faster':>7} {'during':>7} {'alone GB/s':>10} {'alike':>5} {'difference':>10}"
 )
 
@@ -23,7 +23,7 @@ def line(row: Row) -> str:
     rates = [f"{row[key]:.0f}" if key in row else "-" for key in ("during_gbps", "alone_gbps")]
     checks = [str(row.get("ranks_alike", "-")), f"{row['difference']:.0e}" if "difference" in row else "-"]
     return (
-        f"{row['model']:11} {row['implementation']:11} {row['mode']:6} {row['ranks']:>5} {row['contender']:14} "
+        f"{row['model']:11} {row['implementation']:11} {row['mode']:8} {row['ranks']:>5} {row['contender']:14} "
         f"{row['step_ms']:>8.2f} {row['cost_ms']:>8.2f} {row['cost']:>6.1%} {row['faster']:>7.3f} {rates[0]:>7} "
         f"{rates[1]:>10} {checks[0]:>5} {checks[1]:>10}"
     )

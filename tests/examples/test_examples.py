@@ -38,6 +38,7 @@ def run(command: list[str], folder: Path, timeout: float = 150.0) -> subprocess.
     [
         pytest.param("ddp", 2),
         *(pytest.param(name, 2, marks=of_examples) for name in ("fsdp2", "tensor_parallel")),
+        pytest.param("captured_training", 2, marks=pytest.mark.changed("examples/*", "ark_torch/train/*")),
         *(pytest.param(name, 3, marks=of_examples) for name in ("ddp", "fsdp2", "tensor_parallel")),  # torchrun
     ],
 )

@@ -31,6 +31,7 @@ _NEED_TWO = [
         "against_nccl",
         "tune_cuda",
         "registered",
+        "train_ranks",
     )
 ]
 # Ranks that share a GPU (ARK_TEST_RANKS): NCCL and PyTorch's symmetric memory refuse them.

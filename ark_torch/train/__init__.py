@@ -1,0 +1,6 @@
+"""Training that the GPU drives by itself: a whole step, communication included, as one launch."""
+
+from ark_torch.train.capture import capture
+from ark_torch.train.captured import CapturedStep
+
+__all__ = ["CapturedStep", "capture"]

@@ -1,0 +1,309 @@
+"""Gradients in flat buckets, averaged over the ranks as soon as a bucket's last gradient is there.
+
+The first step finds out in which order gradients come: it runs without buckets, and then the ranks agree on rank 0's
+order and on which parameters have no gradient anywhere (those stay without one). From then on each parameter's gradient
+is a view into a bucket. Autograd makes a gradient of its own first; when a bucket's last one is there, one operator
+copies all of them to their views, and the all_reduce follows on a stream of high priority. Copied, not accumulated in
+place: that would read the view and zero it before.
+
+Invariant: buckets are reduced in the same order on all ranks, whatever order gradients come in, and each step reduces
+each bucket once. Hooks do nothing outside a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ark_torch.train.agreement import Agreement
+
+ALIGNMENT = 512  # bytes: a bucket begins where copies of any width may
+
+
+class Bucket:
+    """Neighbours in the order of gradients, of one dtype."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self.bytes = 0
+        self.flat = torch.empty(0)
+        self.left = 0  # members whose gradient is still to come
+        self.complete = False
+
+
+class Buckets:
+    """The gradients of a model's parameters, and their averages over a group."""
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        group: Any,
+        agreement: Agreement,
+        limit_bytes: int,
+        registered: bool,
+    ) -> None:
+        self._names = [name for name, _ in named]
+        self._parameters = [parameter for _, parameter in named]
+        self._group, self._agreement = group, agreement
+        self._limit, self._wants_registered = limit_bytes, registered
+        self._device = self._parameters[0].device
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._views: dict[int, Tensor] = {}
+        self._of: dict[int, Bucket] = {}  # parameter -> its bucket
+        self.buckets: list[Bucket] = []
+        self.registered = False
+        self._built = False
+        self._order: list[int] = []  # of the gradients of the first step
+        self._active = self._last = False
+        self._came: set[int] = set()
+        self._next = 0  # the bucket to be reduced next
+        self._works: list[tuple[Any, Tensor]] = []
+        self._divides = False  # the group cannot average
+        self._storages: list[Tensor] = []
+        hook = self._came_for
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(hook(number))  # type: ignore[no-untyped-call]
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    # --- a step ---
+
+    def begin(self, last: bool) -> None:
+        """Before the forward pass of a micro-batch; `last`: its backward pass completes the gradients."""
+        self._active, self._last = True, last
+        self._came.clear()
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.left, bucket.complete = len(bucket.members), False
+
+    def end(self) -> None:
+        """After the backward pass: what has not been averaged yet, and the current stream waits for all of it."""
+        self._active = False
+        if not self._last:
+            return
+        if not self._built:
+            self._build()
+        for bucket in self.buckets:
+            if not bucket.complete:
+                self._complete(bucket)
+        self._launch()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        for work, flat in self._works:
+            work.wait()
+            if self._divides:
+                flat.div_(self._agreement.ranks)
+        self._works.clear()
+
+    def abandon(self) -> None:
+        """A step that broke off: whatever was begun is forgotten."""
+        self._active = False
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._works.clear()
+
+    def close(self) -> None:
+        """Hooks go; gradients stay where they are. Collective where the memory is registered."""
+        for handle in self._handles:
+            handle.remove()
+        if self.registered:
+            from ark_torch.distributed import deregister
+
+            for storage in self._storages:
+                deregister(storage, self._group)
+            self.registered = False
+
+    def _came_for(self, number: int) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            if self._active:
+                self._one_more(number)
+
+        return hook
+
+    @torch.no_grad()
+    def _one_more(self, number: int) -> None:
+        if not self._built:
+            if number not in self._came:
+                self._came.add(number)
+                if number not in self._order:
+                    self._order.append(number)
+            return
+        if number in self._came:
+            raise RuntimeError(
+                f"ark: train.capture: the gradient of {self._names[number]!r} came twice in one backward pass: use "
+                "torch.utils.checkpoint with use_reentrant=False, and one backward pass for each micro-batch."
+            )
+        self._came.add(number)
+        bucket = self._of.get(number)
+        if bucket is None:
+            raise RuntimeError(
+                f"ark: [rank {self._agreement.rank}] train.capture: {self._names[number]!r} had no gradient in the "
+                "first step on any rank and has one now: let the first batch use every parameter, or capture() again."
+            )
+        bucket.left -= 1
+        if bucket.left == 0:
+            self._complete(bucket)
+            self._launch()
+
+    def _complete(self, bucket: Bucket) -> None:
+        """All gradients that are there lie in the bucket then; those that are missing here count as zero."""
+        into, gradients = [], []
+        for number in bucket.members:
+            parameter, view = self._parameters[number], self._views[number]
+            if parameter.grad is None:
+                if self._last:
+                    view.zero_()
+            elif (local := _local(parameter.grad, parameter)).data_ptr() != view.data_ptr():
+                into.append(view)
+                gradients.append(local)
+            else:
+                continue
+            if parameter.grad is not None or self._last:
+                parameter.grad = _as_gradient(view, parameter)
+        if into:
+            torch._foreach_copy_(into, gradients)
+        bucket.complete = True
+
+    def _launch(self) -> None:
+        """Reduces what is complete, in the order that all ranks keep."""
+        while self._last and self._next < len(self.buckets) and self.buckets[self._next].complete:
+            flat = self.buckets[self._next].flat
+            self._next += 1
+            if self._stream is None:
+                self._works.append((self._reduce(flat), flat))
+                continue
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._reduce(flat)
+                if self._divides:
+                    flat.div_(self._agreement.ranks)
+
+    def _reduce(self, flat: Tensor) -> Any:
+        op = dist.ReduceOp.SUM if self._divides else dist.ReduceOp.AVG
+        return dist.all_reduce(flat, op, self._group, async_op=self._stream is None)
+
+    # --- the plan ---
+
+    def _build(self) -> None:
+        """After the first step's backward pass: agrees on the order, lays gradients out, copies what is there."""
+        present = [p.grad is not None for p in self._parameters]
+        sparse = [
+            n for n, p in zip(self._names, self._parameters, strict=True) if p.grad is not None and p.grad.is_sparse
+        ]
+        told = [json.loads(text) for text in self._agreement.share(json.dumps([self._order, present, sparse[:1]]))]
+        for rank, (_, _, names) in enumerate(told):
+            if names:
+                raise ValueError(
+                    f"ark: train.capture: the gradient of {names[0]!r} is sparse on rank {rank}: buckets are dense; "
+                    "make the embedding with sparse=False."
+                )
+        anywhere = {n for _, has, _ in told for n, there in enumerate(has) if there}
+        order = [n for n in told[0][0] if n in anywhere]
+        order += [n for n in reversed(range(len(self._parameters))) if n in anywhere and n not in set(order)]
+        self._plan(order)
+        self._allocate()
+        self._divides = not self._can_average()
+        for bucket in self.buckets:
+            bucket.complete = False
+        self._built = True
+
+    def _plan(self, order: list[int]) -> None:
+        """A bucket is closed when it has reached the limit, and stands where its last gradient comes."""
+        still_open: dict[torch.dtype, Bucket] = {}
+        for number in order:
+            parameter = self._parameters[number]
+            bucket = still_open.setdefault(parameter.dtype, Bucket())
+            bucket.members.append(number)
+            bucket.bytes += _local(parameter, parameter).nbytes
+            self._of[number] = bucket
+            if bucket.bytes >= self._limit:
+                self.buckets.append(still_open.pop(parameter.dtype))
+        place = {number: at for at, number in enumerate(order)}
+        self.buckets += sorted(still_open.values(), key=lambda bucket: place[bucket.members[-1]])
+        self.buckets.sort(key=lambda bucket: place[bucket.members[-1]])
+
+    def _allocate(self) -> None:
+        """One tensor of each dtype, of which buckets are slices: one registration."""
+        for dtype in dict.fromkeys(self._parameters[bucket.members[0]].dtype for bucket in self.buckets):
+            buckets = [one for one in self.buckets if self._parameters[one.members[0]].dtype == dtype]
+            step = max(1, ALIGNMENT // dtype.itemsize)
+            sizes = [-(-one.bytes // dtype.itemsize // step) * step for one in buckets]
+            storage = self._storage(sum(sizes), dtype)
+            self._storages.append(storage)
+            at = 0
+            for bucket, size in zip(buckets, sizes, strict=True):
+                bucket.flat = storage[at : at + bucket.bytes // dtype.itemsize]
+                self._lay(bucket)
+                at += size
+
+    def _lay(self, bucket: Bucket) -> None:
+        at = 0
+        for number in bucket.members:
+            like = _local(self._parameters[number], self._parameters[number]).detach()
+            part = bucket.flat[at : at + like.numel()]
+            self._views[number] = (
+                part.as_strided(like.shape, like.stride(), part.storage_offset())
+                if _dense(like)
+                else part.view(like.shape)
+            )
+            at += like.numel()
+
+    def _storage(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory that the group's ranks may map, where ark carries CUDA tensors; zeroed, its gaps too."""
+        if self._device.type == "cuda" and self._wants_registered and _is_of_ark(self._group):
+            from ark_torch import memory
+            from ark_torch.distributed import register
+
+            with torch.cuda.use_mem_pool(memory.pool(self._device), self._device):
+                storage = torch.zeros(count, dtype=dtype, device=self._device)
+            self.registered = register(storage, self._group)
+            return storage
+        return torch.zeros(count, dtype=dtype, device=self._device)
+
+    def _can_average(self) -> bool:
+        """Gloo knows no average: it says so before anything moves, on all ranks alike."""
+        try:
+            dist.all_reduce(torch.zeros(1, device=self._device), dist.ReduceOp.AVG, self._group)
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Whether its strides fill its memory without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _local(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part; a gradient that is laid out otherwise than its parameter is brought into its layout first."""
+    if isinstance(parameter, DTensor):
+        assert isinstance(tensor, DTensor)
+        if tensor.placements != parameter.placements:
+            tensor = tensor.redistribute(placements=parameter.placements)
+        return tensor._local_tensor
+    return tensor
+
+
+def _as_gradient(view: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return view
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(view, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _is_of_ark(group: Any) -> bool:
+    from ark_torch import _C
+
+    backend = group._get_backend(torch.device("cuda"))
+    return isinstance(getattr(backend, "wrapped_pg", backend), _C.ProcessGroupArk)

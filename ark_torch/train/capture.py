@@ -1,0 +1,116 @@
+"""`capture(model, optimizer, loss)`: the entry, what it takes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from ark_torch.train import models, optimizers
+from ark_torch.train.captured import MB, CapturedStep
+from ark_torch.train.ema import Averaging
+from ark_torch.train.step import Step
+
+
+def capture(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    max_norm: float | None = None,
+    steps: int = 1,
+    accumulate: int = 1,
+    scaler: torch.amp.GradScaler | None = None,
+    after: Callable[[nn.Module], Any] | AveragedModel | None = None,
+    group: Any = None,
+    warmup: int = 3,
+    max_shapes: int = 8,
+    bucket_mb: float = 50.0,
+    registered: bool = True,
+) -> CapturedStep:
+    """A training step that one launch of the host runs: `step = capture(model, optimizer, loss)`, then `step(batch)`.
+
+    A step is zero_grad, forward, backward, the average of gradients over the group, clipping, optimizer.step() and the
+    scaler's update. The first `warmup` calls are eager steps; later ones replay a CUDA graph of the same work. On CPUs
+    every call is eager. Every call trains: weights are those of the same steps in an ordinary loop, to the bit where
+    ark carries the gradients and the ranks are a power of two (DistributedDataParallel divides before it adds).
+
+    capture() is collective over the group, as DistributedDataParallel's constructor is: it compares what the ranks
+    train, and gives a plain module the weights and buffers of the group's first rank.
+
+    Args:
+        model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged by buckets of this
+            package, and the wrapper stays usable. With fully_shard, or of DTensors: it communicates by itself (the
+            gradients of DTensors are averaged over a `group` that is passed, that of the data-parallel ranks).
+        optimizer: of torch.optim. On a CUDA device it is made capturable, fused where its class has that form, and its
+            learning rates become tensors there, which schedulers fill in place between calls.
+        loss: `loss(model, batch)` returns a tensor of one element. It calls the model that it is given, does not make
+            the host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators at each call.
+        max_norm: gradients are clipped to this norm, that of all parameters together; None: not clipped.
+        steps: with more than 1, a call takes a list of at most so many batches and runs as many steps from one launch.
+        accumulate: with more than 1, a batch is a list of so many micro-batches; the loss is their mean, and gradients
+            are averaged over ranks with the last.
+        scaler: a torch.amp.GradScaler; on a CUDA device for optimizers with a fused form (Adam, AdamW, SGD).
+        after: called as `after(model)` at each step's end, within the graph; or an AveragedModel to update.
+        group: over which gradients are averaged; None: the default group, if there is one. A group of this rank alone
+            averages nothing.
+        warmup: eager calls before the first capture, at least 2; a further shape of batch gets one.
+        max_shapes: how many shapes of batch get a graph; those beyond run eagerly, with a warning.
+        bucket_mb: MB of gradients that are averaged at once.
+        registered: buckets lie in memory that the group's ranks map, where ark carries CUDA tensors.
+
+    Returns:
+        A CapturedStep. `step(batch)` returns the loss as a 0-d tensor of its own on the model's device (with steps > 1
+        one of shape (batches,)), which may be read at any later time; nothing waits for the device until then.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be trained, or ranks that differ; each names what and where.
+
+    Example:
+        >>> step = ark_torch.train.capture(model, optimizer, lambda model, batch: model(**batch).loss, max_norm=1.0)
+        >>> for batch in loader:
+        ...     loss = step(batch)
+        ...     scheduler.step()
+        >>> print(loss.item(), step.captured, step.reason)
+    """
+    _check(loss, max_norm, steps, accumulate, scaler, after, warmup, max_shapes, bucket_mb)
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer):  # Accelerate's wrapper, whose step() does more than one of a graph may
+        optimizer = inner
+    subject = models.take_apart(model, group)
+    optimizers.check(optimizer, list(subject.module.parameters()))
+    averaging = Averaging(after) if isinstance(after, AveragedModel) else None
+    step = Step(subject, optimizer, loss, max_norm, scaler, None if averaging else after, averaging)
+    return CapturedStep(step, steps, accumulate, warmup, max_shapes, int(bucket_mb * MB), registered)
+
+
+def _check(
+    loss: Any,
+    max_norm: Any,
+    steps: Any,
+    accumulate: Any,
+    scaler: Any,
+    after: Any,
+    warmup: Any,
+    max_shapes: Any,
+    mb: Any,
+) -> None:
+    for name, value, least in (
+        ("steps", steps, 1), ("accumulate", accumulate, 1), ("warmup", warmup, 2), ("max_shapes", max_shapes, 1),
+    ):  # fmt: skip
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a whole number from {least} on.")
+    for name, value in (("max_norm", max_norm), ("bucket_mb", mb)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (value is None and name == "max_norm") and not (number and 0 < value < float("inf")):
+            raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a number above 0.")
+    if not callable(loss):
+        raise TypeError(f"ark: train.capture: loss is a {type(loss).__name__}: pass a function loss(model, batch).")
+    if after is not None and not callable(after):
+        raise TypeError(f"ark: train.capture: after is a {type(after).__name__}: pass a function or an AveragedModel.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"ark: train.capture: scaler is a {type(scaler).__name__}: pass a torch.amp.GradScaler.")

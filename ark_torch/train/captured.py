@@ -1,0 +1,364 @@
+"""The step that `capture` returns: which calls run eagerly, which are recorded, which replayed.
+
+The first calls train eagerly, on the stream where the step will be recorded; then each shape of batch gets a CUDA graph
+of the step, which later calls replay. What cannot be recorded runs eagerly for good, and says why. All ranks of the
+group do the same in each call: all replay, or all run eagerly.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ark_torch.train import ddp, fsdp, graphs, inputs, models, optimizers, reasons
+from ark_torch.train.agreement import CAPTURE, EAGER, FAILED, REPLAY, Agreement
+from ark_torch.train.before import Before
+from ark_torch.train.buckets import Buckets
+from ark_torch.train.step import Step
+
+MB = 1 << 20
+
+
+@dataclass
+class _Graph:
+    """A recorded call: so many steps on batches of certain shapes."""
+
+    recording: graphs.Recording
+    static: inputs.Static
+    losses: Tensor
+
+
+@dataclass
+class _Shape:
+    """What is known about a kind of call."""
+
+    seen: bool = False  # has run eagerly
+    graph: _Graph | None = None
+
+
+class CapturedStep:
+    """What `capture` returns: `step(batch)`.
+
+    Attributes:
+        captured: whether the last call replayed a graph.
+        reason: why it did not; empty where it did.
+    """
+
+    def __init__(
+        self, step: Step, steps: int, accumulate: int, warmup: int, max_shapes: int, limit: int, registered: bool
+    ) -> None:
+        self.captured, self.reason = False, "no step has run yet"
+        self._step, self._steps, self._accumulate = step, steps, accumulate
+        self._warmup, self._max_shapes = warmup, max_shapes
+        subject = step.subject
+        self._device = subject.device
+        self._mover = inputs.Mover(self._device)
+        self._recorder = graphs.recorder_for(self._device)
+        self._agreement = Agreement(subject.group) if subject.group is not None else None
+        self._never = self._why_never()  # why no call will be captured
+        self._rates: optimizers.Rates | None = None
+        self._shapes: dict[Any, _Shape] = {}
+        self._told: set[str] = set()
+        self._host_state = ""  # why a graph would repeat what the host does otherwise
+        self._loss_dtype = torch.float32
+        self._eager_calls = 0
+        self._closed = False
+        if self._agreement is not None:
+            self._agree(limit)
+            models.same_weights(subject)
+        if subject.ddp is not None:
+            step.standby = ddp.Standby(subject.ddp, self._recorder.stream if self._recorder is not None else None)
+        if self._agreement is not None and subject.averages:
+            step.buckets = Buckets(subject.averaged(), subject.group, self._agreement, limit, registered)
+        if not self._never and self._device.type == "cuda":
+            self._rates = optimizers.Rates(step.optimizer, self._device)
+        self._modules = list(subject.module.modules())
+        self._trained = [p for _, p in subject.parameters()]
+        self._layout = self._layout_now()
+
+    # --- a call ---
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Runs one step, or several; returns their losses. TypeError and ValueError name what is wrong with a batch."""
+        self._check_call()
+        batches = self._split(batch)
+        read = inputs.read(batches, (self._steps > 1, self._accumulate > 1))
+        if self._recorder is None:
+            return self._eagerly(read, self._never or "there are no graphs on CPUs")
+        if self._never:
+            return self._for_good(read)
+        if self._rates is not None and self._rates.settle():
+            self._forget_graphs()  # a state that was loaded lies elsewhere than what graphs know
+        shape = self._shape_of(read)
+        plan = self._plan(shape, len(batches))
+        if plan == EAGER and not self._never:
+            return self._warm(shape, read)
+        if self._never or (shape.graph is None and not self._record(shape, read, len(batches))):
+            return self._for_good(read)
+        assert shape.graph is not None
+        return self._replay(shape.graph, read, len(batches))
+
+    def close(self) -> None:
+        """Gives graphs and buckets back; a DistributedDataParallel is as it was. Collective where a group is ark's."""
+        self._forget_graphs()
+        self._closed = True
+        if self._step.buckets is not None:
+            self._step.buckets.close()
+            self._step.buckets = None
+        if self._step.standby is not None:
+            self._step.standby.close()
+            self._step.standby = None
+
+    def _check_call(self) -> None:
+        if self._closed:
+            raise RuntimeError("ark: train.capture: the step was closed: call capture() again.")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("ark: train.capture: step() under torch.no_grad(): a step needs gradients; leave it.")
+        wrapper = self._step.subject.ddp
+        if wrapper is not None and not wrapper.require_backward_grad_sync:
+            raise RuntimeError(
+                "ark: train.capture: step() under no_sync(): a step ends with an update; pass accumulate= to capture()."
+            )
+        if self._layout_now() != self._layout:
+            raise RuntimeError(
+                "ark: train.capture: the model's or the optimizer's parameters are others than at capture() (moved, "
+                "frozen, loaded with assign=True, or added): call capture() again."
+            )
+
+    def _layout_now(self) -> tuple[Any, ...]:
+        """What a graph holds of parameters: where they lie, and that they are trained."""
+        groups = tuple(len(group["params"]) for group in self._step.optimizer.param_groups)
+        if self._step.subject.sharded:
+            return (groups, len(self._trained))  # FSDP2 exchanges parameters within a step
+        places = tuple((getattr(p, "_local_tensor", p).data_ptr(), p.requires_grad) for p in self._trained)
+        return (groups, places)
+
+    def _split(self, batch: Any) -> list[Sequence[Any]]:
+        """The steps' micro-batches."""
+        batches = [batch]
+        if self._steps > 1:
+            if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= self._steps:
+                raise ValueError(f"ark: train.capture: steps={self._steps}: pass a list of 1 to {self._steps} batches.")
+            batches = list(batch)
+        if self._accumulate == 1:
+            return [[one] for one in batches]
+        for one in batches:
+            if not isinstance(one, (list, tuple)) or len(one) != self._accumulate:
+                raise ValueError(
+                    f"ark: train.capture: accumulate={self._accumulate}: a batch is a list of so many micro-batches."
+                )
+        return [list(one) for one in batches]
+
+    # --- eagerly ---
+
+    def _eagerly(self, read: inputs.Batch, reason: str) -> Tensor:
+        self.captured, self.reason = False, reason
+        recorder = None if self._never else self._recorder
+        batches = read.filled(self._mover.moved(read.tensors, recorder.stream if recorder is not None else None))
+
+        def body() -> list[Tensor]:
+            return [self._step.run(micro_batches) for micro_batches in batches]
+
+        try:
+            losses = body() if recorder is None else recorder.warm(body)
+        except BaseException:
+            self._break_off()
+            raise
+        self._loss_dtype = losses[0].dtype
+        self._mover.wait()
+        return torch.stack(losses) if self._steps > 1 else losses[0]
+
+    def _for_good(self, read: inputs.Batch) -> Tensor:
+        if self._never not in self._told:
+            self._say(self._never)
+        return self._eagerly(read, self._never)
+
+    def _warm(self, shape: _Shape, read: inputs.Batch) -> Tensor:
+        """An eager step that may be followed by a capture: those from the last of the warm-up on are watched."""
+        watched = self._eager_calls + 1 >= self._warmup
+        before = reasons.HostState(self._step.subject.module, self._device) if watched else None
+        losses = self._eagerly(read, self._why_eager(shape))
+        shape.seen = True
+        self._eager_calls += 1
+        why = before.changed(self._device) if before is not None else ""
+        if why:
+            self._host_state = why
+        return losses
+
+    def _break_off(self) -> None:
+        """After an error in the midst of a step: the next one can begin."""
+        fsdp.reset(self._step.subject.sharded)
+
+    # --- which of it ---
+
+    def _why_never(self) -> str:
+        subject, step = self._step.subject, self._step
+        if self._recorder is None or subject.reason:
+            return subject.reason
+        if self._device.type == "cuda":
+            why = optimizers.why_not(step.optimizer, step.scaler is not None)
+            if why:
+                return why
+            if subject.group is not None:
+                name = subject.group._get_backend(self._device).name()
+                if name.lower() == "gloo":
+                    return "Gloo carries the group's CUDA tensors through the host: use the backend ark or nccl"
+        return step.averaging.why_not() if step.averaging is not None else ""
+
+    def _why_eager(self, shape: _Shape) -> str:
+        if self._eager_calls < self._warmup:
+            return f"eager call {self._eager_calls + 1} of {self._warmup} before the first capture"
+        if not shape.seen:
+            return "the first batch of this shape"
+        return "another rank runs this call eagerly" if shape.graph or not self._full() else self._too_many()
+
+    def _full(self) -> bool:
+        return sum(one.graph is not None for one in self._shapes.values()) >= self._max_shapes
+
+    def _shape_of(self, read: inputs.Batch) -> _Shape:
+        kind = self._device.type
+        key = (
+            read.key,
+            bytes(module.training for module in self._modules),
+            optimizers.numbers(self._step.optimizer),
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+        )
+        if key not in self._shapes and len(self._shapes) >= 8 * self._max_shapes:
+            self._say("batches have too many shapes and constants: pad to few lengths, and pass numbers as tensors")
+            self._shapes = {known: shape for known, shape in self._shapes.items() if shape.graph is not None}
+        return self._shapes.setdefault(key, _Shape())
+
+    def _too_many(self) -> str:
+        return f"more than max_shapes={self._max_shapes} shapes of batch: this one runs eagerly"
+
+    def _plan(self, shape: _Shape, count: int) -> int:
+        """What all ranks do in this call: EAGER, or a replay, where need be after a capture."""
+        full = self._full()
+        ready = shape.seen and self._eager_calls >= self._warmup
+        if ready and not shape.graph and full:
+            self._say(self._too_many())
+        mine = REPLAY if shape.graph else CAPTURE if ready and not full else EAGER
+        if mine == CAPTURE and self._host_state:
+            mine = FAILED
+        if self._agreement is None:
+            told = [mine]
+        else:
+            values = self._agreement.everyone(4 * count + mine)
+            for rank, value in enumerate(values):
+                if value // 4 != values[0] // 4:
+                    raise ValueError(
+                        f"ark: [rank {self._agreement.rank}] train.capture: {value // 4} steps in this call on rank "
+                        f"{rank} and {values[0] // 4} on rank 0: pass as many batches on all ranks."
+                    )
+            told = [value % 4 for value in values]
+        if FAILED in told:
+            self._give_up(self._host_state)
+            return EAGER
+        if EAGER in told:
+            return EAGER
+        if CAPTURE in told and mine == REPLAY:
+            self._settle_captures("")
+        return mine
+
+    # --- graphs ---
+
+    def _record(self, shape: _Shape, read: inputs.Batch, count: int) -> bool:
+        """Captures this call; False: it cannot be captured on some rank, and everything is as before."""
+        assert self._recorder is not None
+        before, why = Before(self._step), ""
+        try:
+            shape.graph = self._recorded(self._recorder, read, count)
+        except Exception as error:
+            why = reasons.of(error)
+        finally:
+            if shape.graph is None:
+                self._break_off()
+                before.restore()
+            before.restore_host()
+        return self._settle_captures(why)
+
+    def _recorded(self, recorder: graphs.Recorder, read: inputs.Batch, count: int) -> _Graph:
+        step = self._step
+        static = inputs.Static(read, self._device)
+        self._mover.staged(read.tensors, static)
+        losses = torch.zeros(count, dtype=self._loss_dtype, device=self._device)
+        if step.averaging is not None:
+            step.averaging.prepare(self._device)
+
+        def body() -> None:
+            for number, micro_batches in enumerate(static.batch):
+                losses[number].copy_(step.run(micro_batches, captured=True))
+
+        return _Graph(recorder.record(body), static, losses)
+
+    def _settle_captures(self, why: str) -> bool:
+        """Whether all ranks that captured have succeeded."""
+        if self._agreement is None:
+            if why:
+                self._give_up(why)
+            return not why
+        if FAILED in self._agreement.everyone(FAILED if why else REPLAY):
+            self._give_up(why)
+            return False
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """No call is captured any more, on any rank: `why` is this rank's own reason, if it has one."""
+        if self._agreement is not None:
+            why = self._agreement.whose(self._agreement.share(why))
+        self._forget_graphs()
+        self._never = why
+
+    def _replay(self, graph: _Graph, read: inputs.Batch, count: int) -> Tensor:
+        self._mover.staged(read.tensors, graph.static)
+        if self._step.averaging is not None:
+            self._step.averaging.before_replay(count)
+        graph.recording.replay()
+        self._step.optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
+        losses = graph.losses.clone()
+        self._mover.wait()
+        self.captured, self.reason = True, ""
+        return losses if self._steps > 1 else losses[0]
+
+    def _forget_graphs(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # some may still run
+        for shape in self._shapes.values():
+            if shape.graph is not None:
+                shape.graph.recording.reset()
+                shape.graph = None
+
+    # --- words ---
+
+    def _say(self, reason: str) -> None:
+        if reason and reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"ark: train.capture runs steps eagerly: {reason}.", stacklevel=4)
+
+    def _agree(self, limit: int) -> None:
+        assert self._agreement is not None
+        subject, step = self._step.subject, self._step
+        facts = {
+            "the device type": self._device.type,
+            "the number of trained parameters": str(len(subject.averaged())),
+            **{
+                f"parameter {name!r}": f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
+                for name, p in subject.averaged()
+            },
+            "optimizer": type(step.optimizer).__name__,
+            "max_norm": str(step.max_norm),
+            "steps": str(self._steps),
+            "accumulate": str(self._accumulate),
+            "scaler": "none" if step.scaler is None else "given",
+            "warmup": str(self._warmup),
+            "max_shapes": str(self._max_shapes),
+            "bucket_mb": str(limit / MB),
+        }
+        self._agreement.compare(facts)
+        told = self._agreement.share(self._never)
+        self._never = self._agreement.whose(told)

@@ -1,0 +1,151 @@
+"""Batches: what tells them apart, their copies on the device, and the fixed tensors that a graph reads.
+
+A tensor on the host travels on a stream of its own into one of two staging buffers, while the device still works on
+earlier steps; the step's stream then copies it where the graph reads it. Ordering: a staging buffer is written again
+only when the copy out of it is done (an event), and the fixed tensors are written by the stream that replays. A call
+returns when the host's tensors have been read, so that they may be filled again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass
+class Batch:
+    """A batch, or several, as leaves and their place."""
+
+    tensors: list[Tensor]
+    leaves: list[Any]  # with None where a tensor stands
+    spec: Any
+    key: Key
+
+    def filled(self, tensors: list[Tensor]) -> Any:
+        """The same batch with other tensors."""
+        rest = iter(tensors)
+        return pytree.tree_unflatten([next(rest) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+
+
+_TENSOR = object()
+
+
+def read(batch: Any, shown: tuple[bool, bool]) -> Batch:
+    """Of steps' lists of micro-batches; `shown`: whether the caller knows of these two lists.
+
+    TypeError names a leaf that is neither a tensor nor a constant.
+    """
+    with_paths, spec = pytree.tree_flatten_with_path(batch)
+    tensors: list[Tensor] = []
+    leaves: list[Any] = []
+    key: list[Hashable] = [str(spec)]
+    for path, leaf in with_paths:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf.detach())
+            leaves.append(_TENSOR)
+            key.append((leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.layout))
+            continue
+        if not _is_constant(leaf):
+            hint = (
+                "dict(batch)" if isinstance(leaf, Mapping) else "tensors, numbers, strings and None, in lists and dicts"
+            )
+            known = [part for level, part in enumerate(path) if level >= 2 or shown[level]]
+            place = pytree.keystr(tuple(known))
+            raise TypeError(f"ark: train.capture: batch{place} is a {type(leaf).__name__}: pass {hint}.")
+        leaves.append(leaf)
+        key.append((type(leaf).__name__, leaf))
+    return Batch(tensors, leaves, spec, tuple(key))
+
+
+def _is_constant(leaf: Any) -> bool:
+    return leaf is None or isinstance(
+        leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice, torch.Size)
+    )
+
+
+class Mover:
+    """Brings tensors to a device, and waits until the host's have been read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._read: Any = None  # recorded when the host's tensors of this call have been read
+
+    def moved(self, tensors: list[Tensor], user: Any = None) -> list[Tensor]:
+        """On the device, in memory that the stream `user` may keep using; device tensors as they are."""
+        if self._stream is None or all(t.device == self._device for t in tensors):
+            return [t.to(self._device) for t in tensors]
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            there = [t if t.device == self._device else t.to(self._device, non_blocking=True) for t in tensors]
+            self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._read.record(self._stream)
+        current.wait_stream(self._stream)
+        for before, after in zip(tensors, there, strict=True):
+            if after is not before:
+                after.record_stream(user or current)
+        return there
+
+    def staged(self, tensors: list[Tensor], into: Static) -> None:
+        """Into a graph's fixed tensors."""
+        if self._stream is None:
+            for fixed, tensor in zip(into.tensors, tensors, strict=True):
+                fixed.copy_(tensor)
+            return
+        current = torch.cuda.current_stream(self._device)
+        far = [n for n, t in enumerate(tensors) if t.device.type == "cpu"]
+        sources = list(tensors)
+        slot = into.next_slot()
+        if far:
+            buffers = into.staging(slot, far)
+            if slot not in into.consumed:
+                self._stream.wait_stream(current)  # who had that memory before may still use it
+            else:
+                self._stream.wait_event(into.consumed[slot])
+            with torch.cuda.stream(self._stream):
+                for n in far:
+                    buffers[n].copy_(tensors[n], non_blocking=True)
+                    sources[n] = buffers[n]
+                self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._read.record(self._stream)
+            current.wait_event(self._read)
+        for fixed, source in zip(into.tensors, sources, strict=True):
+            fixed.copy_(source, non_blocking=True)
+        if far:
+            into.consumed[slot] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            into.consumed[slot].record(current)
+
+    def wait(self) -> None:
+        """Until the host's tensors of the last call have been read."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None
+
+
+class Static:
+    """The tensors that a graph reads its batch from, and the staging buffers in front of them."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.tensors = [torch.empty_like(t, device=device, requires_grad=False) for t in batch.tensors]
+        self.batch = batch.filled(self.tensors)
+        self.consumed: dict[int, Any] = {}
+        self._staging: dict[tuple[int, int], Tensor] = {}
+        self._turn = 0
+
+    def next_slot(self) -> int:
+        self._turn ^= 1
+        return self._turn
+
+    def staging(self, slot: int, which: list[int]) -> dict[int, Tensor]:
+        for n in which:
+            if (slot, n) not in self._staging:
+                self._staging[slot, n] = torch.empty_like(self.tensors[n])
+                self.consumed.pop(slot, None)
+        return {n: self._staging[slot, n] for n in which}

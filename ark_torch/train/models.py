@@ -1,0 +1,144 @@
+"""What a model brings along: who averages its gradients, over which group, and whether that can stand in a graph.
+
+A plain module and DistributedDataParallel leave averaging to buckets of our own (buckets.py); FSDP2 and tensor-parallel
+modules communicate by themselves. What keeps host state that a graph cannot repeat runs as it is, with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+@dataclass
+class Subject:
+    """A model, taken apart."""
+
+    module: nn.Module  # what loss() is given
+    device: torch.device
+    group: Any = None  # whose ranks run the same steps; None: this process alone
+    averages: bool = False  # gradients are averaged over the group by our buckets
+    ddp: DistributedDataParallel | None = None  # whose work the buckets do
+    sharded: list[Any] = field(default_factory=list)  # modules of FSDP2
+    reason: str = ""  # why it cannot be captured
+    ignored: frozenset[str] = frozenset()  # parameters that are not averaged
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Those that are trained, by name."""
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def averaged(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.parameters() if name not in self.ignored]
+
+    def communicates(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around a micro-batch: models that communicate by themselves do so with the last one only."""
+        for module in self.sharded:
+            module.set_requires_gradient_sync(last, recurse=False)
+        if not last and isinstance(self.module, DistributedDataParallel):
+            return self.module.no_sync()
+        return contextlib.nullcontext()
+
+    def before_forward(self) -> None:
+        """What DDP does before a step: rank 0's buffers, such as running statistics, go to all ranks."""
+        if self.ddp is not None and self.group is not None and self.ddp.broadcast_buffers and self.ddp.modules_buffers:
+            self.ddp._sync_buffers()  # type: ignore[no-untyped-call]
+
+
+def take_apart(model: Any, group: Any) -> Subject:
+    """Raises TypeError and ValueError where the model or the group is none that can be trained."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ark: train.capture: model is a {type(model).__name__}: pass a torch.nn.Module.")
+    if isinstance(model, DataParallel):
+        raise ValueError("ark: train.capture: model is a DataParallel: use a rank for each GPU and pass model.module.")
+    device = _device_of(model)
+    ddp = model if isinstance(model, DistributedDataParallel) else None
+    if ddp is not None:
+        if group is not None and group is not ddp.process_group:
+            raise ValueError("ark: train.capture: group is not that of the DistributedDataParallel: leave it out.")
+        subject = Subject(ddp, device, ddp.process_group, reason=_why_as_it_is(ddp))
+        if not subject.reason:
+            subject.module, subject.ddp, subject.averages = ddp.module, ddp, True
+            subject.ignored = frozenset(ddp.parameters_to_ignore)
+        return _of_several(subject)
+    inner = getattr(model, "_orig_mod", None)
+    if isinstance(inner, DistributedDataParallel):
+        reason = "a compiled DistributedDataParallel splits its graph for its own buckets: wrap the compiled module"
+        return _of_several(Subject(model, device, inner.process_group, reason=reason))
+    subject = Subject(model, device, _group_of(group), reason=_why_not_fsdp1(model))
+    subject.sharded = _sharded(model)
+    own = bool(subject.sharded) or any(isinstance(p, DTensor) for p in model.parameters())
+    subject.averages = not subject.reason and not subject.sharded and (not own or group is not None)
+    return _of_several(subject)
+
+
+def _of_several(subject: Subject) -> Subject:
+    if subject.group is not None and dist.get_world_size(subject.group) < 2:
+        subject.group, subject.averages = None, False
+    return subject
+
+
+def _group_of(group: Any) -> Any:
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("ark: train.capture: this process is not a member of group: call it on its ranks only.")
+        raise TypeError(f"ark: train.capture: group is a {type(group).__name__}: pass what dist.new_group() returns.")
+    return group
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise ValueError("ark: train.capture: model has no parameter that requires a gradient: nothing to train.")
+    devices = sorted({str(p.device) for p in parameters})
+    if len(devices) > 1:
+        raise ValueError(f"ark: train.capture: model lies on {' and '.join(devices)}: one device for each rank.")
+    device = parameters[0].device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"ark: train.capture: model lies on {device}: move it to a CPU or CUDA device first.")
+    return device
+
+
+def _why_as_it_is(ddp: DistributedDataParallel) -> str:
+    if ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__name__", "hook")
+        return f"DistributedDataParallel has a communication hook ({name}), which is called by its own buckets"
+    if ddp.mixed_precision is not None:
+        return "DistributedDataParallel has mixed_precision=, which keeps events on the host"
+    if ddp._delay_all_reduce_params:
+        return "DistributedDataParallel delays the all_reduce of parameters"
+    return ""
+
+
+def _why_not_fsdp1(model: nn.Module) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return "FullyShardedDataParallel (the first FSDP) waits on the host: use fully_shard"
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return "a part of the model is a DistributedDataParallel: wrap the whole model or none of it"
+    return ""
+
+
+def _sharded(model: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def same_weights(subject: Subject) -> None:
+    """A plain module's parameters and buffers become those of the group's first rank, as DDP makes them."""
+    if not subject.averages or subject.ddp is not None:
+        return
+    module = subject.module
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)

@@ -1,0 +1,100 @@
+"""Why a step cannot be captured, in one sentence: the operator and the line of the user's code.
+
+A capture runs with PyTorch's check for operators that make the host wait: they raise before they break the capture, and
+the traceback leads to the line. What repeats itself wrongly without an error (random numbers of the host, attributes
+that count steps) is found by comparing the host's state before and after an eager step.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# Where code is not the user's: the innermost frame outside of these is named.
+NOT_THE_USERS = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+
+
+def of(error: BaseException) -> str:
+    """What a failed capture tells the user."""
+    where = place(error)
+    text = str(error).strip().partition("\n")[0]
+    at = f"{where} " if where else "the backward pass "
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"the GPU's memory did not suffice for the capture ({text})"
+    if "synchronizing CUDA operation" in text:
+        return f"{at}makes the host wait for the GPU's result, which a graph cannot: keep it out of the step"
+    if "captur" in text.lower():
+        return f"{at}calls what CUDA forbids during a capture ({text})"
+    return f"{at}raised {type(error).__name__}: {text}"
+
+
+def place(error: BaseException) -> str:
+    """The innermost expression of the user's code, with its file and line; empty where the trace shows none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if frame.filename.startswith("<") or os.path.abspath(frame.filename).startswith(NOT_THE_USERS):
+            continue
+        return f"`{_expression(frame)}` at {os.path.basename(frame.filename)}:{frame.lineno}"
+    return ""
+
+
+def _expression(frame: traceback.FrameSummary) -> str:
+    """What was being evaluated, from Python 3.11 on; otherwise the whole line."""
+    line = (frame.line or "?").strip()
+    begin, end = getattr(frame, "colno", None), getattr(frame, "end_colno", None)
+    if begin is None or end is None or getattr(frame, "end_lineno", frame.lineno) != frame.lineno:
+        return line
+    whole = linecache.getline(frame.filename, frame.lineno or 0)  # columns count from its begin, in bytes
+    part = whole.encode()[begin:end].decode(errors="replace").strip()
+    return part or line
+
+
+class HostState:
+    """What a step may have changed on the host: a graph would repeat the step as it was then."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._random = _random_states(device)
+        self._attributes = _attributes(module)
+
+    def changed(self, device: torch.device) -> str:
+        """A sentence about what is different now; empty: nothing is."""
+        for name, (before, after) in _pairs(self._random, _random_states(device)):
+            if before != after:
+                return f"the step draws random numbers on the host ({name}), which a graph would repeat"
+        for name, (before, after) in _pairs(self._attributes, _attributes(self._module)):
+            if before != after:
+                return f"the step changes the model's {name!r} from {before!r} to {after!r}, which a graph would not"
+        return ""
+
+
+def _pairs(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, tuple[Any, Any]]]:
+    return [(name, (value, after[name])) for name, value in before.items() if name in after]
+
+
+def _random_states(device: torch.device) -> dict[str, Any]:
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    if device.type == "cuda":
+        states["torch's CPU generator"] = bytes(torch.get_rng_state().numpy())
+    return states
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers and names that modules keep, whether they train aside."""
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, one in module.named_modules()
+        for name, value in one.__dict__.items()
+        if isinstance(value, (bool, int, float, str)) and name != "training"
+    }

@@ -1,0 +1,112 @@
+"""A training step, eagerly: what runs as it is, and what a graph records.
+
+zero_grad, then for each micro-batch forward and backward, gradients averaged with the last one, then clipping, the
+optimizer's step, the scaler's update and what the user runs after it. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ark_torch.train.buckets import Buckets
+from ark_torch.train.ddp import Standby
+from ark_torch.train.ema import Averaging
+from ark_torch.train.models import Subject
+
+
+@dataclass
+class Step:
+    """One step of a model with an optimizer."""
+
+    subject: Subject
+    optimizer: Optimizer
+    loss: Callable[[Any, Any], Tensor]
+    max_norm: float | None = None
+    scaler: Any = None
+    after: Callable[[Any], Any] | None = None
+    averaging: Averaging | None = None
+    buckets: Buckets | None = None
+    standby: Standby | None = None
+
+    def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
+        """The step; its loss, the mean over micro-batches: a 0-d tensor of its own, without a graph behind it."""
+        self._in_step(True)
+        # Casts that an autocast region around the step has kept are those of weights as they were.
+        torch.clear_autocast_cache()
+        try:
+            return self._run(micro_batches, captured)
+        except BaseException:
+            if self.buckets is not None:
+                self.buckets.abandon()  # within the capture, too: streams that went apart in it meet in it
+            raise
+        finally:
+            torch.clear_autocast_cache()
+            self._in_step(False)
+
+    def _in_step(self, inside: bool) -> None:
+        if self.standby is not None:
+            self.standby.in_step = inside
+
+    def _run(self, micro_batches: Sequence[Any], captured: bool) -> Tensor:
+        self.clear_gradients()
+        self.subject.before_forward()
+        count = len(micro_batches)
+        total: Tensor | None = None
+        for number, batch in enumerate(micro_batches):
+            last = number == count - 1
+            if self.buckets is not None:
+                self.buckets.begin(last)
+            with self.subject.communicates(last):
+                loss = self._checked(self.loss(self.subject.module, batch))
+                part = loss if count == 1 else loss / count
+                scaled = part if self.scaler is None else self.scaler.scale(part)
+                scaled.backward()  # type: ignore[no-untyped-call]
+            if self.buckets is not None:
+                self.buckets.end()
+            part = part.detach().reshape(())
+            total = part.clone() if total is None else total + part
+            del loss, scaled
+        assert total is not None
+        self._update()
+        if self.averaging is not None:
+            (self.averaging.captured if captured else self.averaging.eager)(self.subject.module)
+        elif self.after is not None:
+            self.after(self.subject.module)
+        return total
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for _, parameter in self.subject.parameters():
+            parameter.grad = None
+
+    def _update(self) -> None:
+        if self.max_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_([p for _, p in self.subject.parameters()], self.max_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _checked(self, loss: Any) -> Tensor:
+        if not isinstance(loss, Tensor):
+            has = ": return its .loss" if isinstance(getattr(loss, "loss", None), Tensor) else ""
+            raise TypeError(f"ark: train.capture: loss() returned a {type(loss).__name__}, no tensor{has}.")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"ark: train.capture: loss() returned a tensor of shape {tuple(loss.shape)}: return its mean or sum."
+            )
+        if not loss.requires_grad:
+            raise ValueError(
+                "ark: train.capture: loss() returned a tensor without a graph behind it: compute it from the model "
+                "that it is given, without detach() or no_grad()."
+            )
+        return loss

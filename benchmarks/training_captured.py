@@ -1,0 +1,78 @@
+"""Mode `captured` of benchmarks/training.py: ark_torch.train.capture over each group, beside DDP as it is used today.
+
+The rival is DistributedDataParallel over NCCL (on CPUs Gloo), eagerly. `captured_NAME` is the captured step of the same
+module over group NAME; `free` the captured step of each rank alone, so without communication. One contender at a time
+holds memory, and all take turns in each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_ranks import Row
+from torch import nn
+from training_subject import FREE, Groups, Subject, same_gradients, timed
+from training_wrapped import ddp_step, gradient_sum
+
+from ark_torch.train import CapturedStep, capture
+
+
+def captured_step(subject: Subject, model: nn.Module, group: Any, bucket_mb: float) -> CapturedStep:
+    def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        with subject.autocast():
+            value: torch.Tensor = module(tokens)
+        return value
+
+    return capture(model, subject.optimizer(model), loss, group=group, bucket_mb=bucket_mb)
+
+
+def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
+    rank = subject.rank
+    rival = next(name for name in groups if name in ("nccl", "gloo"))
+    alone = [dist.new_group([member]) for member in range(rank.ranks)][rank.rank]
+    contenders = {rival: groups[rival]}
+    contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
+    contenders[FREE] = alone
+    model = subject.model()
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    peaks: dict[str, float] = {}
+    sums: dict[str, torch.Tensor] = {}
+    for turn in range(arguments.rounds):
+        for name, group in contenders.items():
+            if turn and not rank.time_for(3):
+                continue
+            if subject.gpu:
+                torch.cuda.reset_peak_memory_stats()
+            captured = None
+            step: Callable[[], Any]
+            if name == rival:
+                step = ddp_step(subject, model, subject.optimizer(model), group, free=False)
+            else:
+                captured = captured_step(subject, model, group, arguments.bucket_mb)
+                step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
+            for _ in range(5):  # the warm-up, the capture, a replay
+                step()
+            if captured is not None and subject.gpu and not captured.captured:
+                raise RuntimeError(f"{name} is not captured: {captured.reason}")
+            taken[name].append(timed(subject, step, arguments.steps))
+            if turn == 0 and name != FREE:
+                sums[name] = gradient_sum(model)
+            if subject.gpu:
+                peaks[name] = torch.cuda.max_memory_allocated() / 1e9
+            if captured is not None:
+                captured.close()
+            del step, captured
+            model.zero_grad()  # gradients were views of buckets
+            subject.free_memory()
+    rows = []
+    for name, rounds in taken.items():
+        row: Row = {"contender": name, "step_ms": rank.slowest(rounds)}
+        row["gradient_bytes"] = sum(p.numel() * 4 for p in model.parameters())
+        if name in peaks:
+            row["peak_gb"] = max(rank.share(peaks[name]))
+        rows.append(row | same_gradients(rank, name, sums))
+    return rows
