@@ -39,7 +39,7 @@ jit::HostCompiler& compiler() {
   return *instance;
 }
 
-plan::Target target_of(const RegionOptions& options) {
+plan::Target costs_of(const RegionOptions& options) {
   if (options.device >= 0) {
     const auto& library = jit::KernelLibrary::of(options.device);
     return plan::gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
@@ -47,6 +47,12 @@ plan::Target target_of(const RegionOptions& options) {
   plan::Target target;
   target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
   return options.measured_costs ? plan::with_measured_costs(target, compiler(), jit::settings().log) : target;
+}
+
+plan::Target target_of(const RegionOptions& options) {
+  plan::Target target = costs_of(options);
+  target.caching = options.cache;
+  return target;
 }
 
 c10d::ReduceOp reduce_op(const std::string& name) {

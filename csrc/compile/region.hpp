@@ -37,6 +37,7 @@ struct RegionOptions {
   // What runs a call whose group ark does not carry on GPUs; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
   bool chained = false;         // for run_steps()
+  plan::CacheChoice cache = plan::CacheChoice::automatic;
   bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
 };
 
