@@ -20,12 +20,16 @@ struct Hinted {
   T element;
 };
 
-// For the second-level cache.
-template <Cache kCache>
+// For the second-level cache. kOnce: made here alone, for all that follows.
+template <Cache kCache, bool kOnce = false>
 ARK_LOOP uint64 cache_policy() {
   static_assert(kCache == Cache::evict_first || kCache == Cache::evict_last);
   uint64 policy;
-  if constexpr (kCache == Cache::evict_first)
+  if constexpr (kCache == Cache::evict_first && kOnce)
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  else if constexpr (kOnce)
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  else if constexpr (kCache == Cache::evict_first)
     asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   else
     asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
@@ -70,10 +74,11 @@ struct HintedWord<kCache, 8> {
 };
 template <Cache kCache>
 struct HintedWord<kCache, 16> {
-  uint32 word[4];
+  struct {
+    uint32 a, b, c, d;
+  } word;
   ARK_LOOP void load(const void* from) {
-    ARK_HINTED_LOAD("v4.u32", "{%0, %1, %2, %3}", "%4", "%5", "=r"(word[0]), "=r"(word[1]), "=r"(word[2]),
-                    "=r"(word[3]));
+    ARK_HINTED_LOAD("v4.u32", "{%0, %1, %2, %3}", "%4", "%5", "=r"(word.a), "=r"(word.b), "=r"(word.c), "=r"(word.d));
   }
 };
 #undef ARK_HINTED_LOAD
@@ -110,11 +115,10 @@ ARK_LOOP void store_hinted(void* to, const T& x) {
     ARK_HINTED_STORE("u64", "%1", "%2", "l"(__builtin_bit_cast(uint64, x)));
   } else {
     struct Words {
-      uint32 at[4];
+      uint32 a, b, c, d;
     };
     const Words words = __builtin_bit_cast(Words, x);
-    ARK_HINTED_STORE("v4.u32", "{%1, %2, %3, %4}", "%5", "r"(words.at[0]), "r"(words.at[1]), "r"(words.at[2]),
-                     "r"(words.at[3]));
+    ARK_HINTED_STORE("v4.u32", "{%1, %2, %3, %4}", "%5", "r"(words.a), "r"(words.b), "r"(words.c), "r"(words.d));
   }
 }
 #undef ARK_HINTED_STORE

@@ -47,7 +47,7 @@ template <Cache kCache>
 class ChunkLoads {
  public:
   ARK_LOOP ChunkLoads() {
-    if constexpr (kHasPolicy) policy_ = cache_policy<kCache>();
+    if constexpr (kHasPolicy) policy_ = cache_policy<kCache, true>();
   }
   // Unless `wanted`, what `chunk` holds stays.
   ARK_LOOP void load(Chunk& chunk, const void* from, bool wanted) const {
