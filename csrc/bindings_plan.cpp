@@ -282,8 +282,7 @@ void bind_plan(py::module_& m) {
         });
       },
       py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
-      py::arg("cache") = "auto",
-      "The loop kernel for a GPU that may not be here.");
+      py::arg("cache") = "auto", "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();

@@ -41,9 +41,8 @@ bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& acce
   if (access.write) return false;
   if (const auto* experts = std::get_if<ExpertsStage>(&stage.body)) return access.value == experts->table;
   const auto matmuls = matmuls_of(stage);
-  return std::any_of(matmuls.begin(), matmuls.end(), [&](const MatmulStage& one) {
-    return one.b == access.value && streams_matrix(plan, one);
-  });
+  return std::any_of(matmuls.begin(), matmuls.end(),
+                     [&](const MatmulStage& one) { return one.b == access.value && streams_matrix(plan, one); });
 }
 
 // Keys and values of attention that warps share out by positions (kFewQueries of kernels/cuda/loop/attention.cuh).
@@ -101,7 +100,7 @@ class Choice {
       case CacheChoice::all_last: return CachePolicy::evict_last;
       case CacheChoice::automatic: break;
     }
-    return plan_.target.name == "cpu" ? for_cpu(number, access) : for_gpu(number, stage, access);
+    return plan_.target.name == "cpu" ? for_cpu(number, stage, access) : for_gpu(number, stage, access);
   }
 
   // What comes back before as much else has passed as the cache holds.
@@ -110,10 +109,15 @@ class Choice {
     return until >= 0 && until < static_cast<double>(costs_.bytes);
   }
 
-  CachePolicy for_cpu(size_t number, const Access& access) const {
-    const bool past = access.write && costs_.stream_bytes > 0 && costs_.bytes > 0 &&
-                      bytes_of(plan_, access) >= static_cast<double>(costs_.stream_bytes) &&
-                      !comes_back(number, access);
+  // Results are new memory, whose lines the kernel's zeros have brought into the caches; so has a read of the same.
+  CachePolicy for_cpu(size_t number, const Stage& stage, const Access& access) const {
+    const int buffer = value_of(plan_, access).buffer;
+    const bool fresh = plan_.graph.buffer_of(access.value).kind == Buffer::Kind::output;
+    const bool read = std::any_of(stage.accesses.begin(), stage.accesses.end(), [&](const Access& other) {
+      return !other.write && value_of(plan_, other).buffer == buffer;
+    });
+    const bool large = bytes_of(plan_, access) >= static_cast<double>(costs_.stream_bytes);
+    const bool past = costs_.stream_bytes > 0 && large && !fresh && !read && !comes_back(number, access);
     return past ? CachePolicy::no_allocate : CachePolicy::normal;
   }
 
@@ -130,8 +134,7 @@ class Choice {
     const bool again = comes_back(number, access);
     switch (kind) {
       case OperandKind::state: return costs_.states_first && !again ? CachePolicy::evict_first : CachePolicy::normal;
-      case OperandKind::activation:
-        return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
+      case OperandKind::activation: return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
       case OperandKind::table:
         // Rows that are read often stay by themselves, where the cache has room for some of the table.
         return costs_.states_first && bytes_of(plan_, access) > 8 * static_cast<double>(costs_.bytes)

@@ -134,7 +134,8 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") +
           (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") +
-          (to.cuda() ? ", .aligned = " + aligned + ", .cache = " + caches_of(to, attention) : "") + (attention.states >= 0 ? ", .part = true" : "") + "};");
+          (to.cuda() ? ", .aligned = " + aligned + ", .cache = " + caches_of(to, attention) : "") +
+          (attention.states >= 0 ? ", .part = true" : "") + "};");
   if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;
   if (!to.cuda())

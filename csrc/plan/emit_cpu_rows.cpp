@@ -192,7 +192,8 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
       if (to_.cuda())
         to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
       else
-        to_.line((passes_caches(one) ? "store_past(" : std::string("store") + form(one)) + place(one, further(one, i)) + ", " + stored(one) + ", lanes);");
+        to_.line((passes_caches(one) ? "store_past(" : std::string("store") + form(one)) + place(one, further(one, i)) +
+                 ", " + stored(one) + ", lanes);");
       if (one.args.size() > 1) to_.close();
       break;
     case Kind::literal: break;

@@ -37,7 +37,10 @@ struct CacheCosts {
   bool plain_where_near = false;
   bool states_first = false;  // what is read once a step, beside parameters, makes way first to a gain
   bool reused_last = false;   // what is read again soon stays longest to a gain, while parameters stream
-  int64_t stream_bytes = 0;  // results from that size on are stored past the caches; 0: none
+  // On a CPU what lasts from call to call and is that large is stored past the caches; 0: nothing is. From 8 to 256 MB
+  // that was 1.05 to 1.5 times as fast (AMD EPYC, two cores, 32 MB of cache); results, which are allocated anew, were
+  // 5 to 10% slower, and stay plain.
+  int64_t stream_bytes = 0;
 };
 
 // What a plan is made for.

@@ -64,12 +64,12 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
     Chunk keys[kDeep][Shape::kParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) if (looks[n])
         keys[n][part] = load_part<Columns, kCache>(k + (key + n * Shape::kBeside + position) * s.k_row, s.k_column,
-                                           (part * Shape::kLanes + i) * kPerChunk<K>, s.aligned);
+                                                   (part * Shape::kLanes + i) * kPerChunk<K>, s.aligned);
     Chunk values[kDeep][Shape::kValueParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n)
         ARK_UNROLL for (int part = 0; part < Shape::kValueParts; ++part) if (looks[n]) values[n][part] =
             load_part<ValueColumns, kCache>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
-                                    (part * Shape::kLanes + i) * kPerChunk<V>, s.aligned);
+                                            (part * Shape::kLanes + i) * kPerChunk<V>, s.aligned);
 
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
       float dots[kRows] = {};

@@ -37,16 +37,16 @@ ARK_LOOP uint64 cache_policy() {
 }
 
 // What `type` (b8, b16, b32, b64, v4.b32) loads into, and stores from, `...`: operands %0 on.
-#define ARK_HINTED_LOAD(type, registers, address, policy, ...)                                          \
-  if constexpr (kCache == Cache::evict_first)                                                           \
+#define ARK_HINTED_LOAD(type, registers, address, policy, ...)                                                 \
+  if constexpr (kCache == Cache::evict_first)                                                                  \
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint." type " " registers ", [" address "], " policy ";" \
-                 : __VA_ARGS__                                                                          \
-                 : "l"(from), "l"(cache_policy<kCache>()));                                             \
-  else if constexpr (kCache == Cache::evict_last)                                                       \
+                 : __VA_ARGS__                                                                                 \
+                 : "l"(from), "l"(cache_policy<kCache>()));                                                    \
+  else if constexpr (kCache == Cache::evict_last)                                                              \
     asm volatile("ld.global.L2::cache_hint." type " " registers ", [" address "], " policy ";"                 \
-                 : __VA_ARGS__                                                                          \
-                 : "l"(from), "l"(cache_policy<kCache>()));                                             \
-  else                                                                                                  \
+                 : __VA_ARGS__                                                                                 \
+                 : "l"(from), "l"(cache_policy<kCache>()));                                                    \
+  else                                                                                                         \
     asm volatile("ld.global.L1::no_allocate." type " " registers ", [" address "];" : __VA_ARGS__ : "l"(from))
 
 template <Cache kCache, int kBytes>
@@ -94,12 +94,12 @@ ARK_LOOP T load_hinted(const void* from) {
     return __builtin_bit_cast(T, word.word);
 }
 
-#define ARK_HINTED_STORE(type, registers, policy, ...)                                                        \
-  if constexpr (kCache == Cache::no_allocate)                                                                 \
+#define ARK_HINTED_STORE(type, registers, policy, ...)                                                         \
+  if constexpr (kCache == Cache::no_allocate)                                                                  \
     asm volatile("st.global.L1::no_allocate." type " [%0], " registers ";" ::"l"(to), __VA_ARGS__ : "memory"); \
-  else                                                                                                        \
-    asm volatile("st.global.L2::cache_hint." type " [%0], " registers ", " policy ";" ::"l"(to), __VA_ARGS__,         \
-                 "l"(cache_policy<kCache>())                                                                  \
+  else                                                                                                         \
+    asm volatile("st.global.L2::cache_hint." type " [%0], " registers ", " policy ";" ::"l"(to), __VA_ARGS__,  \
+                 "l"(cache_policy<kCache>())                                                                   \
                  : "memory")
 
 template <Cache kCache, class T>

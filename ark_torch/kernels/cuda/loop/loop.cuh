@@ -179,8 +179,9 @@ static __device__ __noinline__ Turn next_task() {
   if (Plan::kPackets && self == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
   clerk.ahead(position);
   if (fetches(self))
-    fetch<Plan::kHintedLoads>(self, clerk.bases, in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
-          task.load_count);
+    fetch<Plan::kHintedLoads>(self, clerk.bases,
+                              in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
+                              task.load_count);
   if (!await_all(self, task, slot)) return {kLeave, {}, {}};
   stamp(self, task, &Stamp::begin_ns);
   const auto found = clerk.operands(position);

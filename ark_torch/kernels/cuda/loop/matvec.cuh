@@ -115,8 +115,8 @@ ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b
   in_slices<Rows>(
       rows, segments, c0, c1, split.slices, split.groups * kTogether,
       [&](int first, int count, int c, int batches, Parts parts) {
-        dot_parts<Rows, kFast, kTogether, kCache>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c, batches,
-                                          parts);
+        dot_parts<Rows, kFast, kTogether, kCache>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c,
+                                                  batches, parts);
       },
       [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }

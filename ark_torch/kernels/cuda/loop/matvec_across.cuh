@@ -60,8 +60,7 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
   float x[Rows][kTogether];
   auto load = [&](int u) {
     const bool wanted = next.d + u * kStep < s.depth;
-    ring[u] =
-        load_row<kFast>(s, loads, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
+    ring[u] = load_row<kFast>(s, loads, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r][u] =
         wanted && r < rows ? load_one(a + at.a(next.row + r) + (next.d + u * kStep) * s.a_depth) : 0.0f;
   };

@@ -62,7 +62,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
     const bool there = whole || next.d + part * kTensorPart < s.depth;
     if (!there) ring[octet][part] = {};
     loads.load(ring[octet][part], next.from + octet * 8 * s.b_column + part * kTensorPart,
-                   octet * 8 < next.left && there);
+               octet * 8 < next.left && there);
   };
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) load(o, q);

@@ -90,7 +90,8 @@ ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
   in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int one, int count, int c, int batches, Parts parts) {
-        dot_parts<kRows, kFast, kTogether, s.b_cache>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, one, count, c, batches, parts);
+        dot_parts<kRows, kFast, kTogether, s.b_cache>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, one, count, c,
+                                                      batches, parts);
       },
       [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
