@@ -143,6 +143,11 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.otherwise = take(options, "otherwise", settings.otherwise);
   settings.chained = take(options, "chained", false);
   settings.cache = ark::with_torch_errors([&] { return cache_choice(take(options, "cache", std::string("auto"))); });
+  const py::dict caches = take(options, "caches", py::dict());
+  settings.caches.kept_bytes = take(caches, "kept_bytes", int64_t{0});
+  settings.caches.plain_where_near = take(caches, "plain_where_near", false);
+  settings.caches.states_first = take(caches, "states_first", false);
+  settings.caches.reused_last = take(caches, "reused_last", false);
   settings.measured_costs = take(options, "measured_costs", false);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {

@@ -240,6 +240,7 @@ def make_region(
         "otherwise": otherwise,
         "chained": chained,
         "cache": cache,
+        "caches": costs.of_caches(),
         "measured_costs": costs.are_measured(),
     }
     begin = time.perf_counter()

@@ -46,6 +46,7 @@ plan::Target costs_of(const RegionOptions& options) {
     const auto& library = jit::KernelLibrary::of(options.device);
     plan::Target target =
         plan::gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
+    target.caches = options.caches;
     target.caches.bytes = library.cache_bytes();
     return target;
   }

@@ -38,6 +38,7 @@ struct RegionOptions {
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
   bool chained = false;         // for run_steps()
   plan::CacheChoice cache = plan::CacheChoice::automatic;
+  plan::CacheCosts caches = {};  // what was measured; `bytes` is the device's
   bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
 };
 
