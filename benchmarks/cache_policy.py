@@ -102,7 +102,8 @@ def flat(result: Any) -> list[torch.Tensor]:
 
 
 def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in zip(a, b))
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)
 
 
 @torch.no_grad()
