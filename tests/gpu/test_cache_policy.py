@@ -14,10 +14,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compile"))
 
-import models  # noqa: E402
-import recommender  # noqa: E402
+import models
+import recommender
 
-from ark_torch.compile import costs  # noqa: E402
+from ark_torch.compile import costs
 
 pytestmark = [pytest.mark.limit(300)]
 
@@ -92,7 +92,9 @@ def test_recommender(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(40, 100), (7, 1024), (300, 4097), (3, 33)])
-def test_rows_lookups_and_all_types(dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_lookups_and_all_types(
+    dtype: torch.dtype, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs, single elements, tails and rows that are not aligned; booleans and integers."""
     torch.manual_seed(0)
     rows, columns = shape
