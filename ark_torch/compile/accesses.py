@@ -75,7 +75,7 @@ def rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     for one in accesses_of(plan):
         key = (one.operator, one.operand, "write" if one.write else "read", one.cache)
         alike.setdefault(key, []).append(one)
-    told = []
+    told: list[tuple[str, ...]] = []
     for key, some in alike.items():
         again = [one.until_read for one in some if one.until_read is not None]
         until = f"{min(again) / 1e6:.2f}" if again else "never"
