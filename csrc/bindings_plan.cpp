@@ -15,6 +15,7 @@
 
 #include "compile/region.hpp"
 #include "jit/run_process.hpp"
+#include "plan/cache_policy.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/targets.hpp"
 #include "plan/trace.hpp"
@@ -141,6 +142,12 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.groups = take(options, "groups", settings.groups);
   settings.otherwise = take(options, "otherwise", settings.otherwise);
   settings.chained = take(options, "chained", false);
+  settings.cache = ark::with_torch_errors([&] { return cache_choice(take(options, "cache", std::string("auto"))); });
+  const py::dict caches = take(options, "caches", py::dict());
+  settings.caches.kept_bytes = take(caches, "kept_bytes", int64_t{0});
+  settings.caches.plain_where_near = take(caches, "plain_where_near", false);
+  settings.caches.states_first = take(caches, "states_first", false);
+  settings.caches.reused_last = take(caches, "reused_last", false);
   settings.measured_costs = take(options, "measured_costs", false);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
@@ -256,26 +263,31 @@ void bind_plan(py::module_& m) {
   plan.def("targets", &known_targets);
   plan.def(
       "plan_for",
-      [](const GraphBuilder& builder, const std::string& target, int workers) {
+      [](const GraphBuilder& builder, const std::string& name, int workers, const std::string& cache) {
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
-          const Plan made = make_plan(builder.graph, target_named(target, workers));
+          Target target = target_named(name, workers);
+          target.caching = cache_choice(cache);
+          const Plan made = make_plan(builder.graph, target);
           return std::pair(to_json(made), to_svg(made));
         });
       },
-      py::arg("graph"), py::arg("target"), py::arg("workers") = 0,
+      py::arg("graph"), py::arg("target"), py::arg("workers") = 0, py::arg("cache") = "auto",
       "A plan for a target that may not be here, as JSON and as a drawing.");
   plan.def(
       "cuda_source",
-      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool chained) {
+      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool chained,
+         const std::string& cache) {
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
           ark::plan::Graph graph = builder.graph;
-          return emit_cuda(make_plan(std::move(graph), gpu_target(arch, multiprocessors), chained)).text;
+          Target target = gpu_target(arch, multiprocessors);
+          target.caching = cache_choice(cache);
+          return emit_cuda(make_plan(std::move(graph), target, chained)).text;
         });
       },
       py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
-      "The loop kernel for a GPU that may not be here.");
+      py::arg("cache") = "auto", "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();

@@ -103,6 +103,7 @@ def _fastest(
     capture.check_static(graph_module, "example_value")
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda), torch.device("cpu"))
     text = f"{choice.text_of(graph_module, example_inputs)}\nminimum {options.minimum} nan {options.nan}"
+    text += "" if options.cache == "auto" else f" cache {options.cache}"
     name = choice.key(text, workers.count(options.threads, device), device)
 
     def tell(chosen: choice.Choice) -> None:

@@ -93,7 +93,9 @@ class Builder:
                 otherwise = self._otherwise(lowering, number) if fallback else None
                 name = f"ark::{self._title} {number}"
                 chained = self._launcher is not None
-                self._regions[number] = make_region(lowering, name, self._threads, otherwise, chained)
+                self._regions[number] = make_region(
+                    lowering, name, self._threads, otherwise, chained, self._options.cache
+                )
 
     @contextlib.contextmanager
     def _falling_back(self, number: int, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -170,7 +172,7 @@ class Builder:
         lowering, region = self._lowered[number], self._regions[number]
         told = PieceReport(f"piece {number}", "ark", len(piece.nodes), operators_of(piece.nodes), "", region)
         if self._report.target:
-            told.target_plan = plan_for(lowering, self._report.target)
+            told.target_plan = plan_for(lowering, self._report.target, self._options.cache)
         self._report.pieces.append(told)
         for node in self._returned_views():
             root = analysis.root_of(node)
@@ -212,10 +214,15 @@ class Builder:
 
 
 def make_region(
-    lowering: Lowering, name: str, threads: int, otherwise: rest.Boxed | None = None, chained: bool = False
+    lowering: Lowering,
+    name: str,
+    threads: int,
+    otherwise: rest.Boxed | None = None,
+    chained: bool = False,
+    cache: str = "auto",
 ) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose group
-    ark does not carry; `chained` makes a region that runs many steps a launch."""
+    ark does not carry; `chained` makes a region that runs many steps a launch; `cache` is the option."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -232,6 +239,8 @@ def make_region(
         "groups": lowering.graph.groups,
         "otherwise": otherwise,
         "chained": chained,
+        "cache": cache,
+        "caches": costs.of_caches(),
         "measured_costs": costs.are_measured(),
     }
     begin = time.perf_counter()
@@ -242,10 +251,10 @@ def make_region(
     return region
 
 
-def plan_for(lowering: Lowering, target: str) -> tuple[str, str]:
+def plan_for(lowering: Lowering, target: str, cache: str = "auto") -> tuple[str, str]:
     """The region's plan for another target, to be looked at: JSON and drawing."""
     from ark_torch import _C
 
     graph = _C.plan.Graph()
     lowering.graph.emit(graph)
-    return _C.plan.plan_for(graph, target)
+    return _C.plan.plan_for(graph, target, cache=cache)

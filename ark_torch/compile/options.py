@@ -81,6 +81,14 @@ OPTIONS = (
         "torch.compile has on no backend. torch.func.grad of torch.func.grad needs no option.",
     ),
     Option(
+        "cache",
+        "auto",
+        ("auto", "none", "all-first", "all-last"),
+        "What caches are told of each load and store; results are the same. auto: what the compiler chooses from when "
+        "a value is read again and what the machine was measured to gain. none: plain loads and stores. all-first "
+        "(all-last): everything makes way first (last), for comparisons.",
+    ),
+    Option(
         "minimum",
         2,
         int,
@@ -104,6 +112,7 @@ class Options:
     minimum: int = 2
     nan: str = "skip"
     differentiate_twice: bool = False
+    cache: str = "auto"
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:

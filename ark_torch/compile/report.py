@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis
+from ark_torch.compile import accesses, analysis
 
 if TYPE_CHECKING:
     from ark_torch.compile.choice import Choice
@@ -72,7 +72,9 @@ class PieceReport:
         if self.region is not None:
             parts.append(f"estimated {self.region.estimated_us:.1f} us (costs {self.region.costs})")
         why = f"; {self.reason}" if self.reason else ""
-        planned = f"\n    {frame_text(self.target_plan[0])}" if self.target_plan is not None else ""
+        planned = f"\n    {accesses.line(json.loads(self.plan_json))}" if self.region is not None else ""
+        if self.target_plan is not None:
+            planned += f"\n    {frame_text(self.target_plan[0])}"
         return f"{self.name} runs on {NAMES[self.runs_on]}: {', '.join(parts)}{why}{planned}"
 
 
@@ -159,7 +161,7 @@ def frame_text(plan_json: str) -> str:
         f"phases, estimated {plan['estimated_us']:.1f} us; loaded ahead {loader['bytes'] / 1e6:.2f} MB in "
         f"{loader['loads']} pages of at most {loader['page_bytes'] // 1024} KB, {loader['bytes_in_flight'] // 1024} KB "
         f"of a worker in flight; waits: {frame['waits']['packets']} for packets, "
-        f"{frame['waits']['counters']} for counters"
+        f"{frame['waits']['counters']} for counters; {accesses.line(plan)}"
     )
 
 

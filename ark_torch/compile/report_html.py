@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ark_torch._version import __version__
+from ark_torch.compile import accesses
 from ark_torch.compile.report import NAMES, counted
 from ark_torch.compile.timeline_page import SCRIPT, STYLE
 
@@ -102,6 +103,9 @@ def _region(title: str, piece: PieceReport, timelines: list[dict[str, Any]]) -> 
         yield f"<h3>{escape(title)}: {how}{escape(target)}</h3>\n<p>{escape(memory(plan))}</p>\n"
         heads = ("kind", "stages", "tasks", "MFLOP", "MB", "estimated us of all workers")
         yield _table(heads, [_shown(*row) for row in work_by_kind(plan)], "work")
+        caches = ("operator", "operand", "access", "cache policy", "times", "MB", "MB until read again")
+        yield f"<p>{escape(accesses.line(plan))}</p>\n"
+        yield _table(caches, accesses.rows(plan), "caches")
         yield f'<div class="timeline" data-plan="{len(timelines)}"></div>\n'
         timelines.append(timeline(plan))
 

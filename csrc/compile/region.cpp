@@ -6,6 +6,8 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <unistd.h>
+
 #include <cstring>
 #include <map>
 #include <utility>
@@ -39,14 +41,26 @@ jit::HostCompiler& compiler() {
   return *instance;
 }
 
-plan::Target target_of(const RegionOptions& options) {
+plan::Target costs_of(const RegionOptions& options) {
   if (options.device >= 0) {
     const auto& library = jit::KernelLibrary::of(options.device);
-    return plan::gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
+    plan::Target target =
+        plan::gpu_target(library.target().arch, options.workers > 0 ? options.workers : library.multiprocessors());
+    target.caches = options.caches;
+    target.caches.bytes = library.cache_bytes();
+    return target;
   }
   plan::Target target;
+  if (const long bytes = ::sysconf(_SC_LEVEL3_CACHE_SIZE); bytes > 0)
+    target.caches.bytes = target.caches.stream_bytes = bytes;
   target.workers = options.workers > 0 ? options.workers : at::get_num_threads();
   return options.measured_costs ? plan::with_measured_costs(target, compiler(), jit::settings().log) : target;
+}
+
+plan::Target target_of(const RegionOptions& options) {
+  plan::Target target = costs_of(options);
+  target.caching = options.cache;
+  return target;
 }
 
 c10d::ReduceOp reduce_op(const std::string& name) {

@@ -36,8 +36,10 @@ struct RegionOptions {
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
   // What runs a call whose group ark does not carry on GPUs; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
-  bool chained = false;         // for run_steps()
-  bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
+  bool chained = false;  // for run_steps()
+  plan::CacheChoice cache = plan::CacheChoice::automatic;
+  plan::CacheCosts caches = {};  // what was measured; `bytes` is the device's
+  bool measured_costs = false;   // planned with what work costs on this machine, instead of assumed figures
 };
 
 // Compiles what measures the costs of this machine, unless that was done before; so that the first region, which needs

@@ -42,6 +42,7 @@ struct KernelLibrary::Impl {
                        device_attribute(device, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
                        "device " + std::to_string(device) + " (" + device_name(device) + ")");
     multiprocessors = device_attribute(device, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+    cache_bytes = device_attribute(device, CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
     shared_optin = device_attribute(device, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
   }
 
@@ -93,6 +94,7 @@ struct KernelLibrary::Impl {
   Compiler compiler;
   Target target;
   int multiprocessors = 0;
+  int64_t cache_bytes = 0;
   int shared_optin = 0;
   std::mutex mutex;  // guards the map alone
   std::map<std::string, Module> modules;
@@ -122,6 +124,10 @@ int KernelLibrary::device() const {
 
 int KernelLibrary::multiprocessors() const {
   return impl_->multiprocessors;
+}
+
+int64_t KernelLibrary::cache_bytes() const {
+  return impl_->cache_bytes;
 }
 
 const Kernel& KernelLibrary::get(const std::string& stub, const char* entry, bool fuse, bool may_spill) {

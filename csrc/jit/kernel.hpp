@@ -61,6 +61,7 @@ class KernelLibrary {
   const Target& target() const;
   int device() const;
   int multiprocessors() const;
+  int64_t cache_bytes() const;  // of the second level
 
   KernelLibrary(int device, Settings settings);
   ~KernelLibrary();

@@ -6,10 +6,29 @@
 #include <cstdio>
 
 #include "error.hpp"
+#include "plan/cache_policy.hpp"
 
 namespace ark::plan {
 
 std::string FunctionWriter::pointer(int value, bool write) {
+  return named(value, write, CachePolicy::normal);
+}
+
+std::string FunctionWriter::element_pointer(int value, bool write) {
+  return named(value, write, cuda() ? cache_of(value, write) : CachePolicy::normal);
+}
+
+CachePolicy FunctionWriter::cache_of(int value, bool write) const {
+  for (const Access& access : stage_->accesses)
+    if (access.value == value && access.write == write) return access.cache;
+  return CachePolicy::normal;
+}
+
+std::string FunctionWriter::cache_text(int value) const {
+  return std::string("Cache::") + name_of(cache_of(value, false));
+}
+
+std::string FunctionWriter::named(int value, bool write, CachePolicy cache) {
   if (kept_.count(graph_.values()[value].buffer) != 0) {
     const auto found = std::find(kept_values_.begin(), kept_values_.end(), value);
     const auto at = found - kept_values_.begin();
@@ -19,6 +38,7 @@ std::string FunctionWriter::pointer(int value, bool write) {
   }
   const size_t i = operand(value, write);
   blocks_.back().named.insert(i);
+  caches_[i].insert(cache);
   return "p" + std::to_string(i);
 }
 
@@ -35,6 +55,7 @@ size_t FunctionWriter::operand(int value, bool write) {
     operands_.push_back(value);
     written_.push_back(false);
     aligned_.push_back(false);
+    caches_.emplace_back();
   }
   written_[i] = written_[i] || write;
   return i;
@@ -113,8 +134,12 @@ std::string FunctionWriter::body() const {
     const Block& block = blocks_[i];
     for (const size_t one : block.named) {
       const Value& operand = value(operands_[one]);
-      const std::string element = cpp_type(operand.type), number = std::to_string(one);
       const auto polled = polled_.find(operand.buffer);
+      const bool hinted =
+          polled == polled_.end() && caches_[one].size() == 1 && *caches_[one].begin() != CachePolicy::normal;
+      const std::string plain = cpp_type(operand.type), number = std::to_string(one);
+      const std::string element =
+          hinted ? "Hinted<" + plain + ", Cache::" + name_of(*caches_[one].begin()) + ">" : plain;
       const Push pushed = polled == polled_.end() ? Push{} : polled->second;
       // Where buffers of packets lie, and those of each rank, are multiples of 16 bytes.
       const bool aligned = polled != polled_.end() && operand.offset * size_of(operand.type) * 2 % 16 == 0;

@@ -35,6 +35,12 @@ class FunctionWriter {
 
   // The name of the pointer to the value's first element.
   std::string pointer(int value, bool write);
+  // The same of elements that the text loads and stores by functions of the device library that know of caches
+  // (cuda/loop/hinted.cuh): their type says what a GPU's caches do with them.
+  std::string element_pointer(int value, bool write);
+  // What caches do with the value, by the stage's accesses.
+  CachePolicy cache_of(int value, bool write) const;
+  std::string cache_text(int value) const;  // of reads, as the device library calls it: "Cache::normal"
   // The same on a GPU, asked for where it is used (Later of cuda/loop/task.cuh) if the value is a plain operand.
   std::string pointer_later(int value, bool write);
   // Whether lines of the value's elements begin at multiples of 16 bytes, as a constant of the text: "false" where
@@ -83,12 +89,14 @@ class FunctionWriter {
  private:
   std::string scaled(const std::string& name, int64_t length) const;
   size_t operand(int value, bool write);
+  std::string named(int value, bool write, CachePolicy cache);
 
   const Graph& graph_;
   const Stage* stage_;
   const Code code_;
   std::vector<int> operands_;  // values
   std::vector<bool> written_, aligned_;
+  std::vector<std::set<CachePolicy>> caches_;  // by operand: of all places that name it
   struct Block {
     size_t begin;  // of the text
     std::string indent;

@@ -182,7 +182,7 @@ std::string RowNest::base(const Instruction& one, bool columns) {
     strides.push_back(stride(one, loop));
   }
   const std::string offset = cpp_offset(indices, strides);
-  const std::string pointer = to_.pointer(one.value, one.kind == Kind::store);
+  const std::string pointer = to_.element_pointer(one.value, one.kind == Kind::store);
   return offset == "0" ? pointer : pointer + " + " + offset;
 }
 

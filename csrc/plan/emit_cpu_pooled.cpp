@@ -77,7 +77,7 @@ void emit_bag(FunctionWriter& to, const BagStage& bag) {
           ", .padding = " + number(bag.padding) + "};");
   static constexpr const char* modes[] = {"sum", "mean", "max"};
   const std::string index_at = to.pointer(bag.index, false), offsets_at = to.pointer(bag.offsets, false),
-                    table_at = to.pointer(bag.table, false), out_at = to.pointer(bag.out, true);
+                    table_at = to.element_pointer(bag.table, false), out_at = to.element_pointer(bag.out, true);
   to.line("pool<Pooling::" + std::string(modes[static_cast<int>(bag.mode)]) + ">(context, s, " + table_at + ", " +
           index_at + ", " + offsets_at + ", " + weights + ", " + out_at + ", " +
           (axis == 0 ? "begin, end, 0, " + number(out.shape[1])
@@ -121,7 +121,8 @@ void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
       if (a.shape[d] != 1) apart.push_back(a.strides[d]);
     aligned = ", .a_aligned = " + (stride(a, lead) == 1 ? to.aligned(experts.a, apart) : "false") +
               ", .table_aligned = " +
-              aligned_lines(to, experts.table, {stride(table, 1), stride(table, 2)}, {table.strides[0]});
+              aligned_lines(to, experts.table, {stride(table, 1), stride(table, 2)}, {table.strides[0]}) +
+              ", .table_cache = " + to.cache_text(experts.table);
   }
   to.line("constexpr Experts s{.rows = " + number(rows) + ", .experts = " + number(table.shape[0]) +
           ", .depth = " + number(depth) + ", .a_depth = " + number(stride(a, lead)) +

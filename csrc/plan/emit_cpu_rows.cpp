@@ -32,6 +32,15 @@ void RowEmitter::close_rows() {
   }
   for (const RowLoop& loop : nest_.loops())
     if (!loop.column) to_.close();
+  if (std::any_of(code_.begin(), code_.end(), [&](const Instruction& one) { return passes_caches(one); }))
+    to_.line("end_stores_past();");
+}
+
+// Of a CPU: a store that leaves all caches alone.
+bool RowEmitter::passes_caches(const Instruction& one) const {
+  if (to_.cuda() || one.kind != Kind::store || one.args.size() > 1 || step(one) != 1) return false;
+  const CachePolicy policy = to_.cache_of(one.value, true);
+  return policy == CachePolicy::no_allocate || policy == CachePolicy::evict_first;
 }
 
 void RowEmitter::define(int i, const std::string& expression) {
@@ -183,7 +192,8 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
       if (to_.cuda())
         to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
       else
-        to_.line(std::string("store") + form(one) + place(one, further(one, i)) + ", " + stored(one) + ", lanes);");
+        to_.line((passes_caches(one) ? "store_past(" : std::string("store") + form(one)) + place(one, further(one, i)) +
+                 ", " + stored(one) + ", lanes);");
       if (one.args.size() > 1) to_.close();
       break;
     case Kind::literal: break;

@@ -37,7 +37,8 @@ std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
   std::string aligned;
   if (to.cuda()) {
     const auto [of_a, of_b] = aligned_operands(to, matmul);
-    aligned = ",\n                      .a_aligned = " + of_a + ", .b_aligned = " + of_b;
+    aligned = ",\n                      .a_aligned = " + of_a + ", .b_aligned = " + of_b +
+              ", .b_cache = " + to.cache_text(matmul.b);
   }
   return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
          ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +

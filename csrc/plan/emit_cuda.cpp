@@ -187,10 +187,29 @@ class CudaEmitter {
         // Its offset is of the value's buffer.
         const Value& value = plan_.graph.values()[static_cast<size_t>(load.value)];
         out << "    {" << operand(load.value, load.offset - value.offset * size_of(value.type)) << ", " << load.rows
-            << ", " << load.bytes << ", " << load.stride << "},\n";
+            << ", " << load.bytes << ", " << load.stride << ", " << static_cast<int>(cache_of(load)) << "},\n";
       }
     }
     return asked;
+  }
+
+  // What the second-level cache does with what is brought there ahead. What makes way first when it is read does not
+  // before, unless all of a plan shall.
+  CachePolicy cache_of(const Load& load) const {
+    const Task& task = plan_.tasks[static_cast<size_t>(load.task)];
+    for (const Access& access : plan_.stages[static_cast<size_t>(task.stage)].accesses) {
+      if (access.value != load.value || access.write) continue;
+      const bool stays = access.cache == CachePolicy::evict_last;
+      const bool first = access.cache == CachePolicy::evict_first && plan_.target.caching == CacheChoice::all_first;
+      return stays || first ? access.cache : CachePolicy::normal;
+    }
+    return CachePolicy::normal;
+  }
+  bool hints_loads() const {
+    return std::any_of(plan_.queues.begin(), plan_.queues.end(), [&](const Queue& queue) {
+      return std::any_of(queue.loads.begin(), queue.loads.end(),
+                         [&](const Load& load) { return cache_of(load) != CachePolicy::normal; });
+    });
   }
 
   void frame(std::ostream& out) {
@@ -200,6 +219,7 @@ class CudaEmitter {
         << "  static constexpr int kFunctions = " << functions_.names().size() << ";\n"
         << "  static constexpr bool kPackets = " << (has_packets() ? "true" : "false")
         << ", kPushes = " << (has_pushes() ? "true" : "false") << ";\n"
+        << "  static constexpr bool kHintedLoads = " << (hints_loads() ? "true" : "false") << ";\n"
         << "  static ARK_LOOP const Operand* operands() { return kOperands; }\n"
         << "  static ARK_LOOP const WaitFor* waits() { return kWaits; }\n"
         << "  static ARK_LOOP const int* signals() { return kSignals; }\n"

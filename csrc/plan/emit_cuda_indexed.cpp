@@ -206,8 +206,8 @@ void emit_cuda_gather(FunctionWriter& to, const GatherStage& gather) {
   const Texts& names = space.names();
   const bool aligned = run.there && lie_aligned(out, out.strides) && lie_aligned(table, table.strides);
   to.open("copy_runs<" + number(run.stride(out.strides)) + ", " + number(run.stride(table.strides)) + ", " +
-          flag(aligned) + ">(" + run.begin(to.pointer(gather.out, true), out.strides) + ", " +
-          run.begin(to.pointer(gather.table, false), table.strides) + ", " + space.count() + ", " + run.length +
+          flag(aligned) + ">(" + run.begin(to.element_pointer(gather.out, true), out.strides) + ", " +
+          run.begin(to.element_pointer(gather.table, false), table.strides) + ", " + space.count() + ", " + run.length +
           ", [&](uint32_t run, int64_t& to_at, int64_t& from_at)");
   space.define("run");
   const auto from_dim = static_cast<int64_t>(dim), behind = static_cast<int64_t>(dim + many);

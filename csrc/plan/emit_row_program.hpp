@@ -50,6 +50,7 @@ class RowEmitter {
   std::string reduced_lanes(const Instruction& one) const;
   void pass(const Registers& need, const std::set<int>& keep);
   std::string place(const Instruction& one, const std::string& further = "");
+  bool passes_caches(const Instruction& one) const;
   std::string fits(const Instruction& one, int i);
   static std::string further(const Instruction& one, int i);
   void column_instruction(int i, const std::set<int>& keep);

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "health/json_writer.hpp"
+#include "plan/cache_policy.hpp"
 #include "plan/json_frame.hpp"
 #include "plan/plan.hpp"
 #include "plan/scalar_type.hpp"
@@ -27,7 +28,8 @@ void write_target(JsonWriter& json, const Target& target) {
   json.key("bytes_per_us").real(target.bytes_per_us);
   json.key("cached_bytes_per_us").real(target.cached_bytes_per_us);
   json.key("task_us").real(target.task_us).key("wait_us").real(target.wait_us);
-  json.field("costs", target.costs).close('}');
+  json.field("costs", target.costs).field("cache", name_of(target.caching));
+  json.field("cache_bytes", target.caches.bytes).close('}');
 }
 
 void write_stages(JsonWriter& json, const Plan& plan) {
@@ -39,6 +41,7 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     cost[task.stage] += task.cost_us;
     if (task.replica) replicated[task.stage] = true;
   }
+  const NextUses uses(plan);
   json.key("stages").open('[');
   for (size_t index = 0; index < plan.stages.size(); ++index) {
     const Stage& stage = plan.stages[index];
@@ -49,7 +52,9 @@ void write_stages(JsonWriter& json, const Plan& plan) {
     json.key("cost_us").real(cost[index]);
     json.key("accesses").open('[');
     for (const Access& access : stage.accesses) {
-      json.open('{').field("value", access.value).field("axis", access.axis).flag("write", access.write).close('}');
+      json.open('{').field("value", access.value).field("axis", access.axis).flag("write", access.write);
+      json.field("operand", name_of(kind_of(plan, access))).field("cache", name_of(access.cache));
+      json.key("bytes_until_read").real(uses.bytes_until_read(index, access)).close('}');
     }
     json.close(']').close('}');
   }

@@ -4,6 +4,7 @@
 
 #include "error.hpp"
 #include "plan/append_positions.hpp"
+#include "plan/cache_policy.hpp"
 #include "plan/events.hpp"
 #include "plan/finish_products.hpp"
 #include "plan/join_pointwise.hpp"
@@ -42,6 +43,7 @@ Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, b
   place_buffers(plan, cut.own, packets);
   if (chained) add_carried(plan);
   if (target.name != "cpu") join_tasks(plan);
+  choose_cache_policies(plan);
   for (Queue& queue : plan.queues) {
     for (const int task : queue.tasks) add_loads(plan, task, queue.loads);
   }

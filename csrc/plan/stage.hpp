@@ -12,6 +12,14 @@
 
 namespace ark::plan {
 
+// What caches shall do with what an access touches; cache_policy.hpp chooses. No policy changes a bit of a result.
+enum class CachePolicy : uint8_t {
+  normal,
+  evict_first,  // makes way before all else, and passes the first-level cache
+  evict_last,   // stays longest
+  no_allocate,  // passes the first-level cache; on a CPU all of them
+};
+
 // Which part of a value a tile touches. Stages look at buffers through views of their own where that makes one
 // dimension of several (heads of all sequences, rows of all batches), so that one axis is enough. Tile [begin, end) of
 // an extent E touches, of a value whose dimension `axis` has length L, indices [begin*L/E, end*L/E) (L is a multiple of
@@ -21,6 +29,7 @@ struct Access {
   int axis = -1;
   bool write = false;
   bool sparse = false;  // touches some of it, known at run time: a gather's table, a scatter's base
+  CachePolicy cache = CachePolicy::normal;
 };
 
 // Pointwise operators and reductions over one index space, as one pass over rows: the whole of norms, softmax,

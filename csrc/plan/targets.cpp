@@ -21,6 +21,7 @@ Target target_named(const std::string& name, int workers) {
     target.cached_bytes_per_us = 4e4;
     target.task_us = 0.3;
     target.wait_us = 1.5;
+    target.caches.bytes = 50 << 20;
   } else if (name != "cpu") {
     std::string all;
     for (const std::string& one : known_targets()) all += (all.empty() ? "" : ", ") + one;

@@ -347,3 +347,21 @@ def test_contest(tmp_path: Path) -> None:
     import contest
 
     assert f"| {row['model']} | {row['milliseconds']['eager']:.2f} |" in contest.table(about)
+
+
+@of_benchmarks
+def test_cache_policies(tmp_path: Path) -> None:
+    """Small models under all four options: the same bits, table, picture and JSON; the plot from the JSON alone."""
+    chosen = ["pooled embedding, Zipf", "softmax chain"]
+    done = run("cache_policy.py", "--device", "cpu", "--turns", "2", "--only", *chosen, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = report(tmp_path)
+    assert [row["application"] for row in found["rows"]] == chosen and found["left_out"] == []
+    for row in found["rows"]:
+        assert row["same_bits"] and row["regions"] == 1 and row["fallbacks"] == []
+        assert list(row["microseconds"]) == ["auto", "none", "all-first", "all-last"]
+        assert set(row["policies"]["none"]) == {"normal"}
+        assert row["policies"]["all-first"]["evict_first"] == row["policies"]["all-last"]["evict_last"] > 0
+    assert set(found["geometric_mean"]) == set(row["microseconds"]) and set(found["behind_best_static"]) == set(chosen)
+    plotted = run("cache_policy.py", "--plot", folder=tmp_path)
+    assert plotted.returncode == 0 and "| geometric mean |" in plotted.stdout, plotted.stderr

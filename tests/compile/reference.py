@@ -104,14 +104,23 @@ class Region:
     made: list[Region] = []  # noqa: RUF012 - tests look at what was compiled
 
     def __init__(self, graph: Graph, name: str, options: dict[str, Any]) -> None:
-        assert set(options) <= {"threads", "groups", "otherwise", "chained", "measured_costs", "device"}
+        assert set(options) <= {
+            "threads",
+            "groups",
+            "otherwise",
+            "chained",
+            "measured_costs",
+            "device",
+            "cache",
+            "caches",
+        }
         assert options["threads"] > 0 and not options.get("chained")
         self.graph, self.name, self.calls = graph, name, 0
         self._check()
         Region.made.append(self)
 
     def json(self) -> str:
-        return json.dumps({"nodes": self.graph.ops()})
+        return json.dumps({"nodes": self.graph.ops(), "target": {"cache": "auto"}, "stages": [], "values": []})
 
     def source(self) -> str:
         return ""

@@ -59,12 +59,20 @@ class Sources:
         self._plain = build.make_region
         monkeypatch.setattr(build, "make_region", self._make_region)
 
-    def _make_region(self, lowering: Any, name: str, threads: int, otherwise: Any = None, chained: bool = False) -> Any:
+    def _make_region(
+        self,
+        lowering: Any,
+        name: str,
+        threads: int,
+        otherwise: Any = None,
+        chained: bool = False,
+        cache: str = "auto",
+    ) -> Any:
         self.graph = graph = _C.plan.Graph()
         lowering.graph.emit(graph)
-        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, chained))
+        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, chained, cache))
         if chained:  # which the reference does not know
-            return self._plain(lowering, name, threads, otherwise, chained)
+            return self._plain(lowering, name, threads, otherwise, chained, cache)
         double = reference.Graph()
         lowering.graph.emit(double)
         return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "chained": chained})

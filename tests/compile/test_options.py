@@ -32,7 +32,7 @@ def test_values_are_taken() -> None:
     "given, words",
     [
         ({"chose": "ark"}, ["'chose'", "(did you mean 'choose'?)", "choose, differentiate_twice, fallback, minimum"]),
-        ({"max_autotune": True}, ["'max_autotune'", 'not known to backend "ark"; it knows choose']),
+        ({"max_autotune": True}, ["'max_autotune'", 'not known to backend "ark"; it knows cache, choose']),
         ({"choose": "best"}, ["'best'; it takes 'ark', 'inductor', 'measure'"]),
         ({"choose": "Inductor"}, ["'Inductor' (did you mean 'inductor'?)"]),
         ({"choose": ["ark"]}, ["'ark', 'inductor', 'measure'"]),

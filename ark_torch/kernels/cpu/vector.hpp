@@ -217,6 +217,76 @@ ARK_INLINE void store(float* p, Floats x, First lanes) {
 }
 #endif
 
+// ---- Stores past all caches, for what nobody reads before as much else has passed as those hold
+
+// Between stores past the caches and the release that publishes them: x86 orders these among other stores no more than
+// an explicit fence does.
+ARK_INLINE void end_stores_past() {
+#if defined(__x86_64__)
+  __builtin_ia32_sfence();
+#endif
+}
+
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+inline constexpr int kPastBytes = 64;
+#elif defined(__AVX__)
+inline constexpr int kPastBytes = 32;
+#else
+inline constexpr int kPastBytes = 16;
+#endif
+#if defined(__clang__)
+#define ARK_STORE_PAST(builtin, to, piece) __builtin_nontemporal_store(piece, reinterpret_cast<decltype(piece)*>(to))
+#else
+#define ARK_STORE_PAST(builtin, to, piece) builtin(reinterpret_cast<float*>(to), piece)
+#endif
+// To a multiple of kBytes.
+template <int kBytes>
+ARK_INLINE void store_piece_past(char* to, const char* from) {
+  if constexpr (kBytes == 16) {
+    float __attribute__((vector_size(16))) piece;
+    std::memcpy(&piece, from, kBytes);
+    ARK_STORE_PAST(__builtin_ia32_movntps, to, piece);
+  }
+#if defined(__AVX__)
+  if constexpr (kBytes == 32) {
+    float __attribute__((vector_size(32))) piece;
+    std::memcpy(&piece, from, kBytes);
+    ARK_STORE_PAST(__builtin_ia32_movntps256, to, piece);
+  }
+#endif
+#if defined(__AVX512F__)
+  if constexpr (kBytes == 64) {
+    float __attribute__((vector_size(64))) piece;
+    std::memcpy(&piece, from, kBytes);
+    ARK_STORE_PAST(__builtin_ia32_movntps512, to, piece);
+  }
+#endif
+}
+#undef ARK_STORE_PAST
+template <class T, class Lanes>
+ARK_INLINE void store_past(T* p, Lanes x, All) {
+  constexpr int kSize = sizeof(Raw<T>), kPiece = kSize < kPastBytes ? kSize : kPastBytes;
+  const Raw<T> raw = to_raw(x, T{});
+  if (reinterpret_cast<uintptr_t>(p) % kPiece != 0) {
+    std::memcpy(p, &raw, sizeof(raw));
+    return;
+  }
+  char bytes[kSize];
+  std::memcpy(bytes, &raw, kSize);
+  for (int at = 0; at < kSize; at += kPiece) store_piece_past<kPiece>(reinterpret_cast<char*>(p) + at, bytes + at);
+}
+#else
+template <class T, class Lanes>
+ARK_INLINE void store_past(T* p, Lanes x, All lanes) {
+  store(p, x, lanes);
+}
+#endif
+template <class T, class Lanes>
+ARK_INLINE void store_past(T* p, Lanes x, First lanes) {
+  store(p, x, lanes);
+}
+
 // ---- Elements `stride` apart
 
 ARK_INLINE constexpr int count_of(All) {

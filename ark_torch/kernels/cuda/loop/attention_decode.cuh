@@ -103,7 +103,7 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
         if ((wanted[u][h] >> (4 * i) & 15) == 0) continue;
         const T* const from = keys_at + (key + u * 16 + h * 8 + i) * s.k_row;
         ARK_UNROLL for (int step = 0; step < Shape::kSteps; ++step) keys[u][h][step] =
-            load_part<Columns>(from, s.k_column, step * 32 + j * 8, true);
+            load_part<Columns, s.cache>(from, s.k_column, step * 32 + j * 8, true);
       }
     };
     const auto load_values = [&](const Wanted& wanted) {
@@ -111,8 +111,8 @@ ARK_LOOP int64_t decode_rows(QAt q, KAt k, VAt v, const M* mask, int first, floa
       ARK_UNROLL for (int u = 0; u < Shape::kUnits; ++u) ARK_UNROLL for (int h = 0; h < 2; ++h)
           ARK_UNROLL for (int e = 0; e < 2; ++e) {
         if ((wanted[u][h] >> (8 * j + 4 * e) & 15) == 0) continue;
-        values[u][h][e] = load_part<ValueColumns>(values_at + (key + u * 16 + h * 8 + 2 * j + e) * s.v_row, s.v_column,
-                                                  part * 64 + i * 8, true);
+        values[u][h][e] = load_part<ValueColumns, s.cache>(values_at + (key + u * 16 + h * 8 + 2 * j + e) * s.v_row,
+                                                           s.v_column, part * 64 + i * 8, true);
       }
     };
     if constexpr (Shape::kOnce) {

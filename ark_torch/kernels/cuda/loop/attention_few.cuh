@@ -26,7 +26,7 @@ struct FewRows {
   static_assert((kStates + kWarps * kRows * 2) * 4 <= kWorkspaceBytes);
 };
 
-template <class Shape, int kRows, int Columns, int ValueColumns, class Q, class K, class V, class M>
+template <class Shape, int kRows, int Columns, int ValueColumns, Cache kCache, class Q, class K, class V, class M>
 ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const V* v, const M* mask, int first,
                               float* shared) {
   constexpr int kDeep = Shape::kShort && kRows == 1 ? 4 : 2;  // positions of a lane under way
@@ -63,13 +63,13 @@ ARK_LOOP void share_positions(const Attention& s, const Q* q, const K* k, const 
 
     Chunk keys[kDeep][Shape::kParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) ARK_UNROLL for (int part = 0; part < Shape::kParts; ++part) if (looks[n])
-        keys[n][part] = load_part<Columns>(k + (key + n * Shape::kBeside + position) * s.k_row, s.k_column,
-                                           (part * Shape::kLanes + i) * kPerChunk<K>, s.aligned);
+        keys[n][part] = load_part<Columns, kCache>(k + (key + n * Shape::kBeside + position) * s.k_row, s.k_column,
+                                                   (part * Shape::kLanes + i) * kPerChunk<K>, s.aligned);
     Chunk values[kDeep][Shape::kValueParts] = {};
     ARK_UNROLL for (int n = 0; n < kDeep; ++n)
         ARK_UNROLL for (int part = 0; part < Shape::kValueParts; ++part) if (looks[n]) values[n][part] =
-            load_part<ValueColumns>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
-                                    (part * Shape::kLanes + i) * kPerChunk<V>, s.aligned);
+            load_part<ValueColumns, kCache>(v + (key + n * Shape::kBeside + position) * s.v_row, s.v_column,
+                                            (part * Shape::kLanes + i) * kPerChunk<V>, s.aligned);
 
     ARK_UNROLL for (int n = 0; n < kDeep; ++n) {
       float dots[kRows] = {};
@@ -124,7 +124,7 @@ ARK_LOOP void attend_few_plainly(const Q* q, const K* k, const V* v, const M* ma
   float* const shared = reinterpret_cast<float*>(workspace());
   const int all_rows = static_cast<int>(s.heads * s.queries);
   for (int first = 0; first < all_rows; first += kRows) {
-    share_positions<Shape, kRows, Columns, ValueColumns>(s, q, k, v, mask, first, shared);
+    share_positions<Shape, kRows, Columns, ValueColumns, s.cache>(s, q, k, v, mask, first, shared);
     sync();
     const int rows = all_rows - first < kRows ? all_rows - first : kRows;
 #pragma unroll 1

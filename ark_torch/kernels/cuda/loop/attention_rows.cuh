@@ -19,6 +19,7 @@ struct Attention {
   bool causal;
   int64_t first_query;  // where row 0 stands among the positions, for `causal`
   bool aligned;         // rows of queries, keys and values are adjacent elements, and begin at multiples of 16 bytes
+  Cache cache;          // of keys and values, where rows are few
   bool part;            // of all positions: sums are not divided, and each row's greatest score and total are kept
 };
 
@@ -151,11 +152,15 @@ struct AddedPosition {
 };
 
 // 16 bytes of a row from column c on, zeros from kColumns on. `aligned`: as in Attention.
-template <int kColumns, class T>
+template <int kColumns, Cache kCache = Cache::normal, class T>
 ARK_LOOP Chunk load_part(const T* row, int64_t stride, int c, bool aligned) {
   Chunk part{};
   if (kColumns % kPerChunk<T> == 0 && aligned) {
-    if (c < kColumns) part = *reinterpret_cast<const Chunk*>(row + c);
+    if constexpr (kCache == Cache::normal) {
+      if (c < kColumns) part = *reinterpret_cast<const Chunk*>(row + c);
+    } else {
+      ChunkLoads<kCache>().load(part, row + c, c < kColumns);
+    }
   } else {
     ARK_UNROLL for (int i = 0; i < kPerChunk<T>; ++i) if (c + i < kColumns) set_element(part, i, row[(c + i) * stride]);
   }

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda/loop/failure.cuh"
+#include "cuda/loop/hinted.cuh"
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {

@@ -18,6 +18,7 @@ struct Experts {
   int64_t table_expert, table_depth, table_column;
   int64_t out_column;
   bool a_aligned, table_aligned;  // as a_aligned and b_aligned of each product
+  Cache table_cache;
   bool runs;
 };
 
@@ -124,7 +125,8 @@ ARK_LOOP void grouped_product(const Context& context, const A* a, const W* table
                            .bias_row = 0,
                            .bias_column = 0,
                            .a_aligned = s.a_aligned,
-                           .b_aligned = s.table_aligned};
+                           .b_aligned = s.table_aligned,
+                           .b_cache = s.table_cache};
   const NoBias* const no_bias = nullptr;
   if constexpr (!s.runs && s.rows <= kSeparateRows) {
     __shared__ int64_t matrices[kSeparateRows];

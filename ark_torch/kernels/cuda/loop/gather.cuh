@@ -7,14 +7,17 @@
 
 #include "cuda/loop/failure.cuh"
 #include "cuda/loop/group.cuh"
+#include "cuda/loop/hinted.cuh"
 #include "cuda/loop/ops.cuh"
 
 namespace ark::loop {
 
 // `runs` runs of `length` elements, kTo and kFrom apart. place(run, to_at, from_at) says where one begins; false: there
 // is none. kAligned: all of them begin at multiples of 16 bytes, if the first does, and are adjacent.
-template <int64_t kTo, int64_t kFrom, bool kAligned, class T, class Place>
-ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place place) {
+template <int64_t kTo, int64_t kFrom, bool kAligned, class To, class From, class Place>
+ARK_LOOP void copy_runs(To* to, const From* from, uint32 runs, uint32 length, Place place) {
+  using T = Plain<To>;
+  static_assert(kSame<T, Plain<From>>);
   constexpr uint32 kWide = 16 / sizeof(T);
   if (kAligned && length % kWide == 0 && ((bits_as<uint64>(to) | bits_as<uint64>(from)) & 15) == 0) {
     const uint32 units = length / kWide;
@@ -22,7 +25,7 @@ ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place 
       const uint32 unit = static_cast<uint32>(i), run = unit / units, column = (unit - run * units) * kWide;
       int64_t to_at = 0, from_at = 0;
       if (!place(run, to_at, from_at)) return;
-      *reinterpret_cast<uint4*>(to + to_at + column) = *reinterpret_cast<const uint4*>(from + from_at + column);
+      store_bytes(to + to_at + column, load_bytes<uint4>(from + from_at + column));
     }
     return;
   }
@@ -30,7 +33,7 @@ ARK_LOOP void copy_runs(T* to, const T* from, uint32 runs, uint32 length, Place 
     const uint32 element = static_cast<uint32>(i), run = element / length, column = element - run * length;
     int64_t to_at = 0, from_at = 0;
     if (!place(run, to_at, from_at)) return;
-    to[to_at + column * kTo] = from[from_at + column * kFrom];
+    store_bytes(to + to_at + column * kTo, load_bytes<T>(from + from_at + column * kFrom));
   }
 }
 

@@ -75,7 +75,8 @@ static_assert(sizeof(TaskEntry) == 64);
 // Of a parameter that a task to come reads: `rows` pieces of `bytes`, `stride` apart.
 struct LoadEntry {
   Operand operand;
-  long long rows, bytes, stride, spare;
+  long long rows, bytes, stride;
+  long long cache;  // of Cache
 };
 static_assert(sizeof(Operand) == 16 && sizeof(LoadEntry) == 48 && sizeof(WaitFor) == 8);
 

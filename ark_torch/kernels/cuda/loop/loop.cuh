@@ -31,6 +31,7 @@
 #pragma once
 
 #include "cuda/loop/event.cuh"
+#include "cuda/loop/hinted.cuh"
 #include "cuda/loop/lookahead.cuh"
 
 namespace ark::loop {
@@ -68,12 +69,23 @@ ARK_LOOP bool fetches(int self) {
   return true;
 #endif
 }
+template <bool kHinted>
 ARK_LOOP void fetch(int self, char* const* bases, const LoadEntry* loads, int count) {
   ARK_ROLLED for (int n = 0; n < count; ++n) {
     const LoadEntry& load = loads[n];
     const char* const from = address_of(bases, load.operand);
 #if __CUDA_ARCH__ >= 900
     if (((bits_as<int64_t>(from) | load.bytes | load.stride) & 15) != 0) continue;
+    if constexpr (kHinted) {
+      if (load.cache != static_cast<int>(Cache::normal)) {
+        const uint64 policy = load.cache == static_cast<int>(Cache::evict_last) ? cache_policy<Cache::evict_last>()
+                                                                                : cache_policy<Cache::evict_first>();
+        ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) asm volatile(
+            "cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from + row * load.stride),
+            "r"(static_cast<uint32>(load.bytes)), "l"(policy));
+        continue;
+      }
+    }
     ARK_ROLLED for (int row = self % 32; row < load.rows; row += 32) asm volatile(
         "cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from + row * load.stride),
         "r"(static_cast<uint32>(load.bytes)));
@@ -167,8 +179,9 @@ static __device__ __noinline__ Turn next_task() {
   if (Plan::kPackets && self == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
   clerk.ahead(position);
   if (fetches(self))
-    fetch(self, clerk.bases, in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
-          task.load_count);
+    fetch<Plan::kHintedLoads>(self, clerk.bases,
+                              in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
+                              task.load_count);
   if (!await_all(self, task, slot)) return {kLeave, {}, {}};
   stamp(self, task, &Stamp::begin_ns);
   const auto found = clerk.operands(position);

@@ -27,9 +27,9 @@ ARK_LOOP void few_rows(const At& at, const A* a, const B* b, Out* out, const Bia
                        int c0, int c1) {
   constexpr Product s = kShape;
   if constexpr (s.b_column == 1 && s.b_depth != 1)
-    across_columns<MostRows, s.b_aligned>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+    across_columns<MostRows, s.b_aligned, s.b_cache>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
   else
-    dot_columns<MostRows, kDotsByChunk<s, B>>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
+    dot_columns<MostRows, kDotsByChunk<s, B>, s.b_cache>(s, at, a, b, out, bias, r0, rows, segments, c0, c1);
 }
 
 // Layouts that copies and tensor cores know: adjacent along the depth, or, halves, across it.
@@ -107,7 +107,7 @@ ARK_LOOP void product_of(const At& at, const A* a, const B* b, Out* out, const B
   if constexpr (MostRows <= kFewRows<B>)
     few_rows<MostRows, s>(at, a, b, out, bias, r0, r1 - r0, 1, c0, c1);
   else if constexpr (kSame<A, B> && MostRows <= kTensorRows && kDotsByTensor<s, B>)
-    tensor_columns<MostRows>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
+    tensor_columns<MostRows, s.b_cache>(s, at, a, b, out, bias, r0, r1 - r0, c0, c1);
   else if constexpr (kSame<A, B>)
     many_rows<MostRows, s, kRows, kColumns>(at, a, b, out, bias, r0, r1, c0, c1);
   else

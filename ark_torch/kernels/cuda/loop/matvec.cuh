@@ -14,12 +14,12 @@ namespace ark::loop {
 // where a has zeros, too, and infinity times those would be no number. A column that is not wanted keeps what `chunk`
 // held, another column's: its sum is read by nobody. Were it zeros, too, ptxas would move a word of the last load to
 // where the zero is, and so wait for it in every round.
-template <bool kFast, class B>
-ARK_LOOP void load_column(Chunk& chunk, const Product& s, const ReadOnce& read_once, const B* from, int d, bool whole,
+template <bool kFast, class Loads, class B>
+ARK_LOOP void load_column(Chunk& chunk, const Product& s, const Loads& loads, const B* from, int d, bool whole,
                           bool wanted) {
   if constexpr (kFast) {
     if (!whole && d >= s.depth) chunk = {};
-    read_once.load(chunk, from, wanted);
+    loads.load(chunk, from, wanted);
   } else {
     chunk = {};
     ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && d + i < s.depth)
@@ -36,7 +36,7 @@ inline constexpr int kDotColumns = !kFast                     ? 1
 // Batches of columns from c on of `segments` products, each of `Rows` rows of its own (from row r0 on; `rows` of them
 // are meant) and a b of its own, as sums of slices: parts[segment][row][slice][column]. `columns` says where a column
 // lies, and how many are left from it on of those that lie evenly: OneRun, or Runs of products.cuh.
-template <int Rows, bool kFast, int kTogether, class At, class AAt, class Columns>
+template <int Rows, bool kFast, int kTogether, Cache kCache, class At, class AAt, class Columns>
 ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& columns, int r0, int rows,
                         int first_segment, int segments, int c, int batches, Parts parts) {
   using B = typename Columns::Element;
@@ -47,7 +47,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
   const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
-  const ReadOnce read_once;
+  const ChunkLoads<kCache> loads;
   const int step = split.slices * 32 * kPer;
   const int my_depth = (slice * 32 + lane) * kPer;
   const bool whole = split.passes * step == s.depth;
@@ -77,7 +77,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
   };
   Chunk ring[kTogether] = {};
   auto load = [&](int u) {
-    load_column<kFast>(ring[u], s, read_once, next.from + u * s.b_column, next.d, whole, u < next.left);
+    load_column<kFast>(ring[u], s, loads, next.from + u * s.b_column, next.d, whole, u < next.left);
   };
   place();
   ARK_UNROLL for (int u = 0; u < kTogether; ++u) load(u);
@@ -107,7 +107,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
     }
 }
 
-template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
+template <int Rows, bool kFast, Cache kCache, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                           int rows, int segments, int c0, int c1) {
   constexpr int kTogether = kDotColumns<Rows, kFast, B>;
@@ -115,8 +115,8 @@ ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b
   in_slices<Rows>(
       rows, segments, c0, c1, split.slices, split.groups * kTogether,
       [&](int first, int count, int c, int batches, Parts parts) {
-        dot_parts<Rows, kFast, kTogether>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c, batches,
-                                          parts);
+        dot_parts<Rows, kFast, kTogether, kCache>(s, at, a, OneRun<B>{b, s.b_column, c1}, r0, rows, first, count, c,
+                                                  batches, parts);
       },
       [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }

@@ -11,10 +11,10 @@ namespace ark::loop {
 inline constexpr int kAcrossRows = 8, kAcrossChunks = 4;  // of b, a warp at once
 
 // 16 bytes of a row of b; kFast: aligned.
-template <bool kFast, class B>
-ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* row, int c, int c1, bool wanted) {
+template <bool kFast, class Loads, class B>
+ARK_LOOP Chunk load_row(const Product& s, const Loads& loads, const B* row, int c, int c1, bool wanted) {
   if constexpr (kFast) {
-    return read_once(row + c, wanted);
+    return loads(row + c, wanted);
   } else {
     Chunk chunk{};
     ARK_UNROLL for (int i = 0; i < kPerChunk<B>; ++i) if (wanted && c + i < c1) set_element(chunk, i, row[c + i]);
@@ -23,13 +23,13 @@ ARK_LOOP Chunk load_row(const Product& s, const ReadOnce& read_once, const B* ro
 }
 
 // As dot_parts, a warp's rows of b being a slice.
-template <int Rows, bool kFast, class At, class A, class B>
+template <int Rows, bool kFast, Cache kCache, class At, class A, class B>
 ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* b, int r0, int rows, int first_segment,
                            int segments, int c, int c1, int batches, Parts parts) {
   constexpr int kPer = kPerChunk<B>, kTogether = !kFast ? 1 : Rows <= 2 ? 8 : 4;
   constexpr int kStep = kWarps * kAcrossRows;
   const int turns = static_cast<int>(in_wholes(s.depth, kStep * kTogether));
-  const ReadOnce read_once;
+  const ChunkLoads<kCache> loads;
   const int my_row = lane() / kAcrossChunks, my_chunk = lane() % kAcrossChunks;
 
   // What is to be loaded next: rows of b that are kStep apart, of a batch of columns.
@@ -60,8 +60,7 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
   float x[Rows][kTogether];
   auto load = [&](int u) {
     const bool wanted = next.d + u * kStep < s.depth;
-    ring[u] =
-        load_row<kFast>(s, read_once, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
+    ring[u] = load_row<kFast>(s, loads, next.from + u * kStep * s.b_depth, next.column, c1, wanted && next.column < c1);
     ARK_UNROLL for (int r = 0; r < Rows; ++r) x[r][u] =
         wanted && r < rows ? load_one(a + at.a(next.row + r) + (next.d + u * kStep) * s.a_depth) : 0.0f;
   };
@@ -89,14 +88,14 @@ ARK_LOOP void across_parts(const Product& s, const At& at, const A* a, const B* 
     }
 }
 
-template <int Rows, bool kFast, class At, class A, class B, class Out, class Bias>
+template <int Rows, bool kFast, Cache kCache, class At, class A, class B, class Out, class Bias>
 ARK_LOOP void across_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                              int rows, int segments, int c0, int c1) {
   constexpr int kPer = kPerChunk<B>;
   in_slices<Rows>(
       rows, segments, c0 / kPer * kPer, c1, kWarps, kAcrossChunks * kPer,
       [&](int first, int count, int c, int batches, Parts parts) {
-        across_parts<Rows, kFast>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
+        across_parts<Rows, kFast, kCache>(s, at, a, b, r0, rows, first, count, c, c1, batches, parts);
       },
       [&](int line, int c, float sum) {
         if (c >= c0) finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum);

@@ -30,7 +30,7 @@ ARK_LOOP Chunk load_row_chunk(const Product& s, const T* row, int d, bool wanted
 }
 
 // As dot_parts.
-template <int Rows, class At, class T, class Columns>
+template <int Rows, Cache kCache, class At, class T, class Columns>
 ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Columns& columns, int r0, int rows, int c,
                            int batches, Parts parts) {
   constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
@@ -39,7 +39,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
-  const ReadOnce read_once;
+  const ChunkLoads<kCache> loads;
   const int my_line = lane / 4;  // row of a, column of b
   const int my_depth = slice * kSlice + lane % 4 * kPerChunk<T>;
   const int step = split.slices * kSlice;
@@ -61,8 +61,8 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   auto load = [&](int octet, int part) {
     const bool there = whole || next.d + part * kTensorPart < s.depth;
     if (!there) ring[octet][part] = {};
-    read_once.load(ring[octet][part], next.from + octet * 8 * s.b_column + part * kTensorPart,
-                   octet * 8 < next.left && there);
+    loads.load(ring[octet][part], next.from + octet * 8 * s.b_column + part * kTensorPart,
+               octet * 8 < next.left && there);
   };
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int q = 0; q < kTensorParts; ++q) load(o, q);
@@ -107,14 +107,14 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
   }
 }
 
-template <int Rows, class At, class T, class Out, class Bias>
+template <int Rows, Cache kCache, class At, class T, class Out, class Bias>
 ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
                              int rows, int c0, int c1) {
   const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(
       rows, 1, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
       [&](int, int, int c, int batches, Parts parts) {
-        tensor_parts<Rows>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
+        tensor_parts<Rows, kCache>(s, at, a, OneRun<T>{b, s.b_column, c1}, r0, rows, c, batches, parts);
       },
       [&](int line, int c, float sum) { finish_one(s, out + at.out(r0 + line), bias, r0 + line, c, sum); });
 }

@@ -16,6 +16,7 @@ struct Product {
   // Whether rows of a, and columns of b, or whichever of their lines are adjacent elements, begin at multiples of 16
   // bytes.
   bool a_aligned, b_aligned;
+  Cache b_cache = Cache::normal;  // of loads by kernels of few rows
 };
 
 struct NoBias {};

@@ -90,7 +90,8 @@ ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
   in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int one, int count, int c, int batches, Parts parts) {
-        dot_parts<kRows, kFast, kTogether>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, one, count, c, batches, parts);
+        dot_parts<kRows, kFast, kTogether, s.b_cache>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, one, count, c,
+                                                      batches, parts);
       },
       [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
@@ -104,7 +105,7 @@ ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
   in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int, int, int c, int batches, Parts parts) {
-        tensor_parts<kRows>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, c, batches, parts);
+        tensor_parts<kRows, s.b_cache>(s, EvenRows{s.a_row, 0}, a, runs(), 0, kRows, c, batches, parts);
       },
       [&](int row, int c, float sum) { runs().finish(row, c, sum); });
 }
@@ -121,7 +122,7 @@ ARK_LOOP void products(AAt a, const First& first, const Rest&... rest) {
   using A = typename Pointee<AAt>::Type;
   using B = typename First::Element;
   constexpr Product s = First::kProduct;
-  static_assert(((s.b_aligned == Rest::kProduct.b_aligned) && ...));
+  static_assert(((s.b_aligned == Rest::kProduct.b_aligned && s.b_cache == Rest::kProduct.b_cache) && ...));
   constexpr int kMostPointed = 4;  // rows, beside which there are registers for the addresses of several products
   if constexpr (kRows <= kFewRows<B> && kRows <= kMostPointed) {
     dot_runs<kRows, kDotsByChunk<s, B>, s>(now(a), first.pointed(), rest.pointed()...);

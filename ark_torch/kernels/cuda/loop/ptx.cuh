@@ -1,7 +1,7 @@
 // Instructions that matrix products are made of and C++ has no words for.
 #pragma once
 
-#include "cuda/loop/types.cuh"
+#include "cuda/loop/hinted.cuh"
 
 namespace ark::loop {
 
@@ -42,20 +42,42 @@ ARK_LOOP float fused(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 
-// Loads of what is read once in a step: they make way in the caches for what is read again.
-class ReadOnce {
+// Loads of 16 bytes by one multiprocessor alone: past the first-level cache where there is a hint at all.
+template <Cache kCache>
+class ChunkLoads {
  public:
-  ARK_LOOP ReadOnce() { asm volatile("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy_)); }
+  ARK_LOOP ChunkLoads() {
+    if constexpr (kHasPolicy) policy_ = cache_policy<kCache, true>();
+  }
   // Unless `wanted`, what `chunk` holds stays.
   ARK_LOOP void load(Chunk& chunk, const void* from, bool wanted) const {
-    asm volatile(
-        "{\n"
-        ".reg .pred wanted;\n"
-        "setp.ne.b32 wanted, %6, 0;\n"
-        "@wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
-        "}"
-        : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
-        : "l"(from), "l"(policy_), "r"(static_cast<int>(wanted)));
+    if constexpr (kHasPolicy)
+      asm volatile(
+          "{\n"
+          ".reg .pred wanted;\n"
+          "setp.ne.b32 wanted, %6, 0;\n"
+          "@wanted ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n"
+          "}"
+          : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
+          : "l"(from), "l"(policy_), "r"(static_cast<int>(wanted)));
+    else if constexpr (kCache == Cache::no_allocate)
+      asm volatile(
+          "{\n"
+          ".reg .pred wanted;\n"
+          "setp.ne.b32 wanted, %5, 0;\n"
+          "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+          "}"
+          : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
+          : "l"(from), "r"(static_cast<int>(wanted)));
+    else
+      asm volatile(
+          "{\n"
+          ".reg .pred wanted;\n"
+          "setp.ne.b32 wanted, %5, 0;\n"
+          "@wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+          "}"
+          : "+r"(chunk.words[0]), "+r"(chunk.words[1]), "+r"(chunk.words[2]), "+r"(chunk.words[3])
+          : "l"(from), "r"(static_cast<int>(wanted)));
   }
   // Zeros unless `wanted`.
   ARK_LOOP Chunk operator()(const void* from, bool wanted) const {
@@ -65,7 +87,8 @@ class ReadOnce {
   }
 
  private:
-  uint64 policy_;
+  static constexpr bool kHasPolicy = kCache == Cache::evict_first || kCache == Cache::evict_last;
+  uint64 policy_ = 0;
 };
 
 // ---- Copies into shared memory that nobody waits for until wait_copies.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/loop/group.cuh"
+#include "cuda/loop/hinted.cuh"
 
 namespace ark::loop {
 
@@ -14,7 +15,7 @@ struct Piece {
   static constexpr int kEach = kRun * sizeof(T) <= 16 ? kRun : 16 / static_cast<int>(sizeof(T));
   static_assert(kRun % kEach == 0);
   struct alignas(kEach * sizeof(T)) Elements {
-    T at[kEach];
+    Plain<T> at[kEach];
   };
 };
 // Whether the runs of a row can be loaded and stored by pieces.
@@ -43,13 +44,13 @@ ARK_LOOP void load_run(V (&to)[kRun], const T* row, int64_t count) {
   const int64_t first = Group::rank() * kRun;
   if (first >= count) return;
   ARK_UNROLL for (int i = 0; i < kRun; i += P::kEach) {
-    const auto piece = *reinterpret_cast<const typename P::Elements*>(row + first + i);
+    const auto piece = load_bytes<typename P::Elements>(row + first + i);
     ARK_UNROLL for (int j = 0; j < P::kEach; ++j) to[i + j] = widen(piece.at[j]);
   }
 }
 // The same of kParts rows, `apart` elements apart, added up in order; `round` is for each sum.
-template <class Group, int kRun, int kParts, class Round>
-ARK_LOOP void load_run_of_parts(float (&to)[kRun], const float* row, int64_t apart, int64_t count, Round round) {
+template <class Group, int kRun, int kParts, class T, class Round>
+ARK_LOOP void load_run_of_parts(float (&to)[kRun], const T* row, int64_t apart, int64_t count, Round round) {
   if (Group::rank() * kRun >= count) return;  // what is not loaded would be kept from row to row
   float parts[kParts][kRun];
   ARK_UNROLL for (int i = 0; i < kParts; ++i) load_run<Group>(parts[i], row + i * apart, count);
@@ -66,8 +67,8 @@ ARK_LOOP void store_pieces(T* to, const V (&from)[kRun]) {
   if (run_fits<kRun>(to)) {
     ARK_UNROLL for (int i = 0; i < kRun; i += P::kEach) {
       typename P::Elements piece;
-      ARK_UNROLL for (int j = 0; j < P::kEach; ++j) piece.at[j] = narrow(from[i + j], T{});
-      *reinterpret_cast<typename P::Elements*>(to + i) = piece;
+      ARK_UNROLL for (int j = 0; j < P::kEach; ++j) piece.at[j] = narrow(from[i + j], Plain<T>{});
+      store_bytes(to + i, piece);
     }
   } else {
     seldom();

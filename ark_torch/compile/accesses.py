@@ -1,0 +1,83 @@
+"""What caches do with each load and store of a plan (csrc/plan/cache_policy.hpp), for reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Access:
+    """What one stage reads or writes of a value. `operand`: weight, state, table, stream, packets or activation.
+    `until_read`: bytes that the step touches until it is read again; None: never."""
+
+    stage: int
+    operator: str
+    origin: str
+    operand: str
+    write: bool
+    cache: str
+    bytes: int
+    until_read: float | None
+
+
+def accesses_of(plan: dict[str, Any]) -> list[Access]:
+    """All of a plan's (its JSON, parsed), in the order of stages."""
+    found = []
+    for stage in plan["stages"]:
+        for one in stage["accesses"]:
+            value = plan["values"][one["value"]]
+            if "shape" not in value:  # a literal
+                continue
+            size = _BYTES.get(value["type"], 4)
+            for length, stride in zip(value["shape"], value["strides"], strict=True):
+                size *= length if stride else 1
+            until = one["bytes_until_read"]
+            found.append(
+                Access(
+                    stage["stage"],
+                    stage["name"],
+                    stage["origin"],
+                    one["operand"],
+                    one["write"],
+                    one["cache"],
+                    size,
+                    None if until < 0 else until,
+                )
+            )
+    return found
+
+
+def line(plan: dict[str, Any]) -> str:
+    """One line: how many accesses of each kind have which policy."""
+    alike: Counter[tuple[str, str, bool]] = Counter()
+    size: Counter[tuple[str, str, bool]] = Counter()
+    for one in accesses_of(plan):
+        key = (one.cache, one.operand, one.write)
+        alike[key] += 1
+        size[key] += one.bytes
+    told = [
+        f"{cache} {count} {'write' if write else 'read'}{'s' if count > 1 else ''} of {operand} "
+        f"({size[cache, operand, write] / 1e6:.2f} MB)"
+        for (cache, operand, write), count in sorted(alike.items(), key=lambda item: -size[item[0]])
+        if cache != "normal"
+    ]
+    others = sum(count for (cache, _, _), count in alike.items() if cache == "normal")
+    return f"caches ({plan['target']['cache']}): {', '.join([*told, f'normal {others}'])}"
+
+
+def rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Accesses that are alike in one row: operator, operand, read or write, policy, times, MB, MB until read again."""
+    alike: dict[tuple[str, str, str, str], list[Access]] = {}
+    for one in accesses_of(plan):
+        key = (one.operator, one.operand, "write" if one.write else "read", one.cache)
+        alike.setdefault(key, []).append(one)
+    told: list[tuple[str, ...]] = []
+    for key, some in alike.items():
+        again = [one.until_read for one in some if one.until_read is not None]
+        until = f"{min(again) / 1e6:.2f}" if again else "never"
+        told.append((*key, str(len(some)), f"{sum(one.bytes for one in some) / 1e6:.3f}", until))
+    return told

@@ -1,0 +1,305 @@
+"""Cache policies of loop kernels, against each other: torch.compile(backend="ark", options={"cache": ...}).
+
+    python benchmarks/cache_policy.py                         one GPU: all applications (cache_policy_apps.py)
+    python benchmarks/cache_policy.py --only bert-large dlrm  some of them
+    python benchmarks/cache_policy.py --variants              also what the cost model's constants would choose
+    python benchmarks/cache_policy.py --ncu "llama-1b decode" second-level cache's hit rates of one, by Nsight Compute
+    python benchmarks/cache_policy.py --device cpu            small models on the CPU
+    python benchmarks/cache_policy.py --plot                  measures nothing: table and picture from the JSON
+
+Kernels are compiled first, by several processes at once. Then each application runs under all policies in one process,
+on the same weights and inputs, taking turns of a few replays of a CUDA graph, so that what changes on the machine hits
+all alike; the results must have the same bits. `ratio` is the time with cache="none" over the time with the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cache_policy_apps
+import gpu_models
+import torch
+
+from ark_torch.compile import backend, costs, options
+from ark_torch.compile.report import Report
+from ark_torch.tools.bench import report as bench
+
+FOLDER = Path(__file__).resolve().parent
+POLICIES = ("auto", "none", "all-first", "all-last")
+# What CacheCosts (csrc/plan/plan.hpp) would say, one constant each.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "auto, 10 MB kept": {"kept_bytes": 10 << 20},
+    "auto, 25 MB kept": {"kept_bytes": 25 << 20},
+    "auto, plain where near": {"plain_where_near": True},
+    "auto, states first": {"states_first": True},
+    "auto, reused last": {"reused_last": True},
+}
+METRICS = "lts__t_sector_hit_rate.pct,dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum"
+Row = dict[str, Any]
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", choices=cache_policy_apps.APPLICATIONS, default=[])
+    parser.add_argument("--variants", action="store_true", help="also each constant of the cost model by itself")
+    parser.add_argument("--turns", type=int, default=30, help="of each policy, ten replays each")
+    parser.add_argument("--seconds", type=float, default=330, help="after so many no application is begun")
+    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--output", type=Path, default=FOLDER / "results" / "cache_policy.json")
+    parser.add_argument("--plot", action="store_true", help="measure nothing: table and picture from the JSON")
+    parser.add_argument("--ncu", metavar="APPLICATION", choices=cache_policy_apps.APPLICATIONS, default="")
+    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--under", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def ways(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return (*POLICIES, *VARIANTS) if arguments.variants and arguments.device == "cuda" else POLICIES
+
+
+class Calls:
+    """An application under each policy."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, under: tuple[str, ...]) -> None:
+        self.device = torch.device(arguments.device)
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 4 * (len(POLICIES) + len(VARIANTS))  # each has a backend of its own
+        torch.manual_seed(0)
+        self.model, self.inputs = cache_policy_apps.APPLICATIONS[name](self.device, arguments.device == "cpu")
+        self.reports: dict[str, Report] = {}
+        self.steps = {way: self._step(way) for way in under}
+
+    def _step(self, way: str) -> gpu_models.Step:
+        chosen = options.parse(None, {"choose": "ark", "cache": way if way in POLICIES else "auto"})
+        told = self.reports[way] = Report()
+        call = torch.compile(self.model, backend=lambda g, x: backend.compile_graph(g, x, chosen, told), dynamic=False)
+        usual = costs.of_caches
+        costs.of_caches = lambda: VARIANTS.get(way, {})
+        try:
+            call(*self.inputs)
+            gpu_models.finish(self.device)
+        finally:
+            costs.of_caches = usual
+        return lambda: call(*self.inputs)
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [one for part in result for one in flat(part)]
+
+
+def same_bits(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    pairs = zip(a, b, strict=True)
+    return all(torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8)) for x, y in pairs)
+
+
+@torch.no_grad()
+def measured(name: str, arguments: argparse.Namespace) -> Row:
+    calls = Calls(name, arguments, ways(arguments))
+    results = {way: [x.clone() for x in flat(step())] for way, step in calls.steps.items()}
+    steps = dict(calls.steps)
+    if calls.device.type == "cuda":
+        steps = {way: gpu_models.captured(step) for way, step in steps.items()}
+    row: Row = {"application": name, "device": calls.device.type}
+    row["microseconds"] = times = gpu_models.in_turns(steps, arguments.turns, calls.device)
+    row["ratio"] = {way: times["none"]["median"] / of["median"] for way, of in times.items()}
+    row["same_bits"] = all(same_bits(results["none"], one) for one in results.values())
+    told = calls.reports["auto"]
+    row["regions"] = len(told.regions)
+    row["fallbacks"] = [str(one) for one in told.fallbacks]
+    row["policies"] = {way: policies(calls.reports[way]) for way in calls.reports}
+    return row
+
+
+def policies(told: Report) -> dict[str, int]:
+    """How many accesses have which."""
+    found: dict[str, int] = {}
+    for piece in told.regions:
+        for stage in json.loads(piece.plan_json)["stages"]:
+            for access in stage["accesses"]:
+                found[access["cache"]] = found.get(access["cache"], 0) + 1
+    return found
+
+
+@torch.no_grad()
+def compile_only(name: str, arguments: argparse.Namespace) -> None:
+    """Leaves the kernels in the cache folder."""
+    Calls(name, arguments, ways(arguments))
+
+
+def compile_all(names: list[str], arguments: argparse.Namespace) -> dict[str, float]:
+    """Seconds of each application's process, several at once."""
+
+    def one(name: str) -> tuple[str, float]:
+        begin = time.time()
+        command = [sys.executable, str(FOLDER / "cache_policy.py"), "--device", arguments.device, "--compile", name]
+        done = subprocess.run(command + ["--variants"] * arguments.variants, capture_output=True, text=True)
+        if done.returncode != 0:
+            print(f"# {name} was not compiled ahead: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        return name, time.time() - begin
+
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        return dict(pool.map(one, names))
+
+
+def summary(rows: list[Row]) -> Row:
+    """Geometric means of the ratios, and how far auto is from the best static policy of each application."""
+    if not rows:
+        return {}
+    names = rows[0]["ratio"]
+    means = {way: math.exp(sum(math.log(row["ratio"][way]) for row in rows) / len(rows)) for way in names}
+    static = POLICIES[1:]
+    behind = {row["application"]: max(row["ratio"][way] for way in static) / row["ratio"]["auto"] - 1 for row in rows}
+    return {"geometric_mean": means, "behind_best_static": behind}
+
+
+def table(about: Row) -> str:
+    rows = about["rows"]
+    if not rows:
+        return "nothing was measured"
+    names = list(rows[0]["ratio"])
+    lines = [
+        f"{about.get('gpus', about['machine']['cpu'])}, PyTorch {about['versions']['torch']}; {about['date']}.",
+        "",
+        f"| application | none, us | {' | '.join(f'{way}, times as fast' for way in names if way != 'none')} | bits |",
+        f"| --- | --- | {' | '.join('---' for _ in names[1:])} | --- |",
+    ]
+    for row in rows:
+        ratios = " | ".join(f"{row['ratio'][way]:.3f}" for way in names if way != "none")
+        bits = "same" if row["same_bits"] else "DIFFER"
+        lines.append(f"| {row['application']} | {row['microseconds']['none']['median']:.1f} | {ratios} | {bits} |")
+    means = summary(rows)["geometric_mean"]
+    lines.append(f"| geometric mean | | {' | '.join(f'{means[way]:.3f}' for way in names if way != 'none')} | |")
+    for row in rows:
+        for way, found in row.get("ncu", {}).items():
+            lines.append(f"ncu, {row['application']}, {way}: {found}")
+    return "\n".join(lines)
+
+
+def draw(about: Row, path: Path) -> str:
+    """Each application's ratios side by side; why not, where that is so."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        return f"no picture: {error} (pip install matplotlib)"
+    rows = about["rows"]
+    if not rows:
+        return "no picture: nothing was measured"
+    names = [way for way in rows[0]["ratio"] if way in POLICIES and way != "none"]
+    figure = Figure(figsize=(max(6.0, 0.9 * len(rows)), 4.5), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(names)
+    for number, way in enumerate(names):
+        places = [i + (number - (len(names) - 1) / 2) * width for i in range(len(rows))]
+        axes.bar(places, [row["ratio"][way] for row in rows], width, label=way)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(rows)), [row["application"] for row in rows], rotation=30, ha="right", fontsize="small")
+    axes.set(ylabel='times as fast as cache="none"')
+    lowest = min(row["ratio"][way] for row, way in itertools.product(rows, names))
+    axes.set_ylim(bottom=min(0.9, lowest - 0.02))
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=100)
+    return ""
+
+
+def under_ncu(arguments: argparse.Namespace) -> int:
+    """Hit rates of the loop kernel's launches of one application, a process a policy; added to the JSON's row."""
+    program = shutil.which("ncu") or next(iter(map(str, Path("/usr/local").glob("cuda*/bin/ncu"))), None)
+    if program is None:
+        print("cache_policy.py: there is no ncu (Nsight Compute) on this machine's PATH: hit rates are not measured")
+        return 0
+    found = {}
+    for way in POLICIES:
+        command = [program, "--metrics", METRICS, "--cache-control", "none", "--clock-control", "none", "--csv"]
+        command += ["--kernel-name", "regex:loop_kernel", "--launch-skip", "3", "--launch-count", "2"]
+        command += [sys.executable, str(FOLDER / "cache_policy.py"), "--compile", arguments.ncu, "--under", way]
+        done = subprocess.run(command, capture_output=True, text=True)
+        text = done.stdout[done.stdout.find('"ID"') :] if '"ID"' in done.stdout else ""
+        if not text:
+            print(f"# ncu, {way}: no figures (exit code {done.returncode}): {(done.stdout + done.stderr)[-400:]}")
+            continue
+        values: dict[str, list[float]] = {}
+        for line in csv.DictReader(io.StringIO(text)):
+            name = f"{line['Metric Name']} ({line['Metric Unit']})"
+            values.setdefault(name, []).append(float(line["Metric Value"].replace(",", "")))
+        found[way] = {name: sum(all_of) / len(all_of) for name, all_of in values.items()}
+        print(f"ncu, {arguments.ncu}, {way}: {found[way]}", flush=True)
+    if arguments.output.exists() and found:
+        about = json.loads(arguments.output.read_text(encoding="utf-8"))
+        rows = about.pop("rows")
+        for row in rows:
+            if row["application"] == arguments.ncu:
+                row["ncu"] = found
+        bench.write_json(arguments.output, about, rows)
+    return 0
+
+
+@torch.no_grad()
+def run_under(arguments: argparse.Namespace) -> None:
+    """What ncu looks at: six calls."""
+    calls = Calls(arguments.compile, arguments, (arguments.under,))
+    for _ in range(5):
+        calls.steps[arguments.under]()
+    gpu_models.finish(calls.device)
+
+
+def main() -> int:
+    arguments = arguments_of()
+    if arguments.under:
+        run_under(arguments)
+        return 0
+    if arguments.compile:
+        compile_only(arguments.compile, arguments)
+        return 0
+    picture = arguments.output.with_suffix(".png")
+    if arguments.plot:
+        about = json.loads(arguments.output.read_text(encoding="utf-8"))
+        print(table(about), draw(about, picture), sep="\n")
+        return 0
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("cache_policy.py: this PyTorch sees no GPU")
+    if arguments.ncu:
+        return under_ncu(arguments)
+    if arguments.device == "cpu":
+        torch.set_num_threads(2)
+    import on_gpus  # not before: it sets variables that ranks on a CPU do without
+
+    about, rows = on_gpus.surroundings(arguments.device), []
+    ends = time.time() + arguments.seconds
+    names = arguments.only or list(cache_policy_apps.APPLICATIONS)
+    if arguments.device == "cuda":
+        about["compile_seconds"] = compile_all(names, arguments)
+    about["left_out"] = []
+    for name in names:
+        if time.time() > ends:
+            about["left_out"].append(name)
+            continue
+        row = measured(name, arguments)
+        rows.append(row)
+        print(f"# {name}: {', '.join(f'{way} {ratio:.3f}' for way, ratio in row['ratio'].items())}", flush=True)
+        bench.write_json(arguments.output, about | summary(rows), rows)
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    told = {**about, **summary(rows), "rows": rows}
+    print(table(told), draw(told, picture), sep="\n")
+    print(
+        f"# written to {arguments.output}" + (f"; left out for time: {about['left_out']}" if about["left_out"] else "")
+    )
+    return 0 if all(row["same_bits"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
