@@ -3,10 +3,14 @@
 Before the first step they compare what they train; before each call, what they are about to do: an eager step and a
 replayed one may not meet, since collectives go other ways in graphs. It takes one all_gather of 8 bytes of CPU memory:
 some 10 us over ark, while the GPU still works on the steps before. Texts travel as UTF-8 bytes, nothing is unpickled.
+
+Over ark it has a group of its own: collectives of the user's group that one rank captures and another does not (a
+capture that breaks off, a shape that is new on one rank) leave the order of these words alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -20,9 +24,16 @@ class Agreement:
     """The host's side of a group."""
 
     def __init__(self, group: Any) -> None:
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.members = dist.get_process_group_ranks(group)
-        self._group = group if _carries_cpu_tensors(group) else _beside(self.members)
+        self._group = _beside(group)
+        self._own = self._group is not group
+        self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def close(self) -> None:
+        """Gives a group of its own back; nothing is agreed on any more."""
+        if self._own:
+            self._own = False
+            with contextlib.suppress(ValueError):  # it went with the default group
+                dist.destroy_process_group(self._group)
 
     def everyone(self, value: int) -> list[int]:
         """Every rank's value, in rank order."""
@@ -61,14 +72,29 @@ class Agreement:
                     )
 
 
-def _carries_cpu_tensors(group: Any) -> bool:
+def ark_backend(group: Any, device_type: str) -> Any:
+    """The group's ProcessGroupArk for such tensors, or None."""
+    from ark_torch import _C
+
+    try:
+        backend = group._get_backend(torch.device(device_type))
+    except RuntimeError:  # it does not carry them
+        return None
+    backend = getattr(backend, "wrapped_pg", backend)
+    return backend if isinstance(backend, _C.ProcessGroupArk) else None
+
+
+def _beside(group: Any) -> Any:
+    """Whom CPU tensors go over: a group of the same ranks, or the group itself where it never carries captured work."""
+    members = dist.get_process_group_ranks(group)
+    ark = ark_backend(group, "cpu")
+    if ark is not None:
+        options = ark.options
+        return dist.new_group(
+            members, backend="cpu:ark", timeout=options._timeout, pg_options=options, use_local_synchronization=True
+        )
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return False
-    return True
-
-
-def _beside(members: list[int]) -> Any:
-    """A group of the same ranks for the host's words, where the group itself carries CUDA tensors only."""
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return group

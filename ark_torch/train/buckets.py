@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ark_torch.train.agreement import Agreement
+from ark_torch.train.agreement import Agreement, ark_backend
 
 ALIGNMENT = 512  # bytes: a bucket begins where copies of any width may
 
@@ -256,7 +256,7 @@ class Buckets:
 
     def _storage(self, count: int, dtype: torch.dtype) -> Tensor:
         """Memory that the group's ranks may map, where ark carries CUDA tensors; zeroed, its gaps too."""
-        if self._device.type == "cuda" and self._wants_registered and _is_of_ark(self._group):
+        if self._device.type == "cuda" and self._wants_registered and ark_backend(self._group, "cuda") is not None:
             from ark_torch import memory
             from ark_torch.distributed import register
 
@@ -300,10 +300,3 @@ def _as_gradient(view: Tensor, parameter: Tensor) -> Tensor:
         return view
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def _is_of_ark(group: Any) -> bool:
-    from ark_torch import _C
-
-    backend = group._get_backend(torch.device("cuda"))
-    return isinstance(getattr(backend, "wrapped_pg", backend), _C.ProcessGroupArk)

@@ -113,6 +113,8 @@ class CapturedStep:
         if self._step.standby is not None:
             self._step.standby.close()
             self._step.standby = None
+        if self._agreement is not None:
+            self._agreement.close()
 
     def _check_call(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ that count steps) is found by comparing the host's state before and after an eag
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import random
@@ -27,6 +28,9 @@ def of(error: BaseException) -> str:
     where = place(error)
     text = str(error).strip().partition("\n")[0]
     at = f"{where} " if where else "the backward pass "
+    if _raised_by_the_user(error):
+        line = where.rpartition(" at ")[2]
+        return f"the step itself raised {type(error).__name__}({text}) at {line} while it was captured"
     if isinstance(error, torch.OutOfMemoryError):
         return f"the GPU's memory did not suffice for the capture ({text})"
     if "synchronizing CUDA operation" in text:
@@ -40,10 +44,23 @@ def place(error: BaseException) -> str:
     """The innermost expression of the user's code, with its file and line; empty where the trace shows none."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if frame.filename.startswith("<") or os.path.abspath(frame.filename).startswith(NOT_THE_USERS):
-            continue
-        return f"`{_expression(frame)}` at {os.path.basename(frame.filename)}:{frame.lineno}"
+        if _of_the_user(frame.filename):
+            return f"`{_expression(frame)}` at {os.path.basename(frame.filename)}:{frame.lineno}"
     return ""
+
+
+def _raised_by_the_user(error: BaseException) -> bool:
+    """By a raise or an assert of the user's code, not by an operator that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None or not _of_the_user(trace.tb_frame.f_code.co_filename):
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _of_the_user(filename: str) -> bool:
+    return not filename.startswith("<") and not os.path.abspath(filename).startswith(NOT_THE_USERS)
 
 
 def _expression(frame: traceback.FrameSummary) -> str:

@@ -2,6 +2,10 @@
 
 zero_grad, then for each micro-batch forward and backward, gradients averaged with the last one, then clipping, the
 optimizer's step, the scaler's update and what the user runs after it. Nothing here waits for the device.
+
+A region of autocast around the call covers loss() alone, as PyTorch advises: a backward pass within it would cast its
+own operators once more (sums of biases' gradients to float32, for one). Casts of weights are dropped with each forward
+pass: a region that goes on over several steps would keep those of weights as they were.
 """
 
 from __future__ import annotations
@@ -37,8 +41,6 @@ class Step:
     def run(self, micro_batches: Sequence[Any], captured: bool = False) -> Tensor:
         """The step; its loss, the mean over micro-batches: a 0-d tensor of its own, without a graph behind it."""
         self._in_step(True)
-        # Casts that an autocast region around the step has kept are those of weights as they were.
-        torch.clear_autocast_cache()
         try:
             return self._run(micro_batches, captured)
         except BaseException:
@@ -46,7 +48,6 @@ class Step:
                 self.buckets.abandon()  # within the capture, too: streams that went apart in it meet in it
             raise
         finally:
-            torch.clear_autocast_cache()
             self._in_step(False)
 
     def _in_step(self, inside: bool) -> None:
@@ -63,22 +64,34 @@ class Step:
             if self.buckets is not None:
                 self.buckets.begin(last)
             with self.subject.communicates(last):
-                loss = self._checked(self.loss(self.subject.module, batch))
-                part = loss if count == 1 else loss / count
-                scaled = part if self.scaler is None else self.scaler.scale(part)
-                scaled.backward()  # type: ignore[no-untyped-call]
+                loss = self._forward(batch)
+                with self._without_autocast():
+                    part = loss if count == 1 else loss / count
+                    scaled = part if self.scaler is None else self.scaler.scale(part)
+                    scaled.backward()  # type: ignore[no-untyped-call]
             if self.buckets is not None:
                 self.buckets.end()
             part = part.detach().reshape(())
             total = part.clone() if total is None else total + part
             del loss, scaled
         assert total is not None
-        self._update()
+        with self._without_autocast():
+            self._update()
         if self.averaging is not None:
             (self.averaging.captured if captured else self.averaging.eager)(self.subject.module)
         elif self.after is not None:
             self.after(self.subject.module)
         return total
+
+    def _forward(self, batch: Any) -> Tensor:
+        torch.clear_autocast_cache()  # what was cast before the call
+        try:
+            return self._checked(self.loss(self.subject.module, batch))
+        finally:
+            torch.clear_autocast_cache()
+
+    def _without_autocast(self) -> torch.autocast:
+        return torch.autocast(self.subject.device.type, enabled=False)
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -99,7 +99,7 @@ def test_activation_checkpointing() -> None:
 
 
 def _outer_autocast(rank: Rank) -> None:
-    """An autocast region around all steps keeps casts of weights; a step does not use those of the step before."""
+    """A region around all steps covers their losses alone, and keeps no casts of weights from one step to the next."""
     device = begin(rank, 1)
     expected = by_hand(rank, 1, "gpt2", device, loss=_autocast)
     with torch.autocast("cuda", torch.bfloat16):

@@ -7,7 +7,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import fake_graphs
 import pytest
@@ -107,6 +107,61 @@ def test_constants_options_and_modes_tell_graphs_apart() -> None:
     assert recorder.counts["records"] == 2
 
 
+class _AsksInBackward(torch.autograd.Function):
+    """Whether autocast is on in the backward pass."""
+
+    seen: ClassVar[set[bool]] = set()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        _AsksInBackward.seen.add(torch.is_autocast_enabled("cpu"))
+        return gradient
+
+
+def test_autocast_around_all_calls_covers_the_loss_alone() -> None:
+    """Also where the model has run in the region before: casts of weights as they were are not used again."""
+    _AsksInBackward.seen.clear()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        value: torch.Tensor = _AsksInBackward.apply(small.loss(model, batch))
+        return value
+
+    def within(model: Any, batch: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return small.loss(model, batch)
+
+    for accumulate in (1, 2):
+        model, optimizer, step = _step(fake_graphs.FakeRecorder(), loss, accumulate=accumulate)
+        updates: set[bool] = set()
+        optimizer.register_step_pre_hook(lambda *_, seen=updates: seen.add(torch.is_autocast_enabled("cpu")))
+        other = small.make("gpt2")
+        theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        with torch.autocast("cpu", torch.bfloat16):
+            for number in range(7):
+                small.loss(model, small.batch("gpt2", 100))
+                parts = [small.batch("gpt2", number, part) for part in range(accumulate)]
+                value = step(parts if accumulate > 1 else parts[0])
+                assert torch.is_autocast_enabled("cpu")
+                with torch.autocast("cpu", enabled=False):
+                    theirs.zero_grad()
+                    total = torch.zeros(())
+                    for part in parts:
+                        torch.clear_autocast_cache()  # the region around is one, and would keep casts
+                        one = within(other, part) / accumulate
+                        torch.clear_autocast_cache()
+                        one.backward()
+                        total += one.detach()
+                    theirs.step()
+                assert torch.equal(value, total), number
+        assert step.captured and updates == {False}
+        assert torch.equal(small.weights(model), small.weights(other))
+    assert _AsksInBackward.seen == {False}
+
+
 def test_many_steps_and_micro_batches_in_one_recording() -> None:
     recorder = fake_graphs.FakeRecorder()
     model, _, step = _step(recorder, steps=2, accumulate=2)
@@ -155,6 +210,41 @@ def test_an_item_names_expression_and_line() -> None:
     assert recorder.counts["records"] == 1  # it is not tried again
     assert torch.equal(small.weights(model), small.weights(_train_plainly("gpt2", 8)))
     assert not torch.equal(before[0], small.weights(model)) and state["state"][0]["step"] == 3
+
+
+class _OnlyRecorded(fake_graphs.FakeRecorder):
+    """Tells the loss when it is being recorded."""
+
+    recording = False
+
+    def record(self, body: Any) -> fake_graphs.FakeRecording:
+        self.recording = True
+        try:
+            body()
+        finally:
+            self.recording = False
+        raise AssertionError("the loss did not raise")
+
+
+@pytest.mark.parametrize("kind", [KeyError, RuntimeError])
+def test_an_exception_of_the_users_own_is_named_as_such(kind: Any) -> None:
+    """Whatever it says: "captur" in its text does not make it CUDA's."""
+    recorder = _OnlyRecorded()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        value = small.loss(model, batch)
+        if recorder.recording:
+            raise kind("only in captures")
+        return value
+
+    model, _, step = _step(recorder, loss)
+    with pytest.warns(UserWarning, match="runs steps eagerly: the step itself raised"):
+        for number in range(6):
+            step(small.batch("gpt2", number))
+    line = loss.__code__.co_firstlineno + 3
+    text = {KeyError: "KeyError('only in captures')", RuntimeError: "RuntimeError(only in captures)"}[kind]
+    assert step.reason == f"the step itself raised {text} at test_graphs.py:{line} while it was captured"
+    assert torch.equal(small.weights(model), small.weights(_train_plainly("gpt2", 6)))
 
 
 FAULTS = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from ark_torch.train import capture, graphs
+from ark_torch.train.agreement import Agreement
 
 pytestmark = [ark_only]
 STEPS = 20
@@ -433,6 +434,29 @@ def _shapes(rank: Rank) -> list[bool]:
 def test_ranks_with_other_shapes() -> None:
     first, second = run(_shapes)
     assert first == second == [False] * 3 + [True, False, False, True, True, True]
+
+
+def _numbers(rank: Rank) -> None:
+    """A collective of the group that rank 0 has begun and rank 1 has not, as when only one of them captures."""
+    rank.init()
+    agreement, tensor = Agreement(dist.group.WORLD), torch.ones(1)
+    work = dist.all_reduce(tensor, async_op=True) if rank.rank == 0 else None
+    assert agreement.everyone(rank.rank) == [0, 1]
+    assert agreement.share(f"from {rank.rank}") == ["from 0", "from 1"]
+    if work is None:
+        dist.all_reduce(tensor)
+    else:
+        work.wait()
+    assert tensor.item() == 2
+    agreement.close()
+    again = Agreement(dist.group.WORLD)  # under the same name
+    assert again.everyone(7) == [7, 7]
+    dist.destroy_process_group()
+    again.close()
+
+
+def test_agreement_does_not_depend_on_the_groups_collectives() -> None:
+    run(_numbers)
 
 
 def _lengths(rank: Rank) -> str:
