@@ -351,7 +351,7 @@ __device__ __forceinline__ void compressed_encode(const CodeParams& p) {
     team = team_of<kWide, kBits>(p, bucket, kBytes);
     held.load(team, p.input);
   }
-  Outbox<kWide, kBits> outbox(p.links, p.blocks, 0);
+  Outbox<kWide, kBits> outbox(p.links, p.blocks, p.records);
   if (!outbox.well()) more = false;
   ARK_ROLLED while (more) {
     more = ++bucket < end;

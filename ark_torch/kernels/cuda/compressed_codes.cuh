@@ -31,7 +31,7 @@ struct CodeParams {
   const void* input;     // encode: elements; else records of all ranks, one rank's part behind the other
   float* residual;       // null: none
   void* output;          // sum: elements
-  uint64 records;        // reduce: where this rank's begin in a place
+  uint64 records;        // encode, reduce: where this rank's begin in a place
   uint64 rank_bytes;     // reduce, sum: from one rank's records to the next's
   uint64 first_element;  // sum: of the part
   quantize::Rule rule;
