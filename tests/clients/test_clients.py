@@ -66,7 +66,7 @@ def test_training_is_as_over_gloo(client: str, python: str, tmp_path: Path) -> N
     assert float(norms[launcher.BACKEND]["0"]) == pytest.approx(float(norms["gloo"]["0"]), rel=1e-6)
 
 
-@pytest.mark.parametrize("client", ["trainer", "accelerate"])
+@pytest.mark.parametrize("client", ["trainer", "accelerate", "lightning"])
 def test_captured_steps_train_as_the_client_does(client: str, python: str, tmp_path: Path) -> None:
     script = str(TOP / "examples" / f"captured_{client}.py")
     output = run([python, *TORCHRUN, script, "--backend", launcher.BACKEND], tmp_path)
