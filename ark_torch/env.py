@@ -199,8 +199,9 @@ VARIABLES = (
         "ARK_DISABLE_P2P",
         "bool",
         False,
-        "CUDA tensors go through memory of the host, as they do by themselves where GPUs do not reach each other's "
-        "memory: for machines whose peer access is slow or lies (`ark doctor --links`).",
+        "CUDA tensors go through memory of the host and leave the peers' alone: for machines whose GPUs do not reach "
+        "each other's memory, where PyTorch's NCCL carries them otherwise, or whose peer access lies (`ark doctor "
+        "--links`). All ranks alike. docs/collectives.md says what is faster.",
     ),
     Variable(
         "ARK_CACHE",

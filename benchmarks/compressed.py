@@ -216,15 +216,18 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
         rank.barrier()
 
 
-def table(about: dict[str, Any]) -> str:
-    """Markdown: milliseconds of all-reduces, then what the quantiser reaches."""
+def table(about: dict[str, Any], alone: bool = True) -> str:
+    """Markdown: milliseconds of all-reduces, then what the quantiser reaches `alone`."""
     lines = [on_gpus.origin(about), ""]
     reduces = [row for row in about["rows"] if row["work"] == "all_reduce"]
     names = list(dict.fromkeys(name for row in reduces for name in row["us"]))
     lines += ["| all_reduce, ms | " + " | ".join(names) + " |", "| --- " * (len(names) + 1) + "|"]
     for row in reduces:
         cells = [f"{row['us'][name] / 1e3:.3f}" if name in row["us"] else "-" for name in names]
-        lines.append(f"| {row['mb']:g} MB {row['dtype']}, {row['ranks']} ranks | " + " | ".join(cells) + " |")
+        size = f"{row['mb']:g} MB" if row["mb"] >= 1 else f"{row['mb'] * 1024:g} KB"
+        lines.append(f"| {size} {row['dtype']}, {row['ranks']} ranks | " + " | ".join(cells) + " |")
+    if not alone:
+        return "\n".join(lines)
     lines += ["", "| quantiser, GB/s | bytes / | quantise | dequantise | copy |", "| --- | --- | --- | --- | --- |"]
     for row in about["rows"]:
         if row["work"] == "quantiser":

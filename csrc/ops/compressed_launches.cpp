@@ -60,7 +60,7 @@ device::CodeParams& CodeLaunches::params_of(const quantize::Piece& piece) {
 const jit::Kernel& CodeLaunches::kernel_of(const device::CodeParams& params) const {
   const quantize::Piece& piece = params.piece[0].piece;
   return jit::KernelLibrary::of(device_.index())
-      .get(compressed_stub({coding_.dtype, coding_.rule.format, piece.bits, is_wide(piece)}), entry_);
+      .get(compressed_stub({coding_.dtype, coding_.rule.format, piece.bits, is_wide(piece)}, entry_), entry_);
 }
 
 // Buckets over blocks. Long runs where all multiprocessors have work without them; and where blocks wait for peers that

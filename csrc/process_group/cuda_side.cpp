@@ -110,7 +110,7 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
         auto nccl = nccl_entry(device, *options.dispatch);
         if (communicator->on_host() && rank_ == 0 && options_->log)
           options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
-                        " ranks: CUDA tensors go through memory of the host: " + why);
+                        " ranks: CUDA tensors go through memory of the host, as ARK_DISABLE_P2P asks");
         side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
       }
     }

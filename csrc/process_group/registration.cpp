@@ -57,7 +57,7 @@ bool ProcessGroupArk::may_register() {
   if (rank_ == 0 && options_->log && !told_of_registration_) {
     options_->log("group \"" + options_->group_name +
                   "\": memory is not registered, since " +
-                  (communicator ? "its devices do not reach each other's"
+                  (communicator ? "what its ranks share is on the host"
                                 : "ark does not carry this group's CUDA tensors"));
   }
   told_of_registration_ = true;

@@ -172,6 +172,18 @@ def _start(rank: Rank) -> tuple[Pool, Any]:
     return Pool(rank.rank), dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
 
 
+def _on_the_host(rank: Rank) -> None:
+    memory, backend = _start(rank)
+    dist.all_reduce(pretended.on(rank.rank, torch.ones(8)))
+    assert backend.cuda_carrier == "ark"
+    assert not register(memory.tensor(memory.take(20 * MB), 20 * MB)), "peers cannot map it"
+    assert backend.cuda_registered_bytes == 0
+
+
+def test_nothing_is_registered_where_ranks_share_memory_of_the_host(pretended_gpu: Any) -> None:
+    run_ranks(_on_the_host, 2, env={**pretended_gpu, "ARK_DISABLE_P2P": "1"})
+
+
 def _held() -> tuple[int, int]:
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return len(os.listdir("/proc/self/fd")), sum("memfd:pretended" in line for line in maps)

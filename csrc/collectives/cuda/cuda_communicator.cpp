@@ -42,7 +42,7 @@ CudaDispatch CudaDispatch::measured(int ranks) {
 CudaDispatch CudaDispatch::through_host() const {
   CudaDispatch dispatch = *this;
   dispatch.chunks_from = 0;  // lines rely on 128 bytes that arrive at once
-  for (uint64_t CudaDispatch::* const from :
+  for (uint64_t CudaDispatch::*const from :
        {&CudaDispatch::landings_from, &CudaDispatch::relay_from, &CudaDispatch::bulk_from,
         &CudaDispatch::copy_engine_from, &CudaDispatch::reduce_scatter_engine_from,
         &CudaDispatch::all_gather_engine_from, &CudaDispatch::registered_all_gather_engine_from,
@@ -68,29 +68,18 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
-  const auto shared = [&](bool on_host) {
-    SymmetricMemory::Options sharing;
-    sharing.rank = rank;
-    sharing.size = size;
-    sharing.device = options.device;
-    sharing.device_each = options.device_each;
-    sharing.on_host = on_host;
-    sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
-    sharing.timeout = options.timeout;
-    sharing.name = on_host ? "arena/host" : "arena";
-    sharing.check = options.check ? options.check : ends_with(health, options.timeout);
-    return SymmetricMemory::create(*store, sharing, why);
-  };
-  std::vector<DeviceMemory> memory;
-  if (!options.on_host) memory = shared(false);
-  if (memory.empty() && size > 1) {
-    if (options.on_host) why = "peers' memory is left alone, as was asked";
-    const std::string cause = why;
-    options.on_host = true;
-    options.dispatch = options.dispatch->through_host();
-    memory = shared(true);
-    why = memory.empty() ? cause + "; and memory of the host is not shared: " + why : cause;
-  }
+  if (options.on_host) options.dispatch = options.dispatch->through_host();
+  SymmetricMemory::Options sharing;
+  sharing.rank = rank;
+  sharing.size = size;
+  sharing.device = options.device;
+  sharing.device_each = options.device_each;
+  sharing.on_host = options.on_host;
+  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
+  sharing.timeout = options.timeout;
+  sharing.name = "arena";
+  sharing.check = options.check ? options.check : ends_with(health, options.timeout);
+  std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
   if (memory.empty()) return nullptr;
   auto launcher = std::make_unique<CudaLauncher>(rank, size, health, std::move(store), std::move(memory), options);
   return std::unique_ptr<CudaCommunicator>(new CudaCommunicator(rank, size, std::move(launcher), *options.dispatch));
@@ -252,6 +241,8 @@ std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes
 
 TileMemory* CudaCommunicator::tiles(bool capturing, std::string& why) {
   if (tiles_ || !tiles_refused_.empty()) return why = tiles_refused_, tiles_.get();
+  // Blocks count themselves by atomic operations, which take 45 us each on memory of the host.
+  if (on_host()) return why = "its ranks share memory of the host alone", nullptr;
   if (capturing) {
     throw Error(ErrorKind::invalid_argument,
                 "the group's first fused operator is under graph capture, where ranks cannot meet",

@@ -77,8 +77,7 @@ class CudaCommunicator final : public Communicator {
 
   // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone; kept,
   // because memory for large buckets is shared when the first one comes.
-  // Where devices do not reach each other's memory, what ranks share is on the host, and `why` says so. Null, and `why`:
-  // they share none. Every rank gets the same answer.
+  // Null, and `why`: these devices cannot reach each other's memory. Every rank gets the same answer.
   static std::unique_ptr<CudaCommunicator> create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                   GroupHealth& health, const Options& options, std::string& why);
   ~CudaCommunicator() override;
@@ -86,7 +85,7 @@ class CudaCommunicator final : public Communicator {
   int device() const;
   uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
-  bool on_host() const;  // what ranks share is memory of the host, since their devices do not reach each other's
+  bool on_host() const;          // what ranks share is memory of the host
   uint32_t most_blocks() const;  // of a launch that waits for peers: ranks may share a device
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;

@@ -15,10 +15,13 @@ std::vector<Stub> every_stub(const std::vector<int>& sizes) {
     for (const bool wide : {false, true})
       for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {
         const bool fp8 = bits > quantize::kMostBits;
-        const std::string name = std::string("compressed_") + name_of(dtype) + (wide ? "_wide_" : "_");
-        stubs.push_back({name + (fp8 ? "fp8" : std::to_string(bits)),
-                         compressed_stub({dtype, fp8 ? quantize::Format::fp8 : quantize::Format::uniform,
-                                          fp8 ? quantize::kMostBits : bits, wide})});
+        const CompressedKind kind{dtype, fp8 ? quantize::Format::fp8 : quantize::Format::uniform,
+                                  fp8 ? quantize::kMostBits : bits, wide};
+        const std::string suffix =
+            std::string("_") + name_of(dtype) + (wide ? "_wide_" : "_") + (fp8 ? "fp8" : std::to_string(bits));
+        for (const char* const name : {"compressed_encode", "compressed_encode_fed", "compressed_reduce",
+                                       "compressed_reduce_fed", "compressed_sum"})
+          stubs.push_back({name + suffix, compressed_stub(kind, name)});
       }
   for (Stub& stub : every_fused_stub()) stubs.push_back(std::move(stub));
   const char* const names[kRuleKinds] = {"bf16", "f16", "f32", "any"};

@@ -74,19 +74,14 @@ std::string relay_stub() {
   return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
 }
 
-std::string compressed_stub(const CompressedKind& kind) {
-  const std::string arguments =
-      std::string("<ark::device::") + kFormats[static_cast<int>(rule_of(kind.dtype, ReduceOp::sum))] +
+std::string compressed_stub(const CompressedKind& kind, const std::string& name) {
+  const size_t fed = name.find("_fed");
+  std::string call =
+      name.substr(0, fed) + "<ark::device::" + kFormats[static_cast<int>(rule_of(kind.dtype, ReduceOp::sum))] +
       ", ark::quantize::Format::" + (kind.format == quantize::Format::fp8 && kind.bits != 0 ? "fp8, " : "uniform, ") +
       std::to_string(kind.bits) + (kind.wide ? ", true" : ", false");
-  std::string text = "#include \"cuda/compressed.cuh\"\n";
-  const auto add = [&](const std::string& name, const std::string& function, const char* fed) {
-    text += entry(name, device::kCodeThreads, "CodeParams", function + arguments + fed + ">(p)");
-  };
-  for (const std::string function : {"compressed_encode", "compressed_reduce"})
-    add(function, function, ", false"), add(function + "_fed", function, ", true");
-  add("compressed_sum", "compressed_sum", "");
-  return text;
+  if (name != "compressed_sum") call += fed != std::string::npos ? ", true" : ", false";
+  return "#include \"cuda/compressed.cuh\"\n" + entry(name, device::kCodeThreads, "CodeParams", call + ">(p)");
 }
 
 std::vector<Stub> representative_stubs() {
@@ -107,10 +102,13 @@ std::vector<Stub> representative_stubs() {
   add(RuleKind::bf16, 8, 7);
   stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
   using quantize::Format;
-  stubs.push_back({"compressed_bfloat16_4", compressed_stub({DType::bf16, Format::uniform, 4, false})});
-  stubs.push_back({"compressed_float32_3_wide", compressed_stub({DType::f32, Format::uniform, 3, true})});
-  stubs.push_back({"compressed_float16_fp8", compressed_stub({DType::f16, Format::fp8, 8, false})});
-  stubs.push_back({"compressed_float32_exact", compressed_stub({DType::f32, Format::uniform, 0, false})});
+  stubs.push_back(
+      {"compressed_bfloat16_4", compressed_stub({DType::bf16, Format::uniform, 4, false}, "compressed_encode")});
+  stubs.push_back(
+      {"compressed_float32_3_wide", compressed_stub({DType::f32, Format::uniform, 3, true}, "compressed_reduce_fed")});
+  stubs.push_back({"compressed_float16_fp8", compressed_stub({DType::f16, Format::fp8, 8, false}, "compressed_sum")});
+  stubs.push_back(
+      {"compressed_float32_exact", compressed_stub({DType::f32, Format::uniform, 0, false}, "compressed_encode_fed")});
   for (Stub& stub : representative_fused_stubs()) stubs.push_back(std::move(stub));
   return stubs;
 }

@@ -24,15 +24,16 @@ std::string bulk_stub(RuleKind rule, int ranks, int rank);
 std::string move_stub();
 // Entry "relay".
 std::string relay_stub();
-// Entries "compressed_encode", "compressed_reduce" and "compressed_sum" for elements of bf16, f16 or f32, and codes of
-// so many bits (0: exact). Wide: buckets that take a block, not a warp.
+// An entry for elements of bf16, f16 or f32 and codes of so many bits (0: exact): "compressed_encode" or
+// "compressed_reduce", each also as "_fed", with a residual; or "compressed_sum". Wide: buckets that take a block, not
+// a warp.
 struct CompressedKind {
   DType dtype;
   quantize::Format format;
   uint32_t bits;
   bool wide;
 };
-std::string compressed_stub(const CompressedKind& kind);
+std::string compressed_stub(const CompressedKind& kind, const std::string& name);
 
 struct Stub {
   std::string name;   // "probe"
