@@ -153,6 +153,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "interference-bulk": lambda load: _scripts("interference").table(load("interference_bulk")),
     "training": lambda load: _scripts("training_report").table(load("training")),
     "training-in-line": lambda load: _scripts("training_report").table(load("training_in_line")),
+    "training-captured": lambda load: _scripts("training_report").table(load("training_captured")),
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
@@ -198,6 +199,10 @@ def _during(load: Load, who: str, ranks: int = 2) -> float:
     return float(row["during_gbps"])
 
 
+def _captured(load: Load, who: str) -> float:
+    return float(only(load("training_captured"), model="gpt2-xl", mode="captured", ranks=2, contender=who)["step_ms"])
+
+
 def _slowdown(load: Load, who: str, size: int) -> float:
     row = only(load("interference"), operation="all_reduce", ranks=2, bytes=size, contender=who)
     return float(row["product_slowdown"]) - 1
@@ -229,6 +234,11 @@ FIGURES: dict[str, Callable[[Load], str]] = {
     "fig.all-reduce-during-4": lambda load: (
         f"{_during(load, 'ark', 4):.0f} against {_during(load, 'nccl', 4):.0f} GB/s"
     ),
+    "fig.captured-ark": lambda load: f"{_captured(load, 'captured_ark'):.1f} ms",
+    "fig.captured-ddp": lambda load: f"{_captured(load, 'nccl'):.1f} ms",
+    "fig.captured-times": lambda load: f"{_captured(load, 'nccl') / _captured(load, 'captured_ark'):.1f} times",
+    "fig.captured-nccl": lambda load: f"{_captured(load, 'captured_nccl'):.1f} ms",
+    "fig.captured-free": lambda load: f"{_captured(load, 'free'):.1f} ms",
     "fig.slowdown-ark": lambda load: f"{_slowdown(load, 'ark', 64 * MB):.0%}",
     "fig.slowdown-nccl": lambda load: f"{_slowdown(load, 'nccl', 64 * MB):.0%}",
     "fig.fused-less": lambda load: f"{min(_fused(load)):.0%} to {max(_fused(load)):.0%}",

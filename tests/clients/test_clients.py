@@ -66,6 +66,13 @@ def test_training_is_as_over_gloo(client: str, python: str, tmp_path: Path) -> N
     assert float(norms[launcher.BACKEND]["0"]) == pytest.approx(float(norms["gloo"]["0"]), rel=1e-6)
 
 
+@pytest.mark.parametrize("client", ["trainer", "accelerate", "lightning"])
+def test_captured_steps_train_as_the_client_does(client: str, python: str, tmp_path: Path) -> None:
+    script = str(TOP / "examples" / f"captured_{client}.py")
+    output = run([python, *TORCHRUN, script, "--backend", launcher.BACKEND], tmp_path)
+    assert all(f"rank {rank} of 2: weights equal those of" in output for rank in range(2)), output
+
+
 @pytest.mark.parametrize("client", ["generate", "pipeline", "sentence_transformers"])
 def test_generation_runs_on_arks_kernels(client: str, python: str, tmp_path: Path) -> None:
     run([python, str(SCRIPTS / f"with_{client}.py")], tmp_path)

@@ -122,44 +122,38 @@ class _AsksInBackward(torch.autograd.Function):
         return gradient
 
 
-def test_autocast_around_all_calls_covers_the_loss_alone() -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_autocast_around_all_calls_covers_the_loss_alone(accumulate: int) -> None:
     """Also where the model has run in the region before: casts of weights as they were are not used again."""
     _AsksInBackward.seen.clear()
+    parts = [[small.batch("gpt2", number, part) for part in range(accumulate)] for number in range(7)]
+    other = small.make("gpt2")
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    expected = []
+    for batches in parts:
+        theirs.zero_grad()
+        total = torch.zeros(())
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                value = small.loss(other, batch) / accumulate
+            value.backward()
+            total += value.detach()
+        theirs.step()
+        expected.append(total)
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         value: torch.Tensor = _AsksInBackward.apply(small.loss(model, batch))
         return value
 
-    def within(model: Any, batch: Any) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return small.loss(model, batch)
-
-    for accumulate in (1, 2):
-        model, optimizer, step = _step(fake_graphs.FakeRecorder(), loss, accumulate=accumulate)
-        updates: set[bool] = set()
-        optimizer.register_step_pre_hook(lambda *_, seen=updates: seen.add(torch.is_autocast_enabled("cpu")))
-        other = small.make("gpt2")
-        theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
-        with torch.autocast("cpu", torch.bfloat16):
-            for number in range(7):
-                small.loss(model, small.batch("gpt2", 100))
-                parts = [small.batch("gpt2", number, part) for part in range(accumulate)]
-                value = step(parts if accumulate > 1 else parts[0])
-                assert torch.is_autocast_enabled("cpu")
-                with torch.autocast("cpu", enabled=False):
-                    theirs.zero_grad()
-                    total = torch.zeros(())
-                    for part in parts:
-                        torch.clear_autocast_cache()  # the region around is one, and would keep casts
-                        one = within(other, part) / accumulate
-                        torch.clear_autocast_cache()
-                        one.backward()
-                        total += one.detach()
-                    theirs.step()
-                assert torch.equal(value, total), number
-        assert step.captured and updates == {False}
-        assert torch.equal(small.weights(model), small.weights(other))
-    assert _AsksInBackward.seen == {False}
+    model, optimizer, step = _step(fake_graphs.FakeRecorder(), loss, accumulate=accumulate)
+    updates: set[bool] = set()
+    optimizer.register_step_pre_hook(lambda *_: updates.add(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.bfloat16):
+        small.loss(model, parts[0][0])
+        losses = [step(batches if accumulate > 1 else batches[0]) for batches in parts]
+    assert step.captured and torch.equal(torch.stack(losses), torch.stack(expected))
+    assert torch.equal(small.weights(model), small.weights(other))
+    assert _AsksInBackward.seen == updates == {False}
 
 
 def test_many_steps_and_micro_batches_in_one_recording() -> None:
