@@ -36,6 +36,13 @@ def _sparse(rank: Rank) -> None:
         expected = functools.reduce(torch.add, [x.to_dense() for x in inputs])
         assert tensor.is_sparse, "the result stays sparse"
         assert_same_bits(tensor.to_dense(), expected, f"sparse all_reduce {dtype} {dense_dims}")
+    # Half types add in float32 and are rounded once: small numbers count together though none does alone.
+    for dtype, small in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
+        value = torch.tensor([1.0 if me == 0 else small], dtype=dtype)
+        tensor = torch.sparse_coo_tensor(torch.tensor([[3]]), value, (10,))
+        dist.all_reduce(tensor)
+        total = torch.tensor(1 + (world - 1) * small).to(dtype)
+        assert_same_bits(tensor.to_dense()[3], total, f"sparse all_reduce {dtype}, rounded once")
 
 
 @pytest.mark.by_day("3")

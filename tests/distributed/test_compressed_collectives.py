@@ -268,6 +268,18 @@ def test_the_quantiser_alone(format: str, rounding: str) -> None:
         _same(back, quantizer.coded(x.float(), [segment], settings, 0, 0).to(dtype), f"{dtype} {numel} {bits}")
 
 
+def test_chance_never_passes_the_last_code() -> None:
+    """A range whose quotient is one unit in the last place above the last code; in so many draws the greatest chance,
+    65535 of 65536, comes several times."""
+    high = float.fromhex("0x1.0a7d3ep+0")
+    x = torch.zeros(64 * 4096)
+    x[1::2] = high
+    for seed in range(4):
+        codes = torch.ops.ark.quantize(x, 8, 4096, "uniform", "stochastic", seed)
+        back = torch.ops.ark.dequantize(codes, x.numel(), torch.float32, 8, 4096, "uniform")
+        assert back[1::2].min() > 0.99 * high and back[::2].max() == 0
+
+
 def _not_finite(rank: Rank) -> None:
     """A NaN or an infinity stays one, and its bucket owes nothing; other buckets are as they were."""
     torch.set_num_threads(1)
