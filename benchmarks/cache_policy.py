@@ -1,15 +1,18 @@
 """Cache policies of loop kernels, against each other: torch.compile(backend="ark", options={"cache": ...}).
 
     python benchmarks/cache_policy.py                         one GPU: all applications (cache_policy_apps.py)
-    python benchmarks/cache_policy.py --only bert-large dlrm  some of them
+    python benchmarks/cache_policy.py --only bert-large dlrm  some of them; the JSON keeps what else it has
+    python benchmarks/cache_policy.py --again                 also what the JSON has from such a machine already
     python benchmarks/cache_policy.py --variants              also what the cost model's constants would choose
     python benchmarks/cache_policy.py --ncu "llama-1b decode" second-level cache's hit rates of one, by Nsight Compute
     python benchmarks/cache_policy.py --device cpu            small models on the CPU
     python benchmarks/cache_policy.py --plot                  measures nothing: table and picture from the JSON
 
-Kernels are compiled first, by several processes at once. Then each application runs under all policies in one process,
-on the same weights and inputs, taking turns of a few replays of a CUDA graph, so that what changes on the machine hits
-all alike; the results must have the same bits. `ratio` is the time with cache="none" over the time with the policy.
+On a GPU kernels are compiled first, by a process for each application and policy, several at once, which leave them in
+the cache folder, so that nothing compiles while times are taken. Then each application, captured and lowered once, runs
+under all policies in one process, on the same weights and inputs, taking turns of a few replays of a CUDA graph, so
+that what changes on the machine hits all alike; the results must have the same bits. `ratio` is the time with
+cache="none" over the time with the policy.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +37,7 @@ import cache_policy_apps
 import gpu_models
 import torch
 
-from ark_torch.compile import backend, costs, options
+from ark_torch.compile import backend, build, costs, options
 from ark_torch.compile.report import Report
 from ark_torch.tools.bench import report as bench
 
@@ -47,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "auto, states first": {"states_first": True},
     "auto, reused last": {"reused_last": True},
 }
+COMPILE_SECONDS = 240  # of a process, at most
 METRICS = "lts__t_sector_hit_rate.pct,dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum"
 Row = dict[str, Any]
 
@@ -57,8 +62,9 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=cache_policy_apps.APPLICATIONS, default=[])
     parser.add_argument("--variants", action="store_true", help="also each constant of the cost model by itself")
     parser.add_argument("--turns", type=int, default=30, help="of each policy, ten replays each")
-    parser.add_argument("--seconds", type=float, default=330, help="after so many no application is begun")
-    parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)))
+    parser.add_argument("--seconds", type=float, default=330, help="of measuring: after so many nothing is begun")
+    parser.add_argument("--again", action="store_true", help="measure what the JSON has, too")
+    parser.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1), help="that compile ahead")
     parser.add_argument("--output", type=Path, default=FOLDER / "results" / "cache_policy.json")
     parser.add_argument("--plot", action="store_true", help="measure nothing: table and picture from the JSON")
     parser.add_argument("--ncu", metavar="APPLICATION", choices=cache_policy_apps.APPLICATIONS, default="")
@@ -71,30 +77,66 @@ def ways(arguments: argparse.Namespace) -> tuple[str, ...]:
     return (*POLICIES, *VARIANTS) if arguments.variants and arguments.device == "cuda" else POLICIES
 
 
+class Alternatives:
+    """Regions of the same piece of a graph, one a policy; `under` says which of them runs."""
+
+    under = POLICIES[0]
+
+    def __init__(self, regions: dict[str, Any]) -> None:
+        self.regions = regions
+
+    def __call__(self, inputs: list[Any]) -> Any:
+        return self.regions[Alternatives.under](inputs)
+
+
 class Calls:
-    """An application under each policy."""
+    """An application under each policy: one graph, whose regions are made for all of them."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, under: tuple[str, ...]) -> None:
         self.device = torch.device(arguments.device)
+        self.under, self.alternatives = under, list[Alternatives]()
         torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 4 * (len(POLICIES) + len(VARIANTS))  # each has a backend of its own
         torch.manual_seed(0)
         self.model, self.inputs = cache_policy_apps.APPLICATIONS[name](self.device, arguments.device == "cpu")
-        self.reports: dict[str, Report] = {}
-        self.steps = {way: self._step(way) for way in under}
-
-    def _step(self, way: str) -> gpu_models.Step:
-        chosen = options.parse(None, {"choose": "ark", "cache": way if way in POLICIES else "auto"})
-        told = self.reports[way] = Report()
-        call = torch.compile(self.model, backend=lambda g, x: backend.compile_graph(g, x, chosen, told), dynamic=False)
-        usual = costs.of_caches
-        costs.of_caches = lambda: VARIANTS.get(way, {})
+        chosen, self.report = options.parse(None, {"choose": "ark"}), Report()
+        self.call = torch.compile(
+            self.model, backend=lambda g, x: backend.compile_graph(g, x, chosen, self.report), dynamic=False
+        )
+        usual = build.make_region, costs.of_caches
+        build.make_region, costs.of_caches = self._make, self._costs  # type: ignore[assignment]
         try:
-            call(*self.inputs)
+            self.call(*self.inputs)
             gpu_models.finish(self.device)
         finally:
-            costs.of_caches = usual
-        return lambda: call(*self.inputs)
+            build.make_region, costs.of_caches = usual
+        self.steps = {way: self._step(way) for way in under}
+
+    _usual, _measured, _way = staticmethod(build.make_region), staticmethod(costs.of_caches), POLICIES[0]
+
+    def _costs(self) -> dict[str, Any]:
+        return VARIANTS[self._way] if self._way in VARIANTS else self._measured()
+
+    def _make(self, lowering: Any, name: str, threads: int, otherwise: Any, chained: bool, _: str) -> Alternatives:
+        regions = {}
+        for way in self.under:
+            self._way = way
+            cache = way if way in POLICIES else "auto"
+            regions[way] = self._usual(lowering, name, threads, otherwise, chained, cache)
+        self.alternatives.append(Alternatives(regions))
+        return self.alternatives[-1]
+
+    def _step(self, way: str) -> gpu_models.Step:
+        def step() -> Any:
+            Alternatives.under = way
+            return self.call(*self.inputs)
+
+        return step
+
+    def policies(self, way: str) -> dict[str, int]:
+        """How many accesses have which."""
+        plans = [json.loads(one.regions[way].json()) for one in self.alternatives]
+        stages = [stage for plan in plans for stage in plan["stages"]]
+        return dict(Counter(access["cache"] for stage in stages for access in stage["accesses"]))
 
 
 def flat(result: Any) -> list[torch.Tensor]:
@@ -117,42 +159,40 @@ def measured(name: str, arguments: argparse.Namespace) -> Row:
     row["microseconds"] = times = gpu_models.in_turns(steps, arguments.turns, calls.device)
     row["ratio"] = {way: times["none"]["median"] / of["median"] for way, of in times.items()}
     row["same_bits"] = all(same_bits(results["none"], one) for one in results.values())
-    told = calls.reports["auto"]
-    row["regions"] = len(told.regions)
-    row["fallbacks"] = [str(one) for one in told.fallbacks]
-    row["policies"] = {way: policies(calls.reports[way]) for way in calls.reports}
+    row["regions"] = len(calls.alternatives)
+    row["fallbacks"] = [str(one) for one in calls.report.fallbacks]
+    row["policies"] = {way: calls.policies(way) for way in calls.under}
     return row
 
 
-def policies(told: Report) -> dict[str, int]:
-    """How many accesses have which."""
-    found: dict[str, int] = {}
-    for piece in told.regions:
-        for stage in json.loads(piece.plan_json)["stages"]:
-            for access in stage["accesses"]:
-                found[access["cache"]] = found.get(access["cache"], 0) + 1
-    return found
+def compile_all(names: list[str], arguments: argparse.Namespace) -> None:
+    """Leaves the kernels in the cache folder: a process for each application and policy, several at once."""
 
-
-@torch.no_grad()
-def compile_only(name: str, arguments: argparse.Namespace) -> None:
-    """Leaves the kernels in the cache folder."""
-    Calls(name, arguments, ways(arguments))
-
-
-def compile_all(names: list[str], arguments: argparse.Namespace) -> dict[str, float]:
-    """Seconds of each application's process, several at once."""
-
-    def one(name: str) -> tuple[str, float]:
-        begin = time.time()
-        command = [sys.executable, str(FOLDER / "cache_policy.py"), "--device", arguments.device, "--compile", name]
-        done = subprocess.run(command + ["--variants"] * arguments.variants, capture_output=True, text=True)
-        if done.returncode != 0:
-            print(f"# {name} was not compiled ahead: {done.stderr.strip().splitlines()[-1:]}", flush=True)
-        return name, time.time() - begin
+    def one(name: str, way: str) -> None:
+        command = [sys.executable, str(FOLDER / "cache_policy.py"), "--device", arguments.device]
+        command += ["--compile", name, "--under", way]
+        try:
+            subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True)
+        except subprocess.CalledProcessError as error:
+            print(f"# {name}, {way}: not compiled ahead: {error.stderr.strip().splitlines()[-1:]}", flush=True)
+        except subprocess.TimeoutExpired:
+            print(f"# {name}, {way}: not compiled ahead within {COMPILE_SECONDS} s", flush=True)
 
     with ThreadPoolExecutor(arguments.processes) as pool:
-        return dict(pool.map(one, names))
+        list(pool.map(one, *zip(*itertools.product(names, ways(arguments)), strict=True)))
+
+
+def kept_rows(arguments: argparse.Namespace, about: Row) -> list[Row]:
+    """What the JSON has of the same policies, processor or GPU, and versions; other rows are not to be mixed with."""
+    if arguments.again or not arguments.output.exists():
+        return []
+    before = json.loads(arguments.output.read_text(encoding="utf-8"))
+    for key in ("gpus", "versions"):
+        if before.get(key) != about.get(key):
+            print(f"# {arguments.output} is measured anew: it has {key} {before.get(key)}, here {about.get(key)}")
+            return []
+    wanted = set(ways(arguments))
+    return [row for row in before["rows"] if set(row["ratio"]) >= wanted and row["device"] == arguments.device]
 
 
 def summary(rows: list[Row]) -> Row:
@@ -249,7 +289,7 @@ def under_ncu(arguments: argparse.Namespace) -> int:
 
 @torch.no_grad()
 def run_under(arguments: argparse.Namespace) -> None:
-    """What ncu looks at: six calls."""
+    """What compiles ahead, and what ncu looks at: six calls."""
     calls = Calls(arguments.compile, arguments, (arguments.under,))
     for _ in range(5):
         calls.steps[arguments.under]()
@@ -260,9 +300,6 @@ def main() -> int:
     arguments = arguments_of()
     if arguments.under:
         run_under(arguments)
-        return 0
-    if arguments.compile:
-        compile_only(arguments.compile, arguments)
         return 0
     picture = arguments.output.with_suffix(".png")
     if arguments.plot:
@@ -277,19 +314,28 @@ def main() -> int:
         torch.set_num_threads(2)
     import on_gpus  # not before: it sets variables that ranks on a CPU do without
 
-    about, rows = on_gpus.surroundings(arguments.device), []
-    ends = time.time() + arguments.seconds
-    names = arguments.only or list(cache_policy_apps.APPLICATIONS)
+    about = on_gpus.surroundings(arguments.device)
+    rows = kept_rows(arguments, about)
+    order = list(cache_policy_apps.APPLICATIONS)
+    there = {row["application"] for row in rows}
+    names = [name for name in arguments.only or order if name not in there]
+    begin = time.time()
     if arguments.device == "cuda":
-        about["compile_seconds"] = compile_all(names, arguments)
+        if names:
+            compile_all(names, arguments)
+        about["compile_seconds"] = time.time() - begin
+        print(f"# {len(names)} applications compiled ahead in {about['compile_seconds']:.0f} s", flush=True)
     about["left_out"] = []
+    ends = time.time() + arguments.seconds
     for name in names:
-        if time.time() > ends:
+        begin = time.time()
+        if begin > ends:
             about["left_out"].append(name)
             continue
         row = measured(name, arguments)
-        rows.append(row)
-        print(f"# {name}: {', '.join(f'{way} {ratio:.3f}' for way, ratio in row['ratio'].items())}", flush=True)
+        rows = sorted([*rows, row], key=lambda one: order.index(one["application"]))
+        ratios = ", ".join(f"{way} {ratio:.3f}" for way, ratio in row["ratio"].items())
+        print(f"# {name}: {ratios} ({time.time() - begin:.0f} s)", flush=True)
         bench.write_json(arguments.output, about | summary(rows), rows)
         if arguments.device == "cuda":
             torch.cuda.empty_cache()

@@ -133,6 +133,15 @@ class ReleasedAtTheEndToo {
   PyThreadState* state_;
 };
 
+// What the machine's caches were measured to gain, by names of CacheCosts; the rest as it is.
+CacheCosts with_cache_costs(CacheCosts costs, const py::dict& measured) {
+  costs.kept_bytes = take(measured, "kept_bytes", costs.kept_bytes);
+  costs.plain_where_near = take(measured, "plain_where_near", costs.plain_where_near);
+  costs.states_first = take(measured, "states_first", costs.states_first);
+  costs.reused_last = take(measured, "reused_last", costs.reused_last);
+  return costs;
+}
+
 std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, const std::string& name,
                                                   const py::dict& options) {
   ark::compile::RegionOptions settings;
@@ -143,11 +152,7 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.otherwise = take(options, "otherwise", settings.otherwise);
   settings.chained = take(options, "chained", false);
   settings.cache = ark::with_torch_errors([&] { return cache_choice(take(options, "cache", std::string("auto"))); });
-  const py::dict caches = take(options, "caches", py::dict());
-  settings.caches.kept_bytes = take(caches, "kept_bytes", int64_t{0});
-  settings.caches.plain_where_near = take(caches, "plain_where_near", false);
-  settings.caches.states_first = take(caches, "states_first", false);
-  settings.caches.reused_last = take(caches, "reused_last", false);
+  settings.caches = with_cache_costs({}, take(options, "caches", py::dict()));
   settings.measured_costs = take(options, "measured_costs", false);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
@@ -277,17 +282,18 @@ void bind_plan(py::module_& m) {
   plan.def(
       "cuda_source",
       [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool chained,
-         const std::string& cache) {
+         const std::string& cache, const py::dict& caches) {
+        Target target = gpu_target(arch, multiprocessors);
+        target.caches = with_cache_costs(target.caches, caches);
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
           ark::plan::Graph graph = builder.graph;
-          Target target = gpu_target(arch, multiprocessors);
           target.caching = cache_choice(cache);
           return emit_cuda(make_plan(std::move(graph), target, chained)).text;
         });
       },
       py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
-      py::arg("cache") = "auto", "The loop kernel for a GPU that may not be here.");
+      py::arg("cache") = "auto", py::arg("caches") = py::dict(), "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
     return trace == nullptr ? std::string() : trace->path();

@@ -1,16 +1,20 @@
 // Compiler, and the process's settings.
 #include "jit/compiler.hpp"
 
+#include <memory>
+#include <mutex>
 #include <utility>
 
 namespace ark::jit {
 
 namespace {
 
+// Guards what follows, under which nothing of a Settings is copied or destroyed: its log may be a Python function, for
+// which the thread would wait for the GIL, whose holder may be waiting for this.
 std::mutex g_settings_mutex;
 
 struct Process {
-  Settings settings;
+  std::shared_ptr<const Settings> settings = std::make_shared<const Settings>();
   bool configured = false;
   std::function<void()> configures;
 };
@@ -24,8 +28,9 @@ Process& process() {
 }  // namespace
 
 void configure(Settings settings) {
+  auto shared = std::make_shared<const Settings>(std::move(settings));
   const std::lock_guard lock(g_settings_mutex);
-  std::swap(process().settings, settings);
+  std::swap(process().settings, shared);
   process().configured = true;
 }
 
@@ -45,8 +50,12 @@ void ensure_configured() {
 }
 
 Settings settings() {
-  const std::lock_guard lock(g_settings_mutex);
-  return process().settings;
+  std::shared_ptr<const Settings> now;
+  {
+    const std::lock_guard lock(g_settings_mutex);
+    now = process().settings;
+  }
+  return *now;
 }
 
 // Headers of other folders are not in the key, so what includes them is not kept.

@@ -108,10 +108,14 @@ KernelLibrary& KernelLibrary::of(int device) {
   static std::mutex mutex;
   static auto* libraries = new std::map<int, std::unique_ptr<KernelLibrary>>;  // kernels may run while we exit
   jit::ensure_configured();  // an operator without a group may be the first
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto known = libraries->find(device); known != libraries->end()) return *known->second;
+  }
+  Settings now = jit::settings();  // may wait for the GIL, whose holder may wait for the mutex
   const std::lock_guard lock(mutex);
-  std::unique_ptr<KernelLibrary>& library = (*libraries)[device];
-  if (!library) library = std::make_unique<KernelLibrary>(device, jit::settings());
-  return *library;
+  if (const auto known = libraries->find(device); known != libraries->end()) return *known->second;
+  return *libraries->emplace(device, std::make_unique<KernelLibrary>(device, std::move(now))).first->second;
 }
 
 const Target& KernelLibrary::target() const {

@@ -3,10 +3,10 @@
 
 #include <algorithm>
 #include <set>
-#include <variant>
+#include <vector>
 
 #include "error.hpp"
-#include "plan/append_positions.hpp"
+#include "plan/cache_hints.hpp"
 
 namespace ark::plan {
 
@@ -27,57 +27,6 @@ double bytes_of(const Plan& plan, const Access& access) {
   return static_cast<double>(elements * size_of(value.type));
 }
 
-// The product of few rows whose matrix streams past its rows: kernels/cuda/loop/matmul.cuh takes kernels that load
-// with hints for up to 4 rows of halves (16 where its columns' depth is adjacent) and 8 of float.
-bool streams_matrix(const Plan& plan, const MatmulStage& matmul) {
-  const auto value = [&](int index) { return plan.graph.values()[static_cast<size_t>(index)]; };
-  const Value a = value(matmul.a), b = value(matmul.b);
-  if (size_of(b.type) != 2) return matmul.m <= 8;
-  const bool depth_adjacent = b.shape.size() >= 2 && b.strides[b.strides.size() - 2] == 1;
-  return matmul.m <= 4 || (matmul.m <= 16 && depth_adjacent && a.type == b.type);
-}
-
-bool is_streamed_matrix(const Plan& plan, const Stage& stage, const Access& access) {
-  if (access.write) return false;
-  if (const auto* experts = std::get_if<ExpertsStage>(&stage.body)) return access.value == experts->table;
-  const auto matmuls = matmuls_of(stage);
-  return std::any_of(matmuls.begin(), matmuls.end(),
-                     [&](const MatmulStage& one) { return one.b == access.value && streams_matrix(plan, one); });
-}
-
-// Keys and values of attention that warps share out by positions (kFewQueries of kernels/cuda/loop/attention.cuh).
-bool is_streamed_state(const Plan& plan, const Stage& stage, const Access& access) {
-  const AttentionStage* const attention = attention_of(stage);
-  if (attention == nullptr || access.write || (access.value != attention->k && access.value != attention->v))
-    return false;
-  const Shape& q = plan.graph.values()[static_cast<size_t>(attention->q)].shape;
-  const Shape& k = plan.graph.values()[static_cast<size_t>(attention->k)].shape;
-  return q.size() == 4 && k.size() == 4 && k[1] > 0 && q[1] / k[1] * q[2] <= 16;
-}
-
-// Whether a stage's operands are elements that its text loads and stores one by one or in runs.
-bool by_elements(const Stage& stage, const Access& access) {
-  if (std::holds_alternative<RowProgram>(stage.body) || std::holds_alternative<GatherStage>(stage.body)) return true;
-  const auto* bag = std::get_if<BagStage>(&stage.body);
-  return bag != nullptr && (access.value == bag->table || access.value == bag->out);
-}
-
-bool is_packets(const Plan& plan, const Access& access) {
-  const auto buffer = static_cast<size_t>(value_of(plan, access).buffer);
-  return buffer < plan.placements.size() && plan.placements[buffer].packets;
-}
-
-// Whether the CPU's text stores 16 adjacent columns at a time; of a GPU see by_elements().
-bool stores_columns(const Plan& plan, const Stage& stage, const Access& access) {
-  const auto* program = std::get_if<RowProgram>(&stage.body);
-  if (program == nullptr || !access.write) return false;
-  const Value& value = value_of(plan, access);
-  return std::any_of(program->code.begin(), program->code.end(), [&](const RowProgram::Instruction& one) {
-    return one.kind == RowProgram::Instruction::Kind::store && one.value == access.value && one.args.size() < 2 &&
-           !value.strides.empty() && value.strides.back() == 1;
-  });
-}
-
 class Choice {
  public:
   explicit Choice(Plan& plan) : plan_(plan), costs_(plan.target.caches), uses_(plan) {}
@@ -90,7 +39,25 @@ class Choice {
   void choose(size_t number, Stage& stage) {
     for (Access& access : stage.accesses)
       access.cache = can_hint(plan_, stage, access) ? chosen(number, stage, access) : CachePolicy::normal;
-    for (Stage& next : stage.tail) choose(number, next);
+    agree(stage, &is_streamed_matrix);
+    agree(stage, &is_streamed_state);
+    for (Stage& next : stage.tail) {
+      choose(number, next);
+      // The stage lists what its tail touches, too.
+      for (Access& access : stage.accesses)
+        for (const Access& same : next.accesses)
+          if (same.value == access.value && same.write == access.write && !can_hint(plan_, stage, access))
+            access.cache = same.cache;
+    }
+  }
+
+  // What one kernel loads with one policy: plain loads unless all were given the same.
+  void agree(Stage& stage, bool (*loaded)(const Plan&, const Stage&, const Access&)) {
+    std::vector<Access*> together;
+    for (Access& access : stage.accesses)
+      if (loaded(plan_, stage, access)) together.push_back(&access);
+    if (std::ranges::any_of(together, [&](const Access* one) { return one->cache != together[0]->cache; }))
+      for (Access* const one : together) one->cache = CachePolicy::normal;
   }
 
   CachePolicy chosen(size_t number, const Stage& stage, const Access& access) {
@@ -127,8 +94,7 @@ class Choice {
     const OperandKind kind = kind_of(plan_, access);
     if (is_streamed_matrix(plan_, stage, access)) {
       if (near && costs_.plain_where_near) return CachePolicy::normal;
-      if (!near && kind == OperandKind::weight && keeps(access)) return CachePolicy::evict_last;
-      return CachePolicy::evict_first;
+      return !near && keeps(stage) ? CachePolicy::evict_last : CachePolicy::evict_first;
     }
     if (!known || near) return CachePolicy::normal;
     const bool again = comes_back(number, access);
@@ -144,14 +110,20 @@ class Choice {
     }
   }
 
-  // Whether a parameter is among those that stay from step to step: the first ones, as many as were measured to.
-  bool keeps(const Access& access) {
-    const int buffer = value_of(plan_, access).buffer;
-    if (kept_.count(buffer) != 0) return true;
-    const double bytes = bytes_of(plan_, access);
+  // Whether a stage's matrices are among the parameters that stay from step to step: the first ones, as many as were
+  // measured to. One kernel reads all of a stage: they stay together, or none does.
+  bool keeps(const Stage& stage) {
+    std::set<int> added;
+    double bytes = 0;
+    for (const Access& access : stage.accesses) {
+      if (!is_streamed_matrix(plan_, stage, access)) continue;
+      if (kind_of(plan_, access) != OperandKind::weight) return false;
+      const int buffer = value_of(plan_, access).buffer;
+      if (kept_.count(buffer) == 0 && added.insert(buffer).second) bytes += bytes_of(plan_, access);
+    }
     if (kept_bytes_ + bytes > static_cast<double>(costs_.kept_bytes)) return false;
     kept_bytes_ += bytes;
-    kept_.insert(buffer);
+    kept_.merge(added);
     return true;
   }
 
@@ -189,19 +161,11 @@ double NextUses::bytes_until_read(size_t stage, const Access& access) const {
 
 OperandKind kind_of(const Plan& plan, const Access& access) {
   if (access.sparse) return OperandKind::table;
-  if (is_packets(plan, access)) return OperandKind::packets;
+  if (is_packets(plan, access.value)) return OperandKind::packets;
   const Buffer& buffer = plan.graph.buffer_of(access.value);
   if (buffer.kind == Buffer::Kind::temporary) return OperandKind::activation;
   if (buffer.mutated) return OperandKind::state;
   return buffer.parameter ? OperandKind::weight : OperandKind::stream;
-}
-
-bool can_hint(const Plan& plan, const Stage& stage, const Access& access) {
-  if (value_of(plan, access).is_literal()) return false;
-  if (plan.target.name == "cpu") return stores_columns(plan, stage, access);
-  if (is_packets(plan, access)) return false;
-  return is_streamed_matrix(plan, stage, access) || is_streamed_state(plan, stage, access) ||
-         by_elements(stage, access);
 }
 
 void choose_cache_policies(Plan& plan) {

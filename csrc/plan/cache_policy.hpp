@@ -2,7 +2,7 @@
 // machine's caches were measured to gain (CacheCosts).
 //
 // Where nothing was measured the choice is the one that kernels were measured fast with: matrices of products of few
-// rows make way first, all else is plain. What no kernel has an instruction for stays normal: see can_hint().
+// rows make way first, all else is plain. What no kernel has an instruction for stays normal: see cache_hints.hpp.
 #pragma once
 
 #include <cstdint>
@@ -41,9 +41,6 @@ class NextUses {
 };
 
 OperandKind kind_of(const Plan& plan, const Access& access);
-// Whether the target's kernels can tell caches what they do with this access of a stage or of one in its tail.
-bool can_hint(const Plan& plan, const Stage& stage, const Access& access);
-
 // Sets `cache` of each access.
 void choose_cache_policies(Plan& plan);
 

@@ -45,12 +45,6 @@ std::string aligned_rows(FunctionWriter& to, const AttentionStage& attention) {
   return all;
 }
 
-// Of keys and values alike.
-std::string caches_of(const FunctionWriter& to, const AttentionStage& attention) {
-  const std::string keys = to.cache_text(attention.k);
-  return keys == to.cache_text(attention.v) ? keys : "Cache::normal";
-}
-
 // The end of a call for an attention that a position is added to.
 void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::string& call,
                 const std::vector<std::string>& indices, const std::function<void()>& make) {
@@ -134,7 +128,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
           ", .mask_row = " + number(mask_row) + ", .mask_column = " + number(mask_column) + ", .scale = " + factor +
           ", .causal = " + (attention.causal ? "true" : "false") +
           (to.cuda() && attention.causal ? ", .first_query = " + number(attention.first_query) : "") +
-          (to.cuda() ? ", .aligned = " + aligned + ", .cache = " + caches_of(to, attention) : "") +
+          (to.cuda() ? ", .aligned = " + aligned + ", .cache = " + to.cache_text(attention.k) : "") +
           (attention.states >= 0 ? ", .part = true" : "") + "};");
   if (!to.cuda() && (attention.first_query != 0 || attention.states >= 0)) to.refuse("a part of an attention");
   const int64_t padded = (columns + 15) / 16 * 16, padded_values = (value_columns + 15) / 16 * 16;

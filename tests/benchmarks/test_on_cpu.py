@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -363,5 +364,10 @@ def test_cache_policies(tmp_path: Path) -> None:
         assert set(row["policies"]["none"]) == {"normal"}
         assert row["policies"]["all-first"]["evict_first"] == row["policies"]["all-last"]["evict_last"] > 0
     assert set(found["geometric_mean"]) == set(row["microseconds"]) and set(found["behind_best_static"]) == set(chosen)
+    more = [*chosen, "norm chain"]  # what the JSON has is kept
+    again = run("cache_policy.py", "--device", "cpu", "--turns", "2", "--only", *more, folder=tmp_path)
+    assert again.returncode == 0 and re.findall(r"^# (.*?): auto", again.stdout, re.M) == ["norm chain"], again.stdout
+    by_name = {row["application"]: row for row in report(tmp_path)["rows"]}
+    assert set(by_name) == set(more) and all(by_name[row["application"]] == row for row in found["rows"])
     plotted = run("cache_policy.py", "--plot", folder=tmp_path)
     assert plotted.returncode == 0 and "| geometric mean |" in plotted.stdout, plotted.stderr

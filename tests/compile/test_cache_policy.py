@@ -118,32 +118,59 @@ def test_a_reader_on_another_thread_sees_what_passed_the_caches(compiled: Any) -
     torch.testing.assert_close(wanted, call(x))
 
 
-@pytest.mark.skipif(
-    not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
-    reason="nvidia-cuda-nvrtc is not installed",
-)
-@pytest.mark.limit(400)
-@pytest.mark.by_day("all-last")
-@pytest.mark.parametrize("policy", POLICIES)
-def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
-    """A decoding step at the sizes of a thousand million weights, with lookups and norms."""
+def _decoding_source(compiled: Any, monkeypatch: pytest.MonkeyPatch, **caches: Any) -> str:
+    """A decoding step at the sizes of a thousand million weights, with lookups and norms, for an H100."""
     found: list[str] = []
     plain = build.make_region
 
     def noted(lowering: Any, *given: Any) -> Any:
         graph = _C.plan.Graph()
         lowering.graph.emit(graph)
-        found.append(_C.plan.cuda_source(graph, "sm_90a", 132, cache=policy))
+        found.append(_C.plan.cuda_source(graph, "sm_90a", 132, **caches))
         return plain(lowering, *given)
 
     monkeypatch.setattr(build, "make_region", noted)
     model = models.Llama(models.Config(2048, 1, 32, 8, 8192, 1024, 1024), 1, torch.bfloat16).eval()
     compiled(model, dynamic=False, fallback=False)[0](torch.randint(0, 1024, (1, 1)), torch.tensor([5]))
     [source] = found
+    return source
+
+
+def _check_compiles(source: str) -> None:
+    _jit.configure()
+    _, [kernel] = _C._compile_kernel(source, "sm_90a", fuse=True, may_spill=False)
+    assert 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
+
+
+needs_nvrtc = pytest.mark.skipif(
+    not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
+    reason="nvidia-cuda-nvrtc is not installed",
+)
+
+
+@needs_nvrtc
+@pytest.mark.limit(400)
+@pytest.mark.by_day("all-last")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    source = _decoding_source(compiled, monkeypatch, cache=policy)
     hint = {"auto": "evict_first", "none": "", "all-first": "evict_first", "all-last": "evict_last"}[policy]
     assert set(re.findall(r"Cache::(\w+)", source)) - {"normal"} == ({hint} if hint else set())
     assert ("Hinted<" in source) == policy.startswith("all-")
     assert f"kHintedLoads = {'true' if policy.startswith('all-') else 'false'}" in source
-    _jit.configure()
-    _, [kernel] = _C._compile_kernel(source, "sm_90a", fuse=True, may_spill=False)
-    assert 0 < kernel["registers"] <= 128 and kernel["spilled"] == 0
+    _check_compiles(source)
+
+
+@needs_nvrtc
+@pytest.mark.limit(400)
+def test_text_of_a_gpu_that_keeps_some_parameters_compiles(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as those of queries and keys: values' weights, which the same function reads, are beyond them."""
+    measured = {"kept_bytes": 10 << 20, "reused_last": True, "states_first": True}
+    source = _decoding_source(compiled, monkeypatch, caches=measured)
+    shapes = re.findall(r"constexpr Product s(\d*)\{.*?b_cache = Cache::(\w+)", source, re.DOTALL)
+    assert {cache for _, cache in shapes} == {"evict_first", "evict_last"}
+    joined = [text for text in source.split("__noinline__") if "products<" in text]
+    assert joined
+    for text in joined:  # one kernel reads all of them
+        assert len(set(re.findall(r"b_cache = Cache::(\w+)", text.split("products<")[0]))) == 1
+    _check_compiles(source)

@@ -9,6 +9,7 @@
 
 #include "error.hpp"
 #include "graph_builder.hpp"
+#include "plan/cache_hints.hpp"
 #include "plan/emit_cpu.hpp"
 #include "plan/emit_cuda.hpp"
 #include "plan/targets.hpp"
@@ -107,6 +108,89 @@ TEST(CachePolicy, TheFirstParametersStayAsFarAsWasMeasured) {
   EXPECT_EQ(of_weights(near, near.plan(target)), std::vector<CachePolicy>(2, evict_first));
 }
 
+// Products of one row of `a` by matrices [kWide, kWide] whose depth is adjacent, which one kernel reads.
+TEST(CachePolicy, ParametersThatOneKernelReadsStayTogetherOrNoneDoes) {
+  GraphBuilder build;
+  const int a = build.input({1, kWide});
+  std::vector<int> weights;
+  for (int i = 0; i < 3; ++i) {
+    weights.push_back(build.transpose(build.parameter({kWide, kWide})));
+    build.into(build.output({1, kWide}), "matmul", {a, weights.back()});
+  }
+  constexpr int64_t kMatrix = kWide * kWide * 4;
+  for (const int64_t kept : {kMatrix, 2 * kMatrix, 3 * kMatrix}) {
+    Target target = gpu();
+    target.caches.bytes = 2 * kMatrix;
+    target.caches.kept_bytes = kept;
+    const Plan plan = make_plan(build.graph, target);
+    ASSERT_EQ(plan.stages.size(), 1u);
+    ASSERT_TRUE(std::holds_alternative<ProductsStage>(plan.stages[0].body));
+    for (const Access& access : plan.stages[0].accesses)
+      if (std::ranges::count(weights, access.value) > 0) {
+        EXPECT_EQ(access.cache, kept == 3 * kMatrix ? evict_last : evict_first) << kept;
+      }
+  }
+}
+
+// The policy of the matrix of rows [rows, depth] by `matrix`, under all-first.
+CachePolicy of_matrix(GraphBuilder build, int matrix, int64_t rows, ScalarType type = ScalarType::f32) {
+  const Shape shape = build.at(matrix).shape;
+  const int a = build.input({rows, shape[0]}, type), out = build.output({rows, shape[1]}, type);
+  build.into(out, "matmul", {a, matrix});
+  const Plan plan = make_plan(build.graph, gpu(CacheChoice::all_first));
+  std::vector<CachePolicy> found;
+  for (const Stage& stage : plan.stages)
+    for (const Access& access : stage.accesses)
+      if (access.value == matrix) found.push_back(access.cache);
+  EXPECT_EQ(found.size(), 1u);
+  return found.at(0);
+}
+
+TEST(CachePolicy, MatricesThatAreNotLoadedSixteenBytesAtATimeHaveNone) {
+  GraphBuilder build;
+  const int columns = build.transpose(build.parameter({64, 256}));  // depth adjacent
+  EXPECT_EQ(of_matrix(build, columns, 1), evict_first);
+  EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 0, 252), 1), evict_first);
+  EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 0, 254), 1), normal) << "no whole number of 16 bytes";
+  EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 4, 256), 1), evict_first);
+  EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 2, 254), 1), normal) << "begins in their middle";
+  EXPECT_EQ(of_matrix(build, build.slice(columns, 0, 0, 256, 2), 1), normal) << "neither dimension is adjacent";
+  EXPECT_EQ(of_matrix(build, build.transpose(build.parameter({64, 250})), 1), normal) << "rows begin anywhere";
+  const int across = build.parameter({256, 64});
+  EXPECT_EQ(of_matrix(build, across, 1), evict_first);
+  EXPECT_EQ(of_matrix(build, build.slice(across, 0, 0, 250), 8), evict_first) << "any depth";
+  EXPECT_EQ(of_matrix(build, across, 9), normal);
+  EXPECT_EQ(of_matrix(build, build.parameter({256, 63}), 1), normal);
+  const int halves = build.transpose(build.parameter({64, 256}, ScalarType::bf16));
+  EXPECT_EQ(of_matrix(build, halves, 16, ScalarType::bf16), evict_first);
+  EXPECT_EQ(of_matrix(build, halves, 17, ScalarType::bf16), normal);
+  EXPECT_EQ(of_matrix(build, build.parameter({256, 64}, ScalarType::bf16), 5, ScalarType::bf16), normal);
+}
+
+// Policies of keys and of values of one query, under all-first.
+std::vector<CachePolicy> of_states(int64_t columns, int64_t value_columns, bool moved = false) {
+  GraphBuilder build;
+  const int q = build.input({1, 2, 1, columns}), out = build.output({1, 2, 1, value_columns});
+  int k = build.input({1, 2, 40, columns}), v = build.input({1, 2, 40, value_columns});
+  if (moved) v = build.slice(build.input({1, 2, 40, value_columns + 4}), 3, 1, value_columns + 1);
+  build.into(out, "attention", {q, k, v}, {{"scale", 1.0}, {"causal", false}});
+  const Plan plan = make_plan(build.graph, gpu(CacheChoice::all_first));
+  std::vector<CachePolicy> found;
+  for (const Stage& stage : plan.stages)
+    for (const Access& access : stage.accesses)
+      if (const auto* one = std::get_if<AttentionStage>(&stage.body);
+          one != nullptr && (access.value == one->k || access.value == one->v))
+        found.push_back(access.cache);
+  return found;
+}
+
+TEST(CachePolicy, KeysAndValuesAreHintedTogetherOrNotAtAll) {
+  EXPECT_EQ(of_states(64, 64), std::vector(2, evict_first));
+  EXPECT_EQ(of_states(64, 60), std::vector(2, evict_first));
+  EXPECT_EQ(of_states(64, 62), std::vector(2, normal)) << "values' rows are no multiple of 16 bytes";
+  EXPECT_EQ(of_states(64, 64, true), std::vector(2, normal)) << "values begin in their middle";
+}
+
 TEST(CachePolicy, WhatIsReadAgainSoonStaysLongestWhereThatWasMeasured) {
   Target target = gpu();
   target.packets = target.packets_of_rows = false;  // packets have no hints
@@ -132,7 +216,12 @@ TEST(CachePolicy, OnePolicyForAll) {
     const Plan plan = layers.plan(gpu(choice));
     int hinted = 0;
     each_access(plan, [&](const Stage& stage, const Access& access) {
-      const bool can = can_hint(plan, stage, access);
+      const bool can =
+          can_hint(plan, stage, access) || std::ranges::any_of(stage.tail, [&](const Stage& next) {
+            return std::ranges::any_of(next.accesses, [&](const Access& same) {
+              return same.value == access.value && same.write == access.write && can_hint(plan, next, same);
+            });
+          });
       EXPECT_EQ(access.cache, can ? wanted : normal) << stage.name;
       hinted += can ? 1 : 0;
     });
