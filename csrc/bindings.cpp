@@ -101,8 +101,8 @@ py::str repr_of(const py::object& options) {
   const py::object mode = options.attr("shared_memory").attr("name");
   py::list shown;
   shown.append(py::str("shared_memory={}").format(mode));
-  for (const char* name :
-       {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "disable_p2p", "timing", "flight_record", "flight_dump"}) {
+  for (const char* name : {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "disable_p2p", "timing",
+                           "flight_record", "flight_dump"}) {
     shown.append(py::str("{}={!r}").format(name, options.attr(name)));
   }
   for (const char* name : {"dispatch", "cuda_dispatch"}) {

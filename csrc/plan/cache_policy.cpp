@@ -102,10 +102,10 @@ class Choice {
       case OperandKind::state: return costs_.states_first && !again ? CachePolicy::evict_first : CachePolicy::normal;
       case OperandKind::activation: return costs_.reused_last && again ? CachePolicy::evict_last : CachePolicy::normal;
       case OperandKind::table:
-        // Rows that are read often stay by themselves, where the cache has room for some of the table.
-        return costs_.states_first && bytes_of(plan_, access) > 8 * static_cast<double>(costs_.bytes)
-                   ? CachePolicy::no_allocate
-                   : CachePolicy::normal;
+        // Few rows of a table that is larger than the cache come twice while they are there: on one H200 pooled rows,
+        // drawn as Zipf says, were 1.11 times as fast so, and a recommender 1.04 times.
+        return bytes_of(plan_, access) > static_cast<double>(costs_.bytes) ? CachePolicy::evict_first
+                                                                           : CachePolicy::normal;
       default: return CachePolicy::normal;
     }
   }

@@ -55,10 +55,9 @@ bool ProcessGroupArk::may_register() {
   const auto communicator = cuda ? cuda->communicator() : nullptr;
   if (core_->shm && !(cuda && cuda->carrier) && !(communicator && communicator->on_host())) return true;
   if (rank_ == 0 && options_->log && !told_of_registration_) {
-    options_->log("group \"" + options_->group_name +
-                  "\": memory is not registered, since " +
-                  (communicator ? "what its ranks share is on the host"
-                                : "ark does not carry this group's CUDA tensors"));
+    options_->log(
+        "group \"" + options_->group_name + "\": memory is not registered, since " +
+        (communicator ? "what its ranks share is on the host" : "ark does not carry this group's CUDA tensors"));
   }
   told_of_registration_ = true;
   return false;

@@ -86,16 +86,15 @@ def test_rows_of_experts_stay_out_of_memory(every: bool) -> None:
             assert (kernel["spilled"], kernel["stack"]) == (0, 0), (job.name, kernel["name"])
 
 
-@pytest.mark.by_day("compressed_float32_wide")
-@pytest.mark.parametrize(
-    "stub", [f"compressed_{t}{w}" for t in ("float32", "float16", "bfloat16") for w in ("", "_wide")]
-)
-def test_codes_stay_in_registers(stub: str) -> None:
-    [job] = compile_kernels.jobs_of([HOPPER], f"^{stub}$")
-    kernels = compile_kernels.compile_one(job).kernels
-    assert {kernel["name"] for kernel in kernels} == {f"compressed_{n}" for n in ("encode", "reduce", "sum", "decode")}
-    for kernel in kernels:
-        assert (kernel["spilled"], kernel["stack"]) == (0, 0) and kernel["registers"] <= 80, kernel["name"]
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_codes_stay_in_registers(every: bool) -> None:
+    jobs = compile_kernels.jobs_of([HOPPER], "^compressed_", every)
+    assert len(jobs) == (300 if every else 4)
+    for job in jobs:
+        [kernel] = compile_kernels.compile_one(job).kernels
+        assert job.name.startswith(kernel["name"].removesuffix("_fed")[:10])
+        # What calls a function, to tell of a lost peer, may keep some words across the call.
+        assert kernel["spilled"] <= 64 and kernel["registers"] <= 128, (job.name, kernel)
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.nightly)])

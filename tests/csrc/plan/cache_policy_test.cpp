@@ -22,8 +22,8 @@ constexpr int64_t kWide = 512;
 
 // Layers of x = gelu(x w), and a table's rows before them.
 struct Layers {
-  explicit Layers(int layers, int64_t rows = 1) {
-    const int table = build.parameter({1000, kWide}), index = build.input({rows}, ScalarType::i64);
+  explicit Layers(int layers, int64_t rows = 1, int64_t table_rows = 1000) {
+    const int table = build.parameter({table_rows, kWide}), index = build.input({rows}, ScalarType::i64);
     int x = build.temporary({rows, kWide});
     build.graph.add_node({"gather", {table, index}, {x}, {{"dim", int64_t{0}}}, "embedding"});
     for (int i = 0; i < layers; ++i) {
@@ -86,6 +86,18 @@ TEST(CachePolicy, UnmeasuredMatricesOfFewRowsMakeWayFirstAndAllElseIsPlain) {
         EXPECT_EQ(access.cache, normal) << stage.name;
       }
     });
+  }
+}
+
+TEST(CachePolicy, RowsOfATableBeyondTheCacheMakeWayFirst) {
+  for (const int64_t rows : {1000, 4000}) {  // half of the cache, and twice as much
+    int tables = 0;
+    each_access(Layers(10, 1, rows).plan(gpu()), [&](const Stage& stage, const Access& access) {
+      if (!access.sparse) return;
+      ++tables;
+      EXPECT_EQ(access.cache, rows > 1000 ? evict_first : normal) << stage.name;
+    });
+    EXPECT_EQ(tables, 1);
   }
 }
 
