@@ -115,7 +115,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
     Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
     body(exchange);
     messages.wait_for_all();
-    expect(exchange.heard);
+    expect_next(exchange.heard);
     protocol::store_relaxed(progress.completed, operation.descriptor.sequence);
   } catch (const CarriedMessages::Aborted&) {
     node_->health().raise(operation.context);
@@ -144,6 +144,17 @@ void CarriedCommunicator::expect(const std::vector<int>& peers) {
   }
 }
 
+// A rank may leave the group as soon as it has what it needs of this collective, which is no failure of this one. The
+// next one, if any, finds that its rank is gone.
+void CarriedCommunicator::expect_next(const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    try {
+      expect({peer});
+    } catch (const std::exception&) {
+    }
+  }
+}
+
 void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, size_t bytes, uint64_t promised,
                                uint64_t expected) {
   First& first = told_[peer];
@@ -156,6 +167,7 @@ void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, s
 }
 
 const CarriedCommunicator::First& CarriedCommunicator::hear(Exchange& exchange, int peer) {
+  expect({peer});
   exchange.messages.wait_for(awaited_[peer], peer);
   exchange.heard.push_back(peer);
   if (const auto error = disagreement(exchange.operation, heard_[peer].descriptor, rank_, peer)) throw *error;

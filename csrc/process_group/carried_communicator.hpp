@@ -76,6 +76,7 @@ class CarriedCommunicator : public Communicator {
 
   // First messages: expected from ranks, told to one, heard (and compared) from one.
   void expect(const std::vector<int>& peers);
+  void expect_next(const std::vector<int>& peers);
   void tell(Exchange& exchange, int peer, const void* data = nullptr, size_t bytes = 0, uint64_t promised = 0,
             uint64_t expected = 0);
   const First& hear(Exchange& exchange, int peer);

@@ -273,3 +273,25 @@ def test_what_ends_a_collective(placement: Placement, quiet: int, how: str) -> N
             job.go(quiet, "go")
         for outcome in job.finish(20, others):
             assert outcome.value is not None and outcome.value < 10
+
+
+def _leaves_early(rank: Rank) -> None:
+    """A root leaves once its message is out; the other rank takes it later, and only then misses the root."""
+    rank.init()
+    x = torch.full((3,), 1.0 + rank.rank)
+    if rank.rank == 1:
+        dist.broadcast(x, 1)
+        return
+    rank.wait_for("go")
+    dist.broadcast(x, 1)
+    assert x.tolist() == [2.0] * 3
+    with pytest.raises(RuntimeError, match="rank 1|gloo, which carries this group"):
+        dist.barrier()
+
+
+def test_a_rank_that_leaves_early() -> None:
+    with Job(_leaves_early, 2, env=GLOO) as job:
+        job.wait_outcomes([1], 20)
+        time.sleep(0.2)  # for the end of its connection to be seen
+        job.go(0, "go")
+        job.values(20)
