@@ -84,7 +84,7 @@ def make_build_command() -> type:
                 torch_headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", TORCH_HEADERS, flags)
                 headers = PrecompiledHeaders(Path(output_dir) / "standard-headers.hpp", STANDARD_HEADERS, flags)
                 group = [source for source in sources if source.startswith(KNOW_TORCH)]
-                planner = [source for source in sources if source.startswith(PLANNER)]
+                planner = [source for source in sources if source.startswith(PLANNER) and source not in group]
                 core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
 
                 def compile_core() -> list:
@@ -118,8 +118,8 @@ def make_build_command() -> type:
 
 # What no collective passes through: -O1 takes two thirds of the time to compile, and of the bindings -Og less.
 BINDINGS = ["csrc/bindings.cpp", "csrc/bindings_plan.cpp"]
-PLANNER = ("csrc/plan/", "csrc/jit/")
-KNOW_TORCH = ("csrc/process_group/", "csrc/compile/", "csrc/ops/")
+KNOW_TORCH = ("csrc/process_group/", "csrc/compiler/region/", "csrc/ops/")
+PLANNER = ("csrc/compiler/", "csrc/jit/")
 
 # What many files use is compiled again in each translation unit: PyTorch's templates, 4 s, and the C++ library's.
 LINES_A_UNIT = 1600

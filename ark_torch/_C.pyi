@@ -125,7 +125,7 @@ def _compile_kernel(
 def _overlapping(tensors: list[torch.Tensor], written: list[int]) -> bool: ...
 
 class plan:
-    """A submodule: the planner and its CPU target (csrc/plan/graph.hpp says what graphs hold)."""
+    """A submodule: the planner and its CPU target (csrc/compiler/graph/graph.hpp says what graphs hold)."""
 
     # compiles what measures the costs of this machine, where a Region with measured_costs would have to
     @staticmethod

@@ -43,7 +43,7 @@ from ark_torch.tools.bench import report as bench
 
 FOLDER = Path(__file__).resolve().parent
 POLICIES = ("auto", "none", "all-first", "all-last")
-# What CacheCosts (csrc/plan/plan.hpp) would say, one constant each.
+# What CacheCosts (csrc/compiler/schedule/plan.hpp) would say, one constant each.
 VARIANTS: dict[str, dict[str, Any]] = {
     "auto, 10 MB kept": {"kept_bytes": 10 << 20},
     "auto, 25 MB kept": {"kept_bytes": 25 << 20},

@@ -13,12 +13,12 @@
 #include <map>
 
 #include "bindings_plan.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
 #include "collectives/cuda/dispatch_rules.hpp"
 #include "collectives/cuda/every_stub.hpp"
 #include "collectives/cuda/stubs.hpp"
-#include "collectives/reduce.hpp"
+#include "cuda/driver.hpp"
 #include "jit/compiler.hpp"
-#include "jit/driver.hpp"
 #include "jit/prebuilt.hpp"
 #include "jit/probe.hpp"
 #include "process_group/process_group_ark.hpp"

@@ -13,13 +13,13 @@
 
 #include <cstdlib>
 
-#include "compile/region.hpp"
-#include "jit/run_process.hpp"
-#include "plan/cache_policy.hpp"
-#include "plan/emit_cuda.hpp"
-#include "plan/targets.hpp"
-#include "plan/trace.hpp"
+#include "compiler/emit/cuda/emit_cuda.hpp"
+#include "compiler/inspect/trace.hpp"
+#include "compiler/passes/cache_policy.hpp"
+#include "compiler/region/region.hpp"
+#include "compiler/schedule/targets.hpp"
 #include "process_group/translate.hpp"
+#include "util/run_process.hpp"
 
 namespace py = pybind11;
 
@@ -48,7 +48,7 @@ auto with_region_errors(F&& body) {
   }
 }
 
-using namespace ark::plan;
+using namespace ark::compiler;
 
 // The graph with what it takes and gives.
 struct GraphBuilder {
@@ -142,9 +142,9 @@ CacheCosts with_cache_costs(CacheCosts costs, const py::dict& measured) {
   return costs;
 }
 
-std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, const std::string& name,
-                                                  const py::dict& options) {
-  ark::compile::RegionOptions settings;
+std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, const std::string& name,
+                                                   const py::dict& options) {
+  ark::compiler::RegionOptions settings;
   settings.name = name;
   settings.device = take(options, "device", -1);
   settings.workers = take(options, "threads", 0);
@@ -156,12 +156,12 @@ std::unique_ptr<ark::compile::Region> make_region(const GraphBuilder& builder, c
   settings.measured_costs = take(options, "measured_costs", false);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
-    return std::make_unique<ark::compile::Region>(builder.graph, builder.arguments, builder.results, settings);
+    return std::make_unique<ark::compiler::Region>(builder.graph, builder.arguments, builder.results, settings);
   });
 }
 
 // Ctrl-C reaches a launch of many steps: Python's handlers run between two tasks, several times a second.
-uint64_t run_steps(ark::compile::Region& region, const std::vector<at::Tensor>& inputs, uint64_t most) {
+uint64_t run_steps(ark::compiler::Region& region, const std::vector<at::Tensor>& inputs, uint64_t most) {
   std::exception_ptr raised;
   const auto interrupted = [&] {
     const py::gil_scoped_acquire gil;
@@ -208,7 +208,7 @@ PyObject* call_region(PyObject* self, PyObject* arguments) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments); ++i)
     if (!THPVariable_CheckExact(PyTuple_GET_ITEM(arguments, i)))
       return PyObject_CallObject(PyTuple_GET_ITEM(self, 2), arguments);
-  auto& region = *static_cast<ark::compile::Region*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(self, 1)));
+  auto& region = *static_cast<ark::compiler::Region*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(self, 1)));
   const Borrowed inputs(arguments);
   std::optional<std::vector<at::Tensor>> results;
   {
@@ -225,7 +225,7 @@ PyObject* call_region(PyObject* self, PyObject* arguments) {
 
 py::object function_of(const py::object& region, const py::object& otherwise) {
   static PyMethodDef definition{"region", &call_region, METH_VARARGS, "Runs a compiled region."};
-  auto& address = region.cast<ark::compile::Region&>();
+  auto& address = region.cast<ark::compiler::Region&>();
   const py::tuple self =
       py::make_tuple(region, py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(&address)), otherwise);
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, self.ptr()));
@@ -261,9 +261,9 @@ void bind_plan(py::module_& m) {
       },
       py::arg("path"), py::arg("limit"), py::arg("rank"), py::arg("ranks"), py::arg("log"),
       "Writes a timeline of all regions' steps from now on; an empty path ends it.");
-  m.def("_overlapping", &ark::compile::overlapping, py::arg("tensors"), py::arg("written"),
+  m.def("_overlapping", &ark::compiler::overlapping, py::arg("tensors"), py::arg("written"),
         "Whether one of the tensors in the positions `written` shares a byte with another of `tensors`.");
-  plan.def("prepare_costs", &ark::compile::prepare_costs, py::call_guard<py::gil_scoped_release>());
+  plan.def("prepare_costs", &ark::compiler::prepare_costs, py::call_guard<py::gil_scoped_release>());
   plan.def("stop_compilers", &ark::jit::stop_processes);
   plan.def("targets", &known_targets);
   plan.def(
@@ -287,7 +287,7 @@ void bind_plan(py::module_& m) {
         target.caches = with_cache_costs(target.caches, caches);
         py::gil_scoped_release no_gil;
         return ark::with_torch_errors([&] {
-          ark::plan::Graph graph = builder.graph;
+          ark::compiler::Graph graph = builder.graph;
           target.caching = cache_choice(cache);
           return emit_cuda(make_plan(std::move(graph), target, chained)).text;
         });
@@ -303,7 +303,7 @@ void bind_plan(py::module_& m) {
     Trace::flush_current();
   });
 
-  using ark::compile::Region;
+  using ark::compiler::Region;
   py::class_<Region>(plan, "Region")
       .def(py::init(&make_region), py::arg("graph"), py::arg("name"), py::arg("options"))
       .def(

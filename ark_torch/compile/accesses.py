@@ -1,4 +1,4 @@
-"""What caches do with each load and store of a plan (csrc/plan/cache_policy.hpp), for reports."""
+"""What caches do with each load and store of a plan (csrc/compiler/passes/cache_policy.hpp), for reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ARK_TRACE: the timeline of what regions do, task by task, written by C++ (csrc/plan/trace.hpp).
+"""ARK_TRACE: the timeline of what regions do, task by task, written by C++ (csrc/compiler/inspect/trace.hpp).
 
 The variable is read when a region is compiled, and again with every later one. Where several ranks run, each writes a
 file of its own, with its rank before the suffix; `ark trace` puts them together.

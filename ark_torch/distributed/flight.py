@@ -12,7 +12,7 @@ from typing import Any, cast
 
 
 def record() -> dict[str, Any]:
-    """The record as a dictionary; its schema is documented in csrc/health/flight_record_json.hpp."""
+    """The record as a dictionary; its schema is documented in csrc/health/flight/flight_record_json.hpp."""
     from ark_torch import _C
 
     return cast("dict[str, Any]", json.loads(_C._flight_record_json()))

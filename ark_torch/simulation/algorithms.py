@@ -35,7 +35,7 @@ def one_shot(mail: Mail, ranks: list[int], size: float) -> Work:
 
 
 def two_shot(mail: Mail, ranks: list[int], size: float, in_turn: bool = False, gather: bool = True) -> Work:
-    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: dma/copy_engine.cpp, one peer at a time).
+    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: collectives/cuda/copy_engine/copy_engine.cpp, one peer at a time).
 
     gather: False for a reduce_scatter, which ends with the sums.
     """
@@ -134,7 +134,7 @@ def relay(mail: Mail, ranks: list[int], size: float) -> Work:
 def through_memory(
     mail: Mail, ranks: list[int], size: float, chunk: float, publishes: float, reads: float, root: int = -1
 ) -> Work:
-    """Rounds over shared memory (collectives/rounds.hpp): a rank copies a chunk into its slot, its peers read it.
+    """Rounds over shared memory (collectives/cpu/rounds.hpp): a rank copies a chunk into its slot, its peers read it.
 
     size: bytes of a rank's tensor, cut into chunks. Of each of its bytes a rank copies `publishes`, and works on
     `reads` when the peers' have come. With a root it alone publishes, and the others alone read.
@@ -166,7 +166,7 @@ def through_memory(
 
 
 def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: float) -> Work:
-    """collectives/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one behind."""
+    """collectives/cpu/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one behind."""
     chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
     each, n = size / chunks, len(ranks)
 

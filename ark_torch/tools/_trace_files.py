@@ -1,4 +1,4 @@
-"""Reading, merging and cutting the timelines that ARK_TRACE makes (csrc/plan/trace.cpp writes them).
+"""Reading, merging and cutting the timelines that ARK_TRACE makes (csrc/compiler/inspect/trace.cpp writes them).
 
 Every file says of its clock what is needed: ranks of one boot of one machine share CLOCK_MONOTONIC, others are shifted
 by what realtime and monotonic time differed when their files were opened, as exact as the machines' clocks agree.

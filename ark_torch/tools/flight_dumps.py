@@ -1,4 +1,4 @@
-"""Flight records as written by the extension (schema: csrc/health/flight_record_json.hpp), read and checked.
+"""Flight records as written by the extension (schema: csrc/health/flight/flight_record_json.hpp), read and checked.
 
 A dump is one process's last operations. Files come from machines that just failed, so every field is looked at before
 it is used and an error names the file and what is wrong with it. Standard library only: works without PyTorch.

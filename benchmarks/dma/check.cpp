@@ -6,8 +6,8 @@
 #include <cstring>
 #include <random>
 
-#include "error.hpp"
 #include "runs.hpp"
+#include "util/error.hpp"
 
 namespace ark::channels {
 

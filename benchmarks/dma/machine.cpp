@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark::channels {
 

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
+#include "cuda/driver.hpp"
 #include "dma/copy_poster.hpp"
 #include "dma/proxy.hpp"
-#include "jit/driver.hpp"
 #include "jit/kernel.hpp"
 #include "params.cuh"
 

@@ -13,9 +13,9 @@
 #include <map>
 #include <sstream>
 
-#include "error.hpp"
 #include "jit/settings.hpp"
 #include "runs.hpp"
+#include "util/error.hpp"
 
 using namespace ark;
 using Clock = std::chrono::steady_clock;

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "error.hpp"
 #include "runs.hpp"
+#include "util/error.hpp"
 
 namespace ark::channels {
 

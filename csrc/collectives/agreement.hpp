@@ -4,7 +4,7 @@
 #include <optional>
 
 #include "collectives/operation.hpp"
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

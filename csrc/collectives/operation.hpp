@@ -2,7 +2,7 @@
 //
 // A Communicator carries out collectives for one group, one at a time, on the calling thread. Two exist: over
 // shared memory (shm_communicator.hpp), and over several nodes: shared memory in each, messages of another PyTorch
-// backend between them (process_group/carried_communicator.hpp).
+// backend between them (process_group/carriers/carried_communicator.hpp).
 #pragma once
 
 #include <cstddef>

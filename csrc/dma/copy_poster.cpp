@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

@@ -12,7 +12,7 @@
 #include <chrono>
 #include <memory>
 
-#include "memory/device_memory.hpp"
+#include "cuda/device_memory.hpp"
 #include "protocol/flag.hpp"
 
 namespace ark {

@@ -1,7 +1,7 @@
 // The pieces of proxy.hpp.
 #include "dma/proxy.hpp"
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

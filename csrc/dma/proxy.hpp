@@ -14,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "cuda/device_memory.hpp"
 #include "dma/request_server.hpp"
-#include "memory/device_memory.hpp"
 
 namespace ark {
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "health/start_thread.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark {
 

@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "health/failure_log.hpp"
-#include "health/start_thread.hpp"
 #include "protocol/atomics.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark {
 

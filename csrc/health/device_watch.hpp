@@ -6,7 +6,8 @@
 //
 // That thread never waits: what it does are loads and stores of host memory, and starting threads. Above all it calls
 // neither driver nor CUDA runtime, which may hold it up until a user's copy has ended, and that waits for this thread
-// (dma/copy_engine.hpp). What may block, telling others of a failure, has a thread of its own, after the release.
+// (collectives/cuda/copy_engine/copy_engine.hpp). What may block, telling others of a failure, has a thread of its own,
+// after the release.
 #pragma once
 
 #include <functional>

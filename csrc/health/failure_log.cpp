@@ -8,7 +8,7 @@
 #include <mutex>
 #include <utility>
 
-#include "health/start_thread.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kRestart = "Destroy the process group on every rank (or restart the job) before going on.";
 
-// Some ten slices of a sleeping waiter (dma/wait.cpp): long enough for a live one on a busy machine.
+// Some ten slices of a sleeping waiter (collectives/cpu/wait.cpp): long enough for a live one on a busy machine.
 constexpr auto kBeats = std::chrono::milliseconds(200);
 
 void copy_text(char* target, size_t room, const std::string& text) {

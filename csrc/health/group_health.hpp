@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "error.hpp"
 #include "health/control_block.hpp"
 #include "health/monitor.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

@@ -22,9 +22,9 @@
 #include <mutex>
 #include <thread>
 
-#include "error.hpp"
-#include "health/start_thread.hpp"
-#include "memory/local_socket.hpp"
+#include "shm/local_socket.hpp"
+#include "util/error.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark {
 

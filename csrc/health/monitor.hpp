@@ -13,7 +13,7 @@
 #include <memory>
 #include <vector>
 
-#include "memory/unique_fd.hpp"
+#include "util/unique_fd.hpp"
 
 namespace ark {
 

@@ -17,10 +17,10 @@
 #include <iterator>
 #include <sstream>
 
-#include "error.hpp"
 #include "jit/kernel_files.hpp"
-#include "jit/run_process.hpp"
-#include "jit/sha256.hpp"
+#include "util/error.hpp"
+#include "util/run_process.hpp"
+#include "util/sha256.hpp"
 
 namespace ark::jit {
 

@@ -7,10 +7,10 @@
 #include <optional>
 #include <utility>
 
-#include "error.hpp"
-#include "health/start_thread.hpp"
+#include "cuda/driver.hpp"
 #include "jit/compiler.hpp"
-#include "jit/driver.hpp"
+#include "util/error.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark::jit {
 

@@ -16,7 +16,7 @@
 #include <memory>
 #include <string>
 
-#include "jit/cuda_types.hpp"
+#include "cuda/cuda_types.hpp"
 #include "jit/settings.hpp"
 #include "jit/source.hpp"
 

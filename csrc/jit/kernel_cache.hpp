@@ -20,7 +20,7 @@
 
 #include "jit/kernel_files.hpp"
 #include "jit/source.hpp"
-#include "memory/unique_fd.hpp"
+#include "util/unique_fd.hpp"
 
 namespace ark::jit {
 

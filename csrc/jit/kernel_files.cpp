@@ -9,9 +9,9 @@
 #include <cstdio>
 #include <span>
 
-#include "health/json_writer.hpp"
-#include "jit/sha256.hpp"
-#include "memory/unique_fd.hpp"
+#include "util/json_writer.hpp"
+#include "util/sha256.hpp"
+#include "util/unique_fd.hpp"
 
 namespace ark::jit {
 

@@ -8,8 +8,8 @@
 #include <type_traits>
 #include <utility>
 
-#include "error.hpp"
 #include "jit/spills.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 

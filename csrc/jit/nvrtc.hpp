@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "jit/dynamic_library.hpp"
 #include "jit/settings.hpp"
 #include "jit/source.hpp"
+#include "util/dynamic_library.hpp"
 
 namespace ark::jit {
 

@@ -6,8 +6,8 @@
 #include <cerrno>
 #include <cstdlib>
 
-#include "error.hpp"
 #include "jit/kernel_files.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "jit/source.hpp"
-#include "memory/unique_fd.hpp"
+#include "util/unique_fd.hpp"
 
 namespace ark::jit {
 

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <chrono>
 
+#include "cuda/driver.hpp"
 #include "cuda/probe.hpp"
-#include "error.hpp"
-#include "jit/driver.hpp"
 #include "jit/kernel.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 

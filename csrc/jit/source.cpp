@@ -9,7 +9,7 @@
 #include <iterator>
 #include <sstream>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 

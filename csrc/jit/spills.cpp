@@ -4,7 +4,7 @@
 #include <sstream>
 #include <string>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 

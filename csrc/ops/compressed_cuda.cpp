@@ -1,7 +1,7 @@
 // The steps of compressed collectives on CUDA tensors of this GPU alone, on the current stream.
 #include "ops/compressed_launches.hpp"
 #include "ops/tile_result.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

@@ -10,7 +10,7 @@
 #include "collectives/cuda/tile_memory.hpp"
 #include "ops/compressed_launches.hpp"
 #include "ops/tile_result.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

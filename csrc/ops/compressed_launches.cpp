@@ -5,7 +5,7 @@
 #include <numeric>
 
 #include "collectives/cuda/stubs.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

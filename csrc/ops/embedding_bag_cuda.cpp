@@ -12,7 +12,7 @@
 #include "jit/kernel.hpp"
 #include "ops/embedding_bag.hpp"
 #include "ops/tile_result.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

@@ -8,11 +8,11 @@
 
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/fused/embedding_rows.cuh"
+#include "cuda/graph_owned.hpp"
 #include "jit/kernel.hpp"
-#include "memory/graph_owned.hpp"
 #include "ops/embedding_bag.hpp"
 #include "ops/pooling.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

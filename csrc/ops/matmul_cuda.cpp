@@ -4,7 +4,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "ops/matmul.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

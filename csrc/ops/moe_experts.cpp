@@ -9,7 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "ops/moe.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

@@ -1,7 +1,7 @@
 // On CUDA tensors that something else than ark's kernels must move: by PyTorch's own operators and the group's
 // all_to_all. The host counts, and waits for the device.
 #include "ops/moe.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 
 namespace ark::ops {
 

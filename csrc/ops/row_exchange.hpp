@@ -1,8 +1,8 @@
 // Rows that ranks send each other on CPU tensors: made as they are sent, and put at their place as they come.
 //
-// They travel piece by piece through the memory that ranks share (exchange(), collectives/algorithms.hpp). A rank's own
-// rows go to their place at once. A group that shares no memory, and rows longer than a piece, take a buffer and the
-// communicator's all_to_all. Results are the same.
+// They travel piece by piece through the memory that ranks share (exchange(), collectives/cpu/algorithms.hpp). A rank's
+// own rows go to their place at once. A group that shares no memory, and rows longer than a piece, take a buffer and
+// the communicator's all_to_all. Results are the same.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include <functional>
 #include <vector>
 
-#include "collectives/shm_communicator.hpp"
+#include "collectives/cpu/shm_communicator.hpp"
 
 namespace ark::ops {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "jit/driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace ark::ops {
 

@@ -8,7 +8,7 @@
 #include <mutex>
 
 #include "collectives/cuda/windows.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 #include "protocol/atomics.hpp"
 
 namespace ark::ops {

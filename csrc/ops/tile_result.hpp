@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 
 #include "collectives/cuda/tile_memory.hpp"
-#include "memory/graph_owned.hpp"
+#include "cuda/graph_owned.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace ark::ops {

@@ -2,8 +2,8 @@
 //
 // A coalesced call is one work whose body runs one collective a tensor, in order: on shared memory nothing is gained by
 // packing small tensors together first, and nothing has to be unpacked.
+#include "process_group/cuda/work_cuda.hpp"
 #include "process_group/process_group_ark.hpp"
-#include "process_group/work_cuda.hpp"
 
 namespace ark {
 

@@ -1,7 +1,7 @@
 // The queue of a group's collectives, and the threads and waiters that run it. See the header for who runs what.
 #include "process_group/executor.hpp"
 
-#include "health/start_thread.hpp"
+#include "util/start_thread.hpp"
 
 namespace ark {
 

@@ -5,7 +5,7 @@
 
 #include <set>
 
-#include "process_group/cuda_group.hpp"
+#include "process_group/cuda/cuda_group.hpp"
 #include "process_group/translate.hpp"
 
 namespace ark {

@@ -13,8 +13,8 @@
 #include <optional>
 #include <string>
 
-#include "collectives/shm_communicator.hpp"
-#include "health/flight_record.hpp"
+#include "collectives/cpu/shm_communicator.hpp"
+#include "health/flight/flight_record.hpp"
 #include "process_group/executor.hpp"
 #include "process_group/timeout_extension.hpp"
 

@@ -1,10 +1,10 @@
 // How a group comes to be: its ranks meet, find out with whom they share memory, and choose what carries the group.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include "memory/identity.hpp"
-#include "memory/rendezvous.hpp"
-#include "process_group/carried_communicator.hpp"
+#include "process_group/carriers/carried_communicator.hpp"
 #include "process_group/process_group_ark.hpp"
+#include "shm/identity.hpp"
+#include "shm/rendezvous.hpp"
 
 namespace ark {
 

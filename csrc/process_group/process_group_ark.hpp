@@ -28,7 +28,7 @@
 #include "collectives/node_plan.hpp"
 #include "cuda/fused/tiles.cuh"
 #include "process_group/comms_record.hpp"
-#include "process_group/cuda_streams.hpp"
+#include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
 #include "process_group/tensors.hpp"
 #include "process_group/torch_version.hpp"

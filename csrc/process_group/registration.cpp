@@ -9,8 +9,8 @@
 #include <sstream>
 
 #include "collectives/cuda/launcher.hpp"
-#include "process_group/cuda_group.hpp"
-#include "process_group/cuda_streams.hpp"
+#include "process_group/cuda/cuda_group.hpp"
+#include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/process_group_ark.hpp"
 
 namespace ark {

@@ -4,10 +4,10 @@
 // of the group. A carried group hands the tensors to its carrier and follows the carrier's work.
 #include <ATen/core/LegacyTypeDispatch.h>
 
-#include "process_group/carried_messages.hpp"
-#include "process_group/cuda_group.hpp"
+#include "process_group/carriers/carried_messages.hpp"
+#include "process_group/cuda/cuda_group.hpp"
+#include "process_group/cuda/work_cuda.hpp"
 #include "process_group/process_group_ark.hpp"
-#include "process_group/work_cuda.hpp"
 
 namespace ark {
 

@@ -1,5 +1,5 @@
 // Which single operation NCCL carries, and how it is told: raw memory as tensors of bytes, or of numbers where it adds.
-#include "process_group/nccl_entry.hpp"
+#include "process_group/carriers/nccl_entry.hpp"
 
 namespace ark {
 

@@ -10,7 +10,7 @@
 #include <variant>
 #include <vector>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

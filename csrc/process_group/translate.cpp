@@ -7,9 +7,9 @@
 #include <sstream>
 #include <thread>
 
-#include "collectives/reduce.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
 #include "health/group_health.hpp"
-#include "process_group/cuda_streams.hpp"
+#include "process_group/cuda/cuda_streams.hpp"
 
 namespace ark {
 

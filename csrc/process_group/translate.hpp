@@ -8,8 +8,8 @@
 #include <string>
 
 #include "collectives/dtype.hpp"
-#include "error.hpp"
-#include "memory/key_value.hpp"
+#include "shm/key_value.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

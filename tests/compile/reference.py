@@ -1,6 +1,6 @@
 """A double of `_C.plan` that runs a lowered graph with PyTorch's own operators, independent of the C++ side.
 
-It holds what csrc/plan/graph.hpp says to the letter: values are strided views, floating types compute in float32 and
+It holds what csrc/compiler/graph/graph.hpp says to the letter: values are strided views, floating types compute in float32 and
 integers in int64, results are rounded to the output's type. It is strict where C++ might be lenient: temporaries are
 poisoned, every value is written at most once and not read before, only mutated inputs are written, extents are checked.
 """

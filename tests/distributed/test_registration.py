@@ -1,7 +1,7 @@
 """Registering memory where there is no GPU: what is refused, on every rank in the same words, and what does no harm;
 then on a pretended device, whose memory is real: from the Python call to what is mapped.
 
-What peers then see there is shown by tests/csrc/collectives/registration_test.cpp; that collectives use it, by
+What peers then see there is shown by tests/csrc/collectives/cuda/registration_test.cpp; that collectives use it, by
 tests/gpu/test_registered.py.
 """
 

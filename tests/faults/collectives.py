@@ -3,12 +3,12 @@
 from faults.fault import fault
 
 HERE = "csrc/collectives/"
-RANKS = "collectives.communicator_test"
+RANKS = "collectives/cpu.communicator_test"
 
 FAULTS = (
     fault(
         "collectives.two_shot_last_chunk",
-        HERE + "two_shot_reduce.cpp",
+        "csrc/collectives/cpu/two_shot_reduce.cpp",
         "chunks_(std::max<size_t>(1, (count + chunk_ - 1) / chunk_)),",
         "chunks_(std::max<size_t>(1, count / chunk_)),",
         "the last, shorter chunk of a large all_reduce is left out",
@@ -17,7 +17,7 @@ FAULTS = (
     ),
     fault(
         "collectives.two_shot_released_early",
-        HERE + "two_shot_reduce.cpp",
+        "csrc/collectives/cpu/two_shot_reduce.cpp",
         "    std::byte* slot = rounds_.open(results);\n",
         "    rounds_.release(inputs);\n    std::byte* slot = rounds_.open(results);\n",
         "peers may overwrite their inputs while this rank still adds them",
@@ -27,7 +27,7 @@ FAULTS = (
     ),
     fault(
         "collectives.one_shot_order",
-        HERE + "one_shot_reduce.cpp",
+        "csrc/collectives/cpu/one_shot_reduce.cpp",
         "        sources[peer] =\n            peer == rounds.rank()",
         "        sources[(peer + rounds.rank()) % size] =\n            peer == rounds.rank()",
         "sums are no longer in rank order: ranks get different bits",
@@ -36,7 +36,7 @@ FAULTS = (
     ),
     fault(
         "collectives.no_agreement",
-        HERE + "rounds.cpp",
+        "csrc/collectives/cpu/rounds.cpp",
         "  if (round == first_) check_descriptor(",
         "  if (round == first_ && debug_) check_descriptor(",
         "ranks that call different collectives get wrong results instead of an error",
@@ -53,7 +53,7 @@ FAULTS = (
     ),
     fault(
         "collectives.all_to_all_promises",
-        HERE + "all_to_all.cpp",
+        "csrc/collectives/cpu/all_to_all.cpp",
         "expectations[static_cast<size_t>(to) * size + from]",
         "expectations[static_cast<size_t>(from) * size + to]",
         "split sizes that do not agree pass, and good ones are refused",
@@ -61,7 +61,7 @@ FAULTS = (
     ),
     fault(
         "collectives.barrier_number",
-        HERE + "monitored_barrier.cpp",
+        "csrc/collectives/cpu/monitored_barrier.cpp",
         "      if (seen >= number) return true;",
         "      if (seen > 0) return true;",
         "from the second monitored barrier on nobody is waited for",
@@ -70,27 +70,27 @@ FAULTS = (
     ),
     fault(
         "collectives.p2p_tag",
-        HERE + "point_to_point_frames.cpp",
+        "csrc/collectives/cpu/point_to_point_frames.cpp",
         "    if ((*it)->tag == tag && ((*it)->peer == rank",
         "    if (((*it)->peer == rank",
         "a message goes to a recv of another tag",
-        "collectives.point_to_point_test",
+        "collectives/cpu.point_to_point_test",
     ),
     fault(
         "collectives.p2p_frame_bound",
-        HERE + "point_to_point_frames.cpp",
+        "csrc/collectives/cpu/point_to_point_frames.cpp",
         "    const size_t bytes = std::min({size_t{header.frame_bytes}, room, peer.in_bytes - peer.in_moved});",
         "    const size_t bytes = size_t{header.frame_bytes};",
         "a peer's number decides how far past the tensor is written",
-        "collectives.point_to_point_test",
+        "collectives/cpu.point_to_point_test",
     ),
     fault(
         "collectives.p2p_timeout",
-        HERE + "point_to_point.cpp",
+        "csrc/collectives/cpu/point_to_point.cpp",
         "    if (const auto alarm = health_.alarm(transfer->context, peer)) {",
         "    if (const auto alarm = health_.alarm({}, peer)) {",
         "a recv whose sender never sends waits for ever",
-        "collectives.point_to_point_test",
+        "collectives/cpu.point_to_point_test",
         limit_s=60,
     ),
     fault(
@@ -103,28 +103,28 @@ FAULTS = (
     ),
     fault(
         "collectives.bf16_ties",
-        HERE + "reduce_formats.hpp",
+        "csrc/collectives/cpu/reduce/reduce_formats.hpp",
         "narrow<Raw>((u + 0x7fff + ((u >> 16) & 1)) >> 16)",
         "narrow<Raw>((u + 0x8000) >> 16)",
         "sums of bfloat16 round ties away from zero",
-        "collectives.reduce_test",
+        "collectives/cpu.reduce_test",
     ),
     fault(
         "collectives.rounded_twice",
-        HERE + "reduce_kernels.hpp",
+        "csrc/collectives/cpu/reduce/reduce_kernels.hpp",
         "  if constexpr (K::Op::kAverage) x = x / static_cast",
         "  if constexpr (K::Op::kAverage) x = K::Format::decode(K::Format::encode(x)) / static_cast",
         "an average is rounded before it is divided, and once more behind it",
-        "collectives.reduce_test",
+        "collectives/cpu.reduce_test",
     ),
     fault(
         "collectives.zero_of_maximum",
-        HERE + "reduce_ops.hpp",
+        "csrc/collectives/cpu/reduce/reduce_ops.hpp",
         "      const V ordered = a == b ? bits_as<V>(zeros) : picked;",
         "      const V ordered = picked;",
         "MAX of 0 and -0 depends on the order of ranks",
-        "collectives.reduce_rules_test",
-        "collectives.reduce_test",
+        "collectives/cpu.reduce_rules_test",
+        "collectives/cpu.reduce_test",
     ),
     fault(
         "cuda_host.windows_reach",
@@ -132,7 +132,7 @@ FAULTS = (
         "    if (behind->reach < end) break;",
         "    if (behind->reach <= end) break;",
         "a buffer that ends with its registered window is not found: it is staged",
-        "collectives.windows_test",
+        "collectives/cuda.windows_test",
     ),
     fault(
         "cuda_host.registered_as_seen",
@@ -140,7 +140,7 @@ FAULTS = (
         "meeting_->card_of<Windows::Base>(peer)[me];",
         "meeting_->card_of<Windows::Base>(peer)[peer];",
         "peers store to where they see their own memory, not this rank's",
-        "collectives.registration_test",
+        "collectives/cuda.registration_test",
     ),
     fault(
         "cuda_host.sharers_blocks",
@@ -148,6 +148,6 @@ FAULTS = (
         "  return 64 / ranks;",
         "  return 128;",
         "kernels of ranks that share a GPU have no room at once, and wait for each other for ever",
-        "collectives.arena_test",
+        "collectives/cuda.arena_test",
     ),
 )

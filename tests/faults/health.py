@@ -11,7 +11,7 @@ FAULTS = (
         "    if (departed && other == peer) return",
         "    if (departed) return",
         "who leaves after its part fails collectives that do not need it",
-        "collectives.communicator_test:Failure.*",
+        "collectives/cpu.communicator_test:Failure.*",
     ),
     fault(
         "health.abort_relaxed",
@@ -19,7 +19,7 @@ FAULTS = (
         "    protocol::store_release(block.abort_state, kAbortSet);",
         "    protocol::store_relaxed(block.abort_state, kAbortSet);",
         "a peer may read an error's text before it is written",
-        "thread:collectives.communicator_test:*Failure.*:Mismatch.*",
+        "thread:collectives/cpu.communicator_test:*Failure.*:Mismatch.*",
     ),
     fault(
         "health.blames_the_waiting",
@@ -32,11 +32,11 @@ FAULTS = (
     ),
     fault(
         "health.failed_then_completed",
-        HERE + "flight_record.cpp",
+        "csrc/health/flight/flight_record.cpp",
         "    if (slot.entry.state == FlightState::failed) return;\n",
         "",
         "an operation that failed is recorded as completed",
-        "health.flight_record_test",
+        "health/flight.flight_record_test",
     ),
     fault(
         "health.engine_limit",
@@ -58,11 +58,11 @@ FAULTS = (
     ),
     fault(
         "health.json_escape",
-        HERE + "json_writer.cpp",
+        "csrc/util/json_writer.cpp",
         "first < 0x20 || first == 0x7F",
         "first < 0x10",
         "a control character in a message makes the record no JSON",
-        "health.flight_record_json_test",
+        "health/flight.flight_record_json_test",
     ),
     fault(
         "health.untold_failures",

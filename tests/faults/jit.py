@@ -52,11 +52,11 @@ FAULTS = (
         "target.arch += 'a';",
         'target.arch += "";',
         "kernels are compiled without the architecture's own instructions",
-        "jit.driver_test",
+        "cuda.driver_test",
     ),
     fault(
         "jit.children_left",
-        HERE + "run_process.cpp",
+        "csrc/util/run_process.cpp",
         "    ::kill(-pid, SIGKILL);",
         "    ::kill(pid, SIGKILL);",
         "the children of a compiler that hangs live on",

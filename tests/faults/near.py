@@ -10,7 +10,7 @@ from pathlib import Path
 
 from faults.tree import Tree
 
-PRETENDED = ("memory/symmetric_memory_test", "collectives/registration_test", "plan/step_memory_test")
+PRETENDED = ("shm/symmetric_memory_test", "collectives/cuda/registration_test", "compiler/runtime/step_memory_test")
 SUITE = re.compile(r"^(TEST|TEST_F|TEST_P|TYPED_TEST)\((\w+)", re.MULTILINE)
 
 
@@ -35,8 +35,9 @@ class Program:
     filter: str = ""
 
     def target(self) -> str:
-        """The program that holds the file's tests: one for each folder, and one on a driver without a GPU."""
-        return "pretended_gpu_tests" if f"{self.folder}/{self.stem}" in PRETENDED else f"{self.folder}_tests"
+        """The program that holds the file's tests: one for each top folder, and one on a driver without a GPU."""
+        top = self.folder.split("/")[0]
+        return "pretended_gpu_tests" if f"{self.folder}/{self.stem}" in PRETENDED else f"{top}_tests"
 
     def suites(self, tree: Path) -> str:
         """The file's suites as a filter, those of parameters too."""

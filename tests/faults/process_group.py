@@ -1,9 +1,9 @@
-"""Faults of csrc/process_group and csrc/compile: what PyTorch calls."""
+"""Faults of csrc/process_group and csrc/compiler/region: what PyTorch calls."""
 
 from faults.fault import fault
 
 HERE = "csrc/process_group/"
-REGION = "csrc/compile/"
+REGION = "csrc/compiler/region/"
 
 FAULTS = (
     fault(
@@ -88,7 +88,7 @@ FAULTS = (
     ),
     fault(
         "group.nccl_from",
-        HERE + "nccl_entry.cpp",
+        "csrc/process_group/carriers/nccl_entry.cpp",
         "  return bytes > 0 && bytes >= from_of(options_.dispatch, kind);",
         "  return bytes > 0 && bytes < from_of(options_.dispatch, kind);",
         "NCCL carries what is small, and ark what is large",
@@ -96,7 +96,7 @@ FAULTS = (
     ),
     fault(
         "group.carried_agreement",
-        HERE + "carried_communicator.cpp",
+        "csrc/process_group/carriers/carried_communicator.cpp",
         "disagreement(exchange.operation, heard_[peer].descriptor, rank_, peer)) throw *error;\n",
         "disagreement(exchange.operation, told_[peer].descriptor, rank_, peer)) throw *error;\n",
         "ranks of different nodes do not hear that they disagree",
@@ -104,7 +104,7 @@ FAULTS = (
     ),
     fault(
         "group.carried_slots",
-        HERE + "carried_reduce.cpp",
+        "csrc/process_group/carriers/carried_reduce.cpp",
         "constexpr size_t kSlots = kLag + 1;",
         "constexpr size_t kSlots = kLag;",
         "a chunk's partials arrive where those of the one before it are being added up",
@@ -112,7 +112,7 @@ FAULTS = (
     ),
     fault(
         "group.carried_note",
-        HERE + "carried_notes.cpp",
+        "csrc/process_group/carriers/carried_notes.cpp",
         "    if (peer == rank_) continue;\n",
         "    if (peer >= 0) continue;\n",
         "ranks of other nodes wait for one that has failed",
@@ -120,7 +120,7 @@ FAULTS = (
     ),
     fault(
         "group.carried_blocks",
-        HERE + "carried_moves.cpp",
+        "csrc/process_group/carriers/carried_moves.cpp",
         "copy_bytes(slot + i * piece, at_offset(i == 0 ? in : outs[own[i]], k * piece), length(k));",
         "copy_bytes(slot + i * piece, at_offset(i == 0 ? in : outs[own[0]], k * piece), length(k));",
         "a rank publishes its own block to its node in the place of another node's",
@@ -128,18 +128,18 @@ FAULTS = (
     ),
     fault(
         "collectives.staged_average",
-        "csrc/collectives/staged_reduce.cpp",
+        "csrc/collectives/cpu/staged_reduce.cpp",
         "  if (average_ && !flat_) factors = &ranks_;\n",
         "",
         "an average over nodes is divided by their number",
-        "collectives.staged_reduce_test",
+        "collectives/cpu.staged_reduce_test",
         "tests/distributed/test_carried.py",
     ),
     fault(
         "region.overlapping_arguments",
-        REGION + "region_inputs.cpp",
-        "      if (plan::may_overlap(one, two)) return true;",
-        "      if (plan::may_overlap(one, two)) return false;",
+        "csrc/compiler/region/region_inputs.cpp",
+        "      if (may_overlap(one, two)) return true;",
+        "      if (may_overlap(one, two)) return false;",
         "a region writes one argument through another",
         "tests/compile/test_in_place.py -k overlap",
         "tests/compile/test_in_place.py",
@@ -147,7 +147,7 @@ FAULTS = (
     ),
     fault(
         "region.stale_apart",
-        REGION + "region_inputs.cpp",
+        "csrc/compiler/region/region_inputs.cpp",
         "    if (pointers == apart_) return false;",
         "    if (!apart_.empty()) return false;",
         "only the first call's arguments are looked at for overlaps",
@@ -157,7 +157,7 @@ FAULTS = (
     ),
     fault(
         "region.steps_in_error",
-        REGION + "region_calls.cpp",
+        "csrc/compiler/region/region_calls.cpp",
         "    if (collective_failure) std::rethrow_exception(std::exchange(collective_failure, nullptr));\n",
         "",
         "the error of a collective in a region does not name the lost rank",

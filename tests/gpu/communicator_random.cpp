@@ -18,9 +18,9 @@
 
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "collectives/cuda/registration.hpp"
-#include "collectives/reduce.hpp"
-#include "collectives/shm_communicator.hpp"
-#include "jit/driver.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
+#include "collectives/cpu/shm_communicator.hpp"
+#include "cuda/driver.hpp"
 #include "jit/settings.hpp"
 #include "support/processes.hpp"
 

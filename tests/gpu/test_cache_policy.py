@@ -22,7 +22,7 @@ from ark_torch.compile import costs
 pytestmark = [pytest.mark.limit(300)]
 
 STATIC = ("none", "all-first", "all-last")
-# What the cost model may be told (CacheCosts of csrc/plan/plan.hpp): each constant that turns a choice.
+# What the cost model may be told (CacheCosts of csrc/compiler/schedule/plan.hpp): each constant that turns a choice.
 MEASURED: tuple[dict[str, Any], ...] = (
     {},
     {"kept_bytes": 20 << 20, "reused_last": True, "states_first": True},

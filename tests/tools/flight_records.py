@@ -1,4 +1,4 @@
-"""Flight records made up for tests, in the schema of csrc/health/flight_record_json.cpp."""
+"""Flight records made up for tests, in the schema of csrc/health/flight/flight_record_json.cpp."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def test_every_fault_applies_and_its_tests_are_there() -> None:
 @pytest.mark.quick
 def test_faults_are_in_every_part() -> None:
     folders = {"/".join(one.file.split("/")[:2]) for one in FAULTS}
-    parts = ("collectives", "dma", "memory", "health", "jit", "plan", "process_group", "compile")
+    parts = ("collectives", "dma", "shm", "health", "jit", "compiler", "process_group")
     wanted = {f"csrc/{part}" for part in parts}
     wanted |= {f"ark_torch/{part}" for part in ("kernels", "compile", "distributed", "tools")}
     assert wanted <= folders

@@ -15,7 +15,7 @@ from ark_torch.compile.lowering import Lowering, lowers
 from ark_torch.compile.operators import experts
 from ark_torch.compile.operators.pointwise import keyword
 
-# A row's running result stays in registers (csrc/plan/emit_cpu_stages.cpp).
+# A row's running result stays in registers (csrc/compiler/emit/cpu/emit_cpu_stages.cpp).
 LARGEST_HEAD = 512
 
 

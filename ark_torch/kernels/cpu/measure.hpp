@@ -1,4 +1,4 @@
-// What the costs of a machine are measured with (csrc/plan/measure.cpp): the inner loops of the kernels that plans
+// What the costs of a machine are measured with (csrc/compiler/schedule/measure.cpp): the inner loops of the kernels that plans
 // call, as tasks, and no more, since a compiler spends its time on whatever else stands here.
 #pragma once
 

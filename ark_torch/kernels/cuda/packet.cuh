@@ -36,7 +36,7 @@ struct EngineStatus {
   uint32 progress;  // pieces added
   uint32 clock;     // the host's: grows while it watches
   uint32 beat;      // another value whenever a collective begins
-  uint32 expected;  // the mark that is awaited, and from whom (dma/copy_engine.hpp); 0: none
+  uint32 expected;  // the mark that is awaited, and from whom (collectives/cuda/copy_engine/copy_engine.hpp); 0: none
 };
 
 #if defined(__CUDACC__)

@@ -1,4 +1,4 @@
-// Element-wise reduction in device code: the arithmetic of csrc/collectives/reduce.hpp, bit for bit.
+// Element-wise reduction in device code: the arithmetic of csrc/collectives/cpu/reduce/reduce.hpp, bit for bit.
 //
 // A rule reduces one unit (16 bytes) of every rank: first(rank 0's), add(each further rank's, in rank order), finish.
 // 8- and 16-bit floats accumulate in float32 and are rounded once, in finish. SumRule<Format> is for what models are

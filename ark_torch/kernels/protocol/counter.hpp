@@ -31,7 +31,7 @@ ARK_HOST_DEVICE inline bool reached(const Counter& counter, uint64 target) {
   return current(counter) >= target;
 }
 
-// Advances to `value`; true when a host sleeper must be woken (dma/wait.hpp does it).
+// Advances to `value`; true when a host sleeper must be woken (collectives/cpu/wait.hpp does it).
 ARK_HOST_DEVICE inline bool advance(Counter& counter, uint64 value) {
   store_ordered(counter.value, value);
   return load_ordered(counter.sleepers) != 0;

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "collectives/reduce.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
 #include "quantizer_isa.hpp"
 
 namespace ark::compressed {

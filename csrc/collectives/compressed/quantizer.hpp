@@ -2,7 +2,7 @@
 //
 // Each call works on one bucket and passes over its memory once (a bucket stays in the L1 cache between its two
 // passes). All instruction sets give the same bytes, and they are those of protocol/quantize.hpp; the reductions'
-// choice of a set (collectives/reduce.hpp) is this one's, too. Results do not depend on the calling thread's
+// choice of a set (collectives/cpu/reduce/reduce.hpp) is this one's, too. Results do not depend on the calling thread's
 // floating-point mode. Pointers need no alignment.
 #pragma once
 

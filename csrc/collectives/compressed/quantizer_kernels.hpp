@@ -6,7 +6,7 @@
 // a short bucket. Whole buckets of float32 are read and written where they lie.
 #pragma once
 
-#include "collectives/reduce_formats.hpp"
+#include "collectives/cpu/reduce/reduce_formats.hpp"
 #include "quantizer_pack.hpp"
 #include "quantizer_random.hpp"
 

@@ -5,7 +5,7 @@
 // result. Words are stored whole, one over the other's zeros; the last ones of a record are stored to size.
 #pragma once
 
-#include "collectives/reduce_lanes.hpp"
+#include "collectives/cpu/reduce/reduce_lanes.hpp"
 #include "protocol/quantize.hpp"
 
 namespace ark::ARK_REDUCE_ISA::quantizer {

@@ -4,7 +4,7 @@
 // interleaving the four result words within 128 bits leaves the chances in the order of the elements.
 #pragma once
 
-#include "collectives/reduce_lanes.hpp"
+#include "collectives/cpu/reduce/reduce_lanes.hpp"
 #include "protocol/quantize.hpp"
 
 namespace ark::ARK_REDUCE_ISA::quantizer {

@@ -5,7 +5,7 @@
 
 #include "collectives/cuda/launcher.hpp"
 #include "collectives/cuda/tile_memory.hpp"
-#include "memory/symmetric_memory.hpp"
+#include "shm/symmetric_memory.hpp"
 
 namespace ark {
 

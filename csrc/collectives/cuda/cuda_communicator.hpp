@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "collectives/operation.hpp"
-#include "memory/key_value.hpp"
+#include "shm/key_value.hpp"
 
 namespace ark::device {
 struct GroupStatus;
@@ -47,8 +47,8 @@ struct CudaDispatch {
   uint64_t all_to_all_engine_from;  // once another operation's use has brought the memory
   uint64_t buffer_bytes;            // of shared memory for copy engines, at most (ARK_BUFFER_MB)
 
-  // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/nccl_entry.hpp); sums only under
-  // Options::reduction "fast", as it adds in other orders.
+  // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/carriers/nccl_entry.hpp); sums
+  // only under Options::reduction "fast", as it adds in other orders.
   static constexpr uint64_t kNever = ~uint64_t{0};
   uint64_t nccl_all_reduce_from = kNever;
   uint64_t nccl_reduce_from = kNever;

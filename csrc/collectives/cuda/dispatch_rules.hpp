@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "collectives/cuda/cuda_communicator.hpp"
-#include "memory/key_value.hpp"
+#include "shm/key_value.hpp"
 
 namespace ark {
 

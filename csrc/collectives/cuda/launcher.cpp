@@ -6,7 +6,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "memory/symmetric_memory.hpp"
+#include "shm/symmetric_memory.hpp"
 
 namespace ark {
 

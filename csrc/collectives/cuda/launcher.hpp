@@ -11,17 +11,17 @@
 #include <vector>
 
 #include "collectives/cuda/arena.hpp"
+#include "collectives/cuda/copy_engine/copy_engine.hpp"
 #include "collectives/cuda/cuda_communicator.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "collectives/cuda/windows.hpp"
 #include "cuda/bulk_two_shot.cuh"
+#include "cuda/device_memory.hpp"
 #include "cuda/move.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
-#include "dma/copy_engine.hpp"
 #include "health/device_watch.hpp"
 #include "jit/kernel.hpp"
-#include "memory/device_memory.hpp"
 
 namespace ark {
 

@@ -1,12 +1,12 @@
-// What copy engines carry (dma/copy_engine.hpp): their memory, shared when the first large operation comes, the kernel
-// that adds for them, and what ranks tell each other about registered outputs.
+// What copy engines carry (collectives/cuda/copy_engine/copy_engine.hpp): their memory, shared when the first large
+// operation comes, the kernel that adds for them, and what ranks tell each other about registered outputs.
 #include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "collectives/cuda/launcher.hpp"
-#include "memory/shared_pinned_memory.hpp"
-#include "memory/symmetric_memory.hpp"
+#include "cuda/shared_pinned_memory.hpp"
+#include "shm/symmetric_memory.hpp"
 
 namespace ark {
 
@@ -18,7 +18,7 @@ struct Shared {
   std::unique_ptr<SharedPinnedMemory> words;
 };
 
-// A mark (dma/copy_engine.hpp) of all that it is given.
+// A mark (collectives/cuda/copy_engine/copy_engine.hpp) of all that it is given.
 class Hash {
  public:
   Hash& operator<<(uint64_t value) {

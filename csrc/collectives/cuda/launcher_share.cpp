@@ -3,7 +3,7 @@
 #include <string>
 
 #include "collectives/cuda/launcher.hpp"
-#include "memory/symmetric_memory.hpp"
+#include "shm/symmetric_memory.hpp"
 
 namespace ark {
 

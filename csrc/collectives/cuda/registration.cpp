@@ -1,7 +1,7 @@
 // What the ranks tell each other about memory, and what they then map.
 #include "collectives/cuda/registration.hpp"
 
-#include "memory/symmetric_memory.hpp"
+#include "shm/symmetric_memory.hpp"
 
 namespace ark {
 

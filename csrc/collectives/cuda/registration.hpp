@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "collectives/cuda/windows.hpp"
-#include "memory/memory_meeting.hpp"
-#include "memory/shareable_pool.hpp"
+#include "cuda/shareable_pool.hpp"
+#include "shm/memory_meeting.hpp"
 
 namespace ark {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "error.hpp"
 #include "protocol/atomics.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 

@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "cuda/device_memory.hpp"
 #include "cuda/fused/tiles.cuh"
-#include "memory/device_memory.hpp"
 
 namespace ark {
 

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "error.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 namespace {

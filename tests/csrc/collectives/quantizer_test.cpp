@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/reduce.hpp"
-#include "error.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
+#include "util/error.hpp"
 
 namespace ark::compressed {
 namespace {

@@ -7,12 +7,12 @@
 #include <thread>
 #include <vector>
 
+#include "collectives/cuda/fake_driver.hpp"
 #include "dma/copy_poster.hpp"
-#include "dma/fake_driver.hpp"
-#include "error.hpp"
 #include "protocol/flag.hpp"
 #include "protocol/slots.hpp"
 #include "support/wait_until.hpp"
+#include "util/error.hpp"
 
 namespace ark::protocol {
 namespace posted_copies_test {

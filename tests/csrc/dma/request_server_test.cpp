@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "dma/proxy.hpp"
-#include "error.hpp"
 #include "support/wait_until.hpp"
+#include "util/error.hpp"
 
 namespace ark {
 namespace {

@@ -14,9 +14,9 @@
 #include <string>
 #include <thread>
 
-#include "error.hpp"
-#include "jit/run_process.hpp"
 #include "temp_folder.hpp"
+#include "util/error.hpp"
+#include "util/run_process.hpp"
 
 namespace ark::jit {
 namespace {

@@ -16,8 +16,8 @@
 #include <chrono>
 #include <thread>
 
-#include "error.hpp"
 #include "temp_folder.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 namespace {

@@ -6,10 +6,10 @@
 
 #include <map>
 
-#include "error.hpp"
 #include "jit/compiler.hpp"
 #include "jit/spills.hpp"
 #include "temp_folder.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 namespace {

@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
-#include "error.hpp"
 #include "jit/compiler.hpp"
 #include "temp_folder.hpp"
+#include "util/error.hpp"
 
 namespace ark::jit {
 namespace prebuilt_test {

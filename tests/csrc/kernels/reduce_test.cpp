@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/reduce.hpp"
+#include "collectives/cpu/reduce/reduce.hpp"
 
 namespace ark {
 namespace {

@@ -11,7 +11,7 @@
 #include <map>
 #include <mutex>
 
-#include "jit/driver.hpp"
+#include "cuda/driver.hpp"
 
 namespace ark::test {
 

@@ -20,9 +20,9 @@
 #include <thread>
 #include <vector>
 
-#include "error.hpp"
-#include "memory/key_value.hpp"
-#include "memory/unique_fd.hpp"
+#include "shm/key_value.hpp"
+#include "util/error.hpp"
+#include "util/unique_fd.hpp"
 
 namespace ark::test {
 

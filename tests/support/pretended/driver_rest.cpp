@@ -1,5 +1,5 @@
 // What driver.cpp does not say, of all that ark_torch asks of libcuda: it succeeds.
-#include "jit/driver.hpp"
+#include "cuda/driver.hpp"
 
 using namespace ark;
 

@@ -1,5 +1,5 @@
 // Attention from what its parts left: of each row the sums, the greatest score and the total of every block of
-// positions (plan/split_positions.hpp), combined in the order of blocks.
+// positions (compiler/passes/split_kv.hpp), combined in the order of blocks.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"

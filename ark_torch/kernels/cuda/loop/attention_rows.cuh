@@ -119,7 +119,7 @@ ARK_LOOP void store_result(Out* out, float* states, AttentionRow row, int c, flo
   }
 }
 
-// A position that is added to keys and values by the task that looks at them (plan/append_positions.hpp).
+// A position that is added to keys and values by the task that looks at them (compiler/passes/kv_append.hpp).
 struct NothingAdded {
   static constexpr bool kAny = false;
 };

@@ -12,7 +12,7 @@ namespace ark::loop {
 struct DepthSplit {
   int slices, passes, groups;
 };
-ARK_LOOP constexpr DepthSplit split_depth(int64_t depth, int slice) {
+ARK_LOOP constexpr DepthSplit split_k(int64_t depth, int slice) {
   const int64_t count = depth > 0 ? in_wholes(depth, slice) : 1;
   const int64_t passes = in_wholes(count, kWarps);
   const int64_t slices = in_wholes(count, passes);

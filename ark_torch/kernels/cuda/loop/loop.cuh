@@ -1,7 +1,7 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
 // All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
-// for the parameters of tasks to come, as the plan's tables say (csrc/plan/emit_tables.hpp), to be brought into the
+// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be brought into the
 // second-level cache: memory streams while tasks wait for each other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
@@ -11,7 +11,7 @@
 // event form one release sequence. Events only grow: step s waits for s * threshold (modulo 2^32, compared by their
 // difference), so nothing is reset. Which step it is each worker counts for itself in device memory, so that a launch
 // captured in a graph goes on where the one before ended. Launches on one stream are ordered by the stream; launches
-// that may overlap have memory of their own (csrc/plan/step_memory.hpp).
+// that may overlap have memory of their own (csrc/compiler/runtime/step_memory.hpp).
 //
 // Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
 //

@@ -43,7 +43,7 @@ ARK_LOOP void dot_parts(const Product& s, const At& at, AAt a, const Columns& co
   constexpr int kPer = kPerChunk<B>;
   // Sums of all rows are folded at once, in fewer steps than row by row; their number is a power of two.
   constexpr int kRowsFolded = Rows <= 1 ? 1 : Rows <= 2 ? 2 : Rows <= 4 ? 4 : 8;
-  const DepthSplit split = split_depth(s.depth, 32 * kPer);
+  const DepthSplit split = split_k(s.depth, 32 * kPer);
   const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
@@ -111,7 +111,7 @@ template <int Rows, bool kFast, Cache kCache, class At, class A, class B, class 
 ARK_LOOP void dot_columns(const Product& s, const At& at, const A* a, const B* b, Out* out, const Bias* bias, int r0,
                           int rows, int segments, int c0, int c1) {
   constexpr int kTogether = kDotColumns<Rows, kFast, B>;
-  const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<B>);
+  const DepthSplit split = split_k(s.depth, 32 * kPerChunk<B>);
   in_slices<Rows>(
       rows, segments, c0, c1, split.slices, split.groups * kTogether,
       [&](int first, int count, int c, int batches, Parts parts) {

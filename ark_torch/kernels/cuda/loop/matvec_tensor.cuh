@@ -35,7 +35,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
                            int batches, Parts parts) {
   constexpr int kOctets = kTensorOctets<At, Columns::kOneProduct>, kTogether = kOctets * 8,
                 kSlice = kTensorParts * kTensorPart;
-  const DepthSplit split = split_depth(s.depth, kSlice);
+  const DepthSplit split = split_k(s.depth, kSlice);
   const int self = thread_anew(), lane = self % 32;  // such that nothing of it is kept from run to run
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
@@ -110,7 +110,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
 template <int Rows, Cache kCache, class At, class T, class Out, class Bias>
 ARK_LOOP void tensor_columns(const Product& s, const At& at, const T* a, const T* b, Out* out, const Bias* bias, int r0,
                              int rows, int c0, int c1) {
-  const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
+  const DepthSplit split = split_k(s.depth, kTensorParts * kTensorPart);
   in_slices<Rows>(
       rows, 1, c0, c1, split.slices, split.groups * kTensorOctets<At, true> * 8,
       [&](int, int, int c, int batches, Parts parts) {

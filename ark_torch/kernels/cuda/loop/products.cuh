@@ -86,7 +86,7 @@ ARK_LOOP void dot_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr int kMost = kDotColumns<kRows, kFast, typename First::Element>;
   constexpr int kTogether = kMost == 8 && kRows > 1 && sizeof...(Rest) > 1 ? 4 : kMost;
   const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
-  const DepthSplit split = split_depth(s.depth, 32 * kPerChunk<typename First::Element>);
+  const DepthSplit split = split_k(s.depth, 32 * kPerChunk<typename First::Element>);
   in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int one, int count, int c, int batches, Parts parts) {
@@ -101,7 +101,7 @@ ARK_LOOP void tensor_runs(const A* a, const First& first, const Rest&... rest) {
   constexpr Product s = kShape;
   constexpr int kTogether = kTensorOctets<EvenRows, sizeof...(Rest) == 0> * 8;
   const auto runs = [&] { return Runs<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
-  const DepthSplit split = split_depth(s.depth, kTensorParts * kTensorPart);
+  const DepthSplit split = split_k(s.depth, kTensorParts * kTensorPart);
   in_slices<kRows>(
       kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
       [&](int, int, int c, int batches, Parts parts) {

@@ -1,0 +1,183 @@
+// See emit_functions.hpp.
+#include "compiler/emit/common/emit_functions.hpp"
+
+#include <algorithm>
+#include <type_traits>
+#include <variant>
+
+#include "compiler/passes/kv_append.hpp"
+#include "compiler/passes/prologue_fusion.hpp"
+#include "cuda/loop/group.cuh"
+#include "util/error.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+const char* name_of_kind(const Stage& stage) {
+  static constexpr const char* names[] = {"rows",    "matmul",  "products",   "attention", "combine",
+                                          "gather",  "scatter", "select",     "scan",      "bag",
+                                          "experts", "check",   "collective", "stop"};
+  static_assert(std::size(names) == std::variant_size_v<decltype(Stage::body)>);
+  return attention_of(stage) != nullptr ? "attention" : names[stage.body.index()];
+}
+
+}  // namespace
+
+std::string in_comment(const std::string& text) {
+  std::string out;
+  for (const char c : text) out += static_cast<unsigned char>(c) < 0x20 || c == '\\' ? ' ' : c;
+  return out;
+}
+
+StageFunctions::StageFunctions(const Plan& plan, Code code) : plan_(plan), code_(code) {
+  const size_t stages = plan.stages.size();
+  for (size_t stage = 0; stage < stages; ++stage) units_.push_back({-1, static_cast<int>(stage)});
+  std::vector<char> is_head(plan.tasks.size(), 0), runs(stages, 0), idle(stages, 0);
+  for (const Task& task : plan.tasks)
+    if (task.head >= 0) is_head[static_cast<size_t>(task.head)] = 1;
+  for (size_t task = 0; task < plan.tasks.size(); ++task) {
+    const Task& one = plan.tasks[task];
+    const auto stage = static_cast<size_t>(one.stage);
+    (one.head >= 0 || is_head[task] != 0 ? idle : runs)[stage] = 1;
+    if (one.head >= 0 && unit_of(one) == units_.size())
+      units_.push_back({plan.tasks[static_cast<size_t>(one.head)].stage, one.stage});
+  }
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    const bool needed = unit >= stages || runs[unit] != 0 || idle[unit] == 0;
+    if (needed) {
+      add(units_[unit]);
+    } else {
+      function_of_.push_back(0);
+      operands_.emplace_back();
+      aligned_.emplace_back();
+    }
+  }
+}
+
+size_t StageFunctions::unit_of(const Task& task) const {
+  if (task.head < 0) return static_cast<size_t>(task.stage);
+  const int head = plan_.tasks[static_cast<size_t>(task.head)].stage;
+  size_t unit = plan_.stages.size();
+  while (unit < units_.size() && (units_[unit].head != head || units_[unit].stage != task.stage)) ++unit;
+  return unit;
+}
+
+// The first half, which computes all of its stage, and what is behind it.
+void StageFunctions::write_head(FunctionWriter& writer, const Unit& unit) {
+  const Stage& head = plan_.stages[static_cast<size_t>(unit.head)];
+  for (const int buffer : kept_in(plan_, unit.stage, loop::kKeptBytes)) writer.keep(buffer);
+  writer.open("");
+  writer.turn_to(head);
+  writer.line("[[maybe_unused]] constexpr int64_t begin = 0, end = " + std::to_string(head.extent) + ";");
+  write(writer, head);
+  writer.close();
+  writer.line("sync();");
+  writer.turn_to(plan_.stages[static_cast<size_t>(unit.stage)]);
+}
+
+// Attention behind the programs that make its queries and a new position (kv_append.hpp): they stand where it
+// asks for them, when it has asked for all else. What they make stays in shared memory. None waits for another: each
+// has threads of its own, from the block's ends.
+void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) {
+  std::vector<const Stage*> programs{&stage};
+  for (size_t i = 0; i + 1 < stage.tail.size(); ++i) programs.push_back(&stage.tail[i]);
+  for (const Stage* const one : programs)
+    for (const RowProgram::Instruction& instruction : std::get<RowProgram>(one->body).code)
+      if (instruction.kind == RowProgram::Instruction::Kind::store) writer.keep(writer.value(instruction.value).buffer);
+  emit_attention(writer, *attention_of(stage), [&] {
+    constexpr int kThreadsOfRow = 64;
+    for (size_t i = 0; i < programs.size(); ++i) {
+      writer.open("");
+      writer.turn_to(*programs[i]);
+      writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow);
+      emit_rows(writer, std::get<RowProgram>(programs[i]->body));
+      writer.close();
+    }
+  });
+}
+
+void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
+  if (!stage.tail.empty() && attention_of(stage) != nullptr) return write_appended(writer, stage);
+  std::visit(
+      [&](const auto& body) {
+        using Body = std::decay_t<decltype(body)>;
+        if constexpr (std::is_same_v<Body, RowProgram>) emit_rows(writer, body);
+        if constexpr (std::is_same_v<Body, MatmulStage>) emit_matmul(writer, body);
+        if constexpr (std::is_same_v<Body, ProductsStage>) emit_products(writer, body);
+        if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
+        if constexpr (std::is_same_v<Body, CombineStage>) emit_combine(writer, body);
+        if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
+        if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
+        if constexpr (std::is_same_v<Body, SelectStage>) emit_select(writer, body);
+        if constexpr (std::is_same_v<Body, ScanStage>) emit_scan(writer, body);
+        if constexpr (std::is_same_v<Body, BagStage>) emit_bag(writer, body);
+        if constexpr (std::is_same_v<Body, ExpertsStage>) emit_experts(writer, body);
+        if constexpr (std::is_same_v<Body, CheckStage>) emit_check(writer, body);
+        if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
+        if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
+      },
+      stage.body);
+  for (const Stage& next : stage.tail) {
+    if (code_ == Code::cpu) writer.refuse("a task that does more than one stage");
+    writer.line("sync();");
+    writer.open("");
+    writer.turn_to(next);
+    write(writer, next);
+    writer.close();
+  }
+}
+
+void StageFunctions::add(const Unit& unit) {
+  const Stage& stage = plan_.stages[static_cast<size_t>(unit.stage)];
+  FunctionWriter writer(plan_.graph, plan_.stages[static_cast<size_t>(unit.head < 0 ? unit.stage : unit.head)], code_);
+  for (size_t buffer = 0; buffer < plan_.placements.size(); ++buffer)
+    if (plan_.placements[buffer].packets) writer.poll(static_cast<int>(buffer), plan_.placements[buffer].pushed);
+  if (unit.head >= 0) write_head(writer, unit);
+  write(writer, stage);
+  scratch_bytes_ = std::max(scratch_bytes_, writer.scratch_bytes());
+  if (writer.operands().size() > kMostOperands) {
+    throw Error(ErrorKind::invalid_argument, stage.name + " (" + stage.origin + ") has " +
+                                                 std::to_string(writer.operands().size()) +
+                                                 " operands, more than a task can have");
+  }
+  const std::string body = writer.body();
+  auto [known, fresh] = known_.try_emplace(body, texts_.size());
+  if (fresh) {
+    texts_.push_back({});
+    const std::string head =
+        unit.head < 0 ? "" : std::string(name_of_kind(plan_.stages[static_cast<size_t>(unit.head)])) + "_";
+    names_.push_back(head + name_of_kind(stage) + "_" + std::to_string(known->second));
+    const bool by_alignment = std::ranges::count(writer.aligned(), true) > 0;
+    misaligned_.push_back(by_alignment ? names_.back() + "_misaligned" : "");
+  }
+  function_of_.push_back(known->second);
+  operands_.push_back(writer.operands());
+  aligned_.push_back(writer.aligned());
+  std::vector<std::string>& users = used_by_[known->second];
+  const std::string before = unit.head < 0 ? "" : plan_.stages[static_cast<size_t>(unit.head)].name + ", ";
+  users.push_back(in_comment(before + stage.name + ": " + stage.origin));
+  std::string text;
+  for (size_t i = 0; i < users.size() && i < 4; ++i) text += "// " + users[i] + "\n";
+  if (users.size() > 4) text += "// and " + std::to_string(users.size() - 4) + " more\n";
+  const bool cuda = code_ == Code::cuda, groups = writer.by_groups() && plan_.target.name == "sm_90a";
+  by_groups_ = by_groups_ || groups;
+  const std::string &name = names_[known->second], &misaligned = misaligned_[known->second];
+  const std::string head_of_task = "([[maybe_unused]] Context context, Operands p) {\n";
+  // In a function that is called the assembler lets groups of warps multiply one instruction after the other.
+  text += (misaligned.empty() ? "" : "template <bool kAligned>\n") +
+          std::string(groups ? "ARK_LOOP "
+                      : cuda ? "__device__ __noinline__ "
+                             : "") +
+          "void " + name +
+          (cuda ? head_of_task +
+                      "  [[maybe_unused]] const int64_t begin = context.task().begin, end = context.task().end;\n"
+                : "([[maybe_unused]] const Context& context, char* const* p, [[maybe_unused]] int64_t begin, "
+                  "[[maybe_unused]] int64_t end) {\n") +
+          body + "}\n";
+  if (!misaligned.empty())  // where none do
+    text += "__device__ __noinline__ void " + misaligned + head_of_task + "  " + name + "<false>(context, p);\n}\n";
+  texts_[known->second] = text;
+}
+
+}  // namespace ark::compiler

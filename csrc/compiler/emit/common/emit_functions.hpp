@@ -1,0 +1,61 @@
+// The functions of a plan's stages as text, one for all stages that have the same; part of emit_cpu.cpp and
+// emit_cuda.cpp.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "compiler/emit/cpu/emit_cpu_function.hpp"
+#include "compiler/schedule/plan.hpp"
+
+namespace ark::compiler {
+
+class StageFunctions {
+ public:
+  // Throws Error(invalid_argument) for a stage that the target cannot run.
+  StageFunctions(const Plan& plan, Code code);
+
+  const std::vector<std::string>& texts() const { return texts_; }  // by function
+  const std::vector<std::string>& names() const { return names_; }
+  // What one run of a function does: unit s is stage s; behind those are stages whose tasks begin with another stage
+  // (Task::head).
+  struct Unit {
+    int head = -1, stage = -1;
+  };
+  const std::vector<Unit>& units() const { return units_; }
+  size_t unit_of(const Task& task) const;
+  size_t function_of(size_t unit) const { return function_of_[unit]; }
+  const std::vector<int>& operands(size_t unit) const { return operands_[unit]; }  // values; none if nobody runs it
+  int64_t scratch_bytes() const { return scratch_bytes_; }
+  // By function: what runs where an operand that shall be aligned begins at no multiple of 16 bytes; empty where none
+  // shall. The function itself is a template then, called as name<true>.
+  const std::vector<std::string>& misaligned() const { return misaligned_; }
+  bool aligned(size_t unit, size_t operand) const { return aligned_[unit][operand]; }  // whether it shall be
+  // Whether any has warps multiply in groups (kernels/cuda/loop/tile_group.cuh).
+  bool by_groups() const { return by_groups_; }
+
+ private:
+  void add(const Unit& unit);
+  void write(FunctionWriter& writer, const Stage& stage);
+  void write_head(FunctionWriter& writer, const Unit& unit);
+  static void write_appended(FunctionWriter& writer, const Stage& stage);
+
+  const Plan& plan_;
+  const Code code_;
+  std::map<std::string, size_t> known_;  // body -> function
+  std::vector<std::string> texts_, names_, misaligned_;
+  std::map<size_t, std::vector<std::string>> used_by_;  // function -> stages
+  std::vector<Unit> units_;
+  std::vector<size_t> function_of_;         // by unit
+  std::vector<std::vector<int>> operands_;  // by unit
+  std::vector<std::vector<bool>> aligned_;  // likewise, by operand
+  int64_t scratch_bytes_ = 0;
+  bool by_groups_ = false;
+};
+
+// One line of a comment: what others wrote (names, origins) must not end it.
+std::string in_comment(const std::string& text);
+
+}  // namespace ark::compiler

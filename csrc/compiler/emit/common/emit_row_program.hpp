@@ -1,0 +1,94 @@
+// How a row program becomes text, for both targets; part of emit_cpu_rows.cpp.
+//
+// Levels, and what each pass over a row must have: emit_row_levels.cpp. Text that both targets share, and the CPU's:
+// emit_cpu_rows.cpp. How a GPU's threads take a row: emit_cuda_rows.cpp.
+#pragma once
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "compiler/emit/cpu/emit_cpu_function.hpp"
+#include "compiler/emit/cpu/emit_cpu_nest.hpp"
+#include "compiler/emit/cpu/emit_cpu_ops.hpp"
+
+namespace ark::compiler {
+
+class RowEmitter {
+ public:
+  RowEmitter(FunctionWriter& to, const RowProgram& program)
+      : to_(to), code_(program.code), nest_(to, program), expressions_(to, program) {}
+
+  void emit();
+
+ private:
+  using Instruction = RowProgram::Instruction;
+  using Kind = Instruction::Kind;
+  using Registers = std::vector<bool>;
+
+  const Instruction& at(int i) const { return code_[static_cast<size_t>(i)]; }
+  int level(int i) const { return level_[static_cast<size_t>(i)]; }
+  int count() const { return static_cast<int>(code_.size()); }
+
+  // emit_row_levels.cpp.
+  void make_levels();
+  static bool has_registers(const Instruction& one);
+  bool number(int i) const;
+  bool stores_number(const Instruction& one) const;
+  Registers needed(int when, bool& any) const;
+  std::set<int> worth_keeping(int when, const Registers& need) const;
+
+  // emit_cpu_rows.cpp.
+  void open_rows();
+  void close_rows();
+  void define(int i, const std::string& expression);
+  std::string stored(const Instruction& one) const;
+  void numbers(int when);
+  void columns(int when);
+  void accumulator(int i);
+  std::string reduced_lanes(const Instruction& one) const;
+  void pass(const Registers& need, const std::set<int>& keep);
+  std::string place(const Instruction& one, const std::string& further = "");
+  bool passes_caches(const Instruction& one) const;
+  std::string fits(const Instruction& one, int i);
+  static std::string further(const Instruction& one, int i);
+  void column_instruction(int i, const std::set<int>& keep);
+  int64_t step(const Instruction& one) const { return RowNest::stride(one, nest_.vector()); }
+  const char* form(const Instruction& one) const { return step(one) == 1 ? "(" : "_strided("; }
+  std::string kept_turn(int i) const { return "k" + std::to_string(i) + "[turn]"; }
+  std::string kept(int i) const { return "k" + std::to_string(i) + " + " + nest_.kept_place(); }
+
+  // emit_cuda_rows.cpp.
+  void open_threads();
+  bool whole_columns() const;
+  // Whether a thread's columns are adjacent in what is loaded or stored, which then goes in one go.
+  bool is_run(const Instruction& one) const { return in_runs_ && one.args.size() < 2 && step(one) == 1; }
+  std::string run_of(const Instruction& one) { return nest_.base(one, false); }
+  void limit(std::set<int>& keep) const;
+  void load_early(int when, Registers& need) const;
+  void load_first(const Registers& need, std::set<int>& keep);
+  std::string loads_run(int i);
+  std::string load_element(const Instruction& one);
+  void kept_array(int i);
+  void pass_of_threads(const Registers& need, const std::set<int>& keep);
+  Registers poll_together(const Registers& need, const std::set<int>& keep);
+
+  FunctionWriter& to_;
+  const std::vector<Instruction>& code_;
+  RowNest nest_;
+  const RowExpressions expressions_;
+  static constexpr int kMostTurns = 8, kMostKept = 32;  // columns and registers of a thread
+  static constexpr size_t kShortProgram = 12;           // that may stand eight times in a text
+  static constexpr size_t kShortAmongPlaces = 8;        // the same where several indices say where an element lies
+  static constexpr int64_t kManyElements = 1 << 17;     // so many that tiles have more than there are threads
+  std::vector<int> level_;
+  int last_level_ = 0;
+  int turns_ = 0;         // of a GPU: columns a thread, where they are few
+  bool in_runs_ = false;  // and adjacent
+  bool seldom_ = false;   // in a branch that shall not need many registers
+  std::set<int> kept_;
+  std::map<int, std::string> polled_;  // loads of this pass that have come already
+};
+
+}  // namespace ark::compiler

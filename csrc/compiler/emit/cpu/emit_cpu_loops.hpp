@@ -1,0 +1,103 @@
+// Loops and addresses as text, for stages that a kernel of the device library serves.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "compiler/emit/cpu/emit_cpu_function.hpp"
+
+namespace ark::compiler {
+
+// Strides of a value's dimensions as broadcast to `shape`'s `rank` leading ones, aligned at the end of both.
+inline std::vector<int64_t> broadcast_strides(const Value& value, size_t behind, const Shape& shape) {
+  std::vector<int64_t> strides(shape.size(), 0);
+  const size_t leading = value.shape.size() - behind;
+  for (size_t i = 0; i < leading && i < shape.size(); ++i) {
+    const size_t from = leading - 1 - i, to = shape.size() - 1 - i;
+    strides[to] = value.shape[from] == 1 ? 0 : value.strides[from];
+  }
+  return strides;
+}
+
+// The stride of a dimension counted from the end; 0 where it is not there or broadcast.
+inline int64_t stride_from_end(const Value& value, size_t from_end) {
+  if (value.shape.size() < from_end) return 0;
+  const size_t d = value.shape.size() - from_end;
+  return value.shape[d] == 1 ? 0 : value.strides[d];
+}
+
+inline std::string number(int64_t value) {
+  return std::to_string(value);
+}
+
+inline std::string at(const std::string& pointer, const std::vector<std::string>& indices,
+                      const std::vector<int64_t>& strides) {
+  const std::string offset = cpp_offset(indices, strides);
+  return offset == "0" ? pointer : pointer + " + " + offset;
+}
+
+// The same of a matrix, for whichever of its lines are adjacent elements. `strides`: of its two dimensions. `moved`:
+// what it is moved by, of a batch.
+inline std::string aligned_lines(FunctionWriter& to, int matrix, std::array<int64_t, 2> strides,
+                                 std::vector<int64_t> moved) {
+  if (strides[0] != 1 && strides[1] != 1) return "false";
+  moved.push_back(strides[strides[0] == 1 ? 1 : 0]);
+  return to.aligned(matrix, moved);
+}
+
+// Loops over dimensions, of which one may be cut by tiles; those of length 1 become "0". `long_bodies`: registers are
+// rather for what is in the loops.
+class TextNest {
+ public:
+  TextNest(FunctionWriter& to, const Shape& shape, int axis, const std::string& prefix, bool long_bodies = false)
+      : to_(to) {
+    for (size_t d = 0; d < shape.size(); ++d) {
+      const bool cut = static_cast<int>(d) == axis;
+      if (shape[d] == 1 && !cut) {
+        names_.push_back("0");
+        continue;
+      }
+      const std::string name = prefix + number(static_cast<int64_t>(d));
+      names_.push_back(name);
+      const std::string past = !cut ? number(shape[d]) : long_bodies ? to_.tile_past(shape[d]) : to_.tile_end(shape[d]);
+      to_.open("for (int64_t " + name + " = " + (cut ? to_.tile_begin(shape[d]) : "0") + "; " + name + " < " + past +
+               "; ++" + name + ")");
+      ++open_;
+    }
+  }
+  const std::vector<std::string>& names() const { return names_; }
+  void close() {
+    for (; open_ > 0; --open_) to_.close();
+  }
+
+ private:
+  FunctionWriter& to_;
+  std::vector<std::string> names_;
+  int open_ = 0;
+};
+
+inline void check_index(FunctionWriter& to, const Value& index) {
+  if (is_floating(index.type) || index.type == ScalarType::boolean) to.refuse("its indices are no integers");
+}
+
+// Defines `index0` and so on, its number counted from the first, and leaves (by the statement `leave`) where dimension
+// `dim` of the table has no such element.
+inline std::string emit_index(FunctionWriter& to, const std::string& place, const Value& table, size_t dim,
+                              size_t first, bool wrap, const std::string& leave) {
+  const std::string which = number(static_cast<int64_t>(dim - first)), size = number(table.shape[dim]);
+  const std::string index = "index" + which, given = "given" + which;
+  to.line("const int64_t " + given + " = load_one(" + place + ");");
+  to.line("const int64_t " + index + " = " + (wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given +
+          ";");
+  to.line("if (!index_fits(context, " + index + ", " + size + ", " + given + ", " + number(static_cast<int64_t>(dim)) +
+          ")) " + leave + ";");
+  return index;
+}
+
+inline Shape slice(const Shape& shape, size_t from, size_t to) {
+  return Shape(shape.begin() + static_cast<int64_t>(from), shape.begin() + static_cast<int64_t>(to));
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,38 @@
+// Instructions of a row program as C++ expressions over lanes; part of emit_cpu_rows.cpp.
+#pragma once
+
+#include <string>
+
+#include "compiler/emit/cpu/emit_cpu_function.hpp"
+
+namespace ark::compiler {
+
+// "Floats", "Ints" or "Mask": what a register of the type is held in.
+const char* lanes_of(ScalarType type);
+
+class RowExpressions {
+ public:
+  RowExpressions(FunctionWriter& to, const RowProgram& program) : to_(to), code_(program.code) {}
+
+  // Refuses what there is no operator for.
+  void check(const RowProgram::Instruction& one) const;
+  // The register of instruction `arg` (a literal itself) as lanes of that kind.
+  std::string argument(int arg, const std::string& lanes) const;
+  // The operator of `one` applied to its arguments, rounded to its type.
+  std::string call(const RowProgram::Instruction& one) const;
+  static std::string rounded(const RowProgram::Instruction& one, const std::string& expression);
+  // Dear enough to be kept rather than computed again.
+  static bool expensive(const RowProgram::Instruction& one);
+  static std::string name(int i) { return "r" + std::to_string(i); }
+
+ private:
+  const RowProgram::Instruction& at(int i) const { return code_[static_cast<size_t>(i)]; }
+  Value literal(const RowProgram::Instruction& one) const;
+  const char* computed_lanes(const RowProgram::Instruction& one) const;
+  void known_power(const RowProgram::Instruction& one, const char* lanes, std::string& function, size_t& args) const;
+
+  FunctionWriter& to_;
+  const std::vector<RowProgram::Instruction>& code_;
+};
+
+}  // namespace ark::compiler

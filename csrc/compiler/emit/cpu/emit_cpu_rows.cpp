@@ -1,0 +1,212 @@
+// Row programs as loops: over rows, and within a row over columns, 16 at a time, once for each level of reductions.
+//
+// A number of the row is held in all lanes, so that the same functions serve both.
+#include "compiler/emit/common/emit_row_program.hpp"
+
+#include <algorithm>
+#include <map>
+
+namespace ark::compiler {
+
+void RowEmitter::emit() {
+  for (const Instruction& one : code_) expressions_.check(one);
+  make_levels();
+  open_rows();
+  for (int level = 0; level <= last_level_; ++level) {
+    numbers(level);
+    columns(level);
+  }
+  close_rows();
+}
+
+void RowEmitter::open_rows() {
+  if (to_.cuda()) return open_threads();
+  for (const RowLoop& loop : nest_.loops())
+    if (!loop.column) nest_.open(loop);
+}
+
+void RowEmitter::close_rows() {
+  if (to_.cuda()) {
+    if (nest_.has_numbers() || turns_ > 0) to_.close("});");
+    return;
+  }
+  for (const RowLoop& loop : nest_.loops())
+    if (!loop.column) to_.close();
+  if (std::any_of(code_.begin(), code_.end(), [&](const Instruction& one) { return passes_caches(one); }))
+    to_.line("end_stores_past();");
+}
+
+// Of a CPU: a store that leaves all caches alone.
+bool RowEmitter::passes_caches(const Instruction& one) const {
+  if (to_.cuda() || one.kind != Kind::store || one.args.size() > 1 || step(one) != 1) return false;
+  const CachePolicy policy = to_.cache_of(one.value, true);
+  return policy == CachePolicy::no_allocate || policy == CachePolicy::evict_first;
+}
+
+void RowEmitter::define(int i, const std::string& expression) {
+  to_.line(std::string("const ") + lanes_of(at(i).type) + " " + RowExpressions::name(i) + " = " + expression + ";");
+}
+
+// The register that a store takes, as its value's type is held.
+std::string RowEmitter::stored(const Instruction& one) const {
+  return expressions_.argument(one.args.at(0), lanes_of(to_.value(one.value).type));
+}
+
+// Numbers of the row that are known once the reductions below `when` are.
+void RowEmitter::numbers(int when) {
+  if (!nest_.has_numbers()) return;
+  for (int i = 0; i < count(); ++i) {
+    const Instruction& one = at(i);
+    if (level(i) != when) continue;
+    if (one.kind == Kind::reduce) {
+      std::string result = "s" + std::to_string(i) + ".result()";
+      if (one.name == "mean") result += " / " + std::to_string(nest_.columns()) + ".0f";
+      define(i, RowExpressions::rounded(one, result));
+    } else if (one.kind == Kind::store && stores_number(one)) {
+      if (to_.cuda())
+        to_.line("if (Group::rank() == 0) store_one(" + nest_.base(one, false) + ", " + stored(one) + ");");
+      else
+        to_.line("store_one(" + nest_.base(one, false) + ", one(" + stored(one) + "));");
+    } else if (one.scalar && one.kind == Kind::load) {
+      define(i, "splat(load_one(" + nest_.base(one, false) + "))");
+    } else if (one.scalar && one.kind == Kind::index) {
+      define(i, nest_.position(one.args.at(0)));
+    } else if (one.scalar && one.kind == Kind::op) {
+      define(i, expressions_.call(one));
+    }
+  }
+}
+
+// One pass over the row's columns.
+void RowEmitter::columns(int when) {
+  bool any = false;
+  Registers need = needed(when, any);
+  if (!any) return;
+  Registers early = need;
+  if (to_.cuda()) load_early(when, early);
+  std::set<int> keep = worth_keeping(when, early);
+  if (to_.cuda()) load_first(early, keep);
+  for (int i = 0; i < count(); ++i)
+    if (kept_.count(i) == 0) need[static_cast<size_t>(i)] = early[static_cast<size_t>(i)];
+  for (const int i : keep) {
+    if (to_.cuda())
+      kept_array(i);
+    else
+      to_.line("float* const k" + std::to_string(i) + " = reinterpret_cast<float*>(" +
+               to_.scratch_at(to_.scratch(nest_.columns() * 4)) + ");");
+  }
+  for (int i = 0; i < count(); ++i)
+    if (need[static_cast<size_t>(i)] && at(i).kind == Kind::reduce) accumulator(i);
+  if (to_.cuda()) {
+    pass_of_threads(need, keep);
+    kept_.insert(keep.begin(), keep.end());
+    return;
+  }
+  for (const RowLoop& loop : nest_.loops())
+    if (loop.column && !nest_.is_vector(loop)) nest_.open(loop);
+  pass(need, keep);
+  for (const RowLoop& loop : nest_.loops())
+    if (loop.column && !nest_.is_vector(loop)) to_.close();
+  kept_.insert(keep.begin(), keep.end());
+}
+
+void RowEmitter::accumulator(int i) {
+  const Instruction& one = at(i);
+  static const std::map<std::string, const char*> kinds = {{"sum", "Sum"},       {"mean", "Sum"},
+                                                           {"amax", "Greatest"}, {"any", "Greatest"},
+                                                           {"amin", "Least"},    {"argmax", "WhereGreatest"}};
+  const auto kind = kinds.find(one.name);
+  if (kind == kinds.end()) to_.refuse("it has no reduction " + one.name);
+  to_.line(std::string(kind->second) + "<" + reduced_lanes(one) + (to_.cuda() ? ", Group> s" : "> s") +
+           std::to_string(i) + ";");
+}
+
+std::string RowEmitter::reduced_lanes(const Instruction& one) const {
+  if (one.name == "any") return "Mask";
+  if (one.name != "argmax") return lanes_of(one.type);
+  const ScalarType type = at(one.args.at(0)).type;
+  return type == ScalarType::boolean ? "Ints" : lanes_of(type);
+}
+
+// Numbers that do not change along the vector's dimension are loaded before its loop.
+void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
+  for (int i = 0; i < count(); ++i)
+    if (need[static_cast<size_t>(i)] && kept_.count(i) == 0 && at(i).kind == Kind::load && step(at(i)) == 0)
+      define(i, "splat(load_one(" + nest_.base(at(i), true) + "))");
+  const RowLoop& vector = nest_.vector();
+  to_.open("for_columns(" + vector.begin + ", " + vector.end + ", [&](int64_t " + vector.name +
+           ", auto lanes) ARK_BODY");
+  for (int i = 0; i < count(); ++i)
+    if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
+  to_.close("});");
+}
+
+// Where 16 columns lie, and behind it how far apart they are, unless adjacent.
+std::string RowEmitter::place(const Instruction& one, const std::string& further) {
+  const std::string begin = nest_.base(one, true) + further + " + " + nest_.vector().name;
+  return step(one) == 1 ? begin : begin + " * " + std::to_string(step(one)) + ", " + std::to_string(step(one));
+}
+
+// Of a store through an index: what opens it where there is such an element, and how much further that is.
+std::string RowEmitter::fits(const Instruction& one, int i) {
+  const std::string given = "given" + std::to_string(i), size = std::to_string(one.through.size);
+  const std::string index = RowExpressions::name(one.args[1]);
+  to_.line("const int64_t " + given + " = " + (to_.cuda() ? index : "one(" + index + ")") + ";");
+  to_.line("const int64_t index" + std::to_string(i) + " = " +
+           (one.through.wrap ? given + " < 0 ? " + given + " + " + size + " : " : "") + given + ";");
+  return "if (index_fits(context, index" + std::to_string(i) + ", " + size + ", " + given + ", " +
+         std::to_string(one.through.dim) + "))";
+}
+
+std::string RowEmitter::further(const Instruction& one, int i) {
+  return one.args.size() > 1 ? " + " + cpp_offset({"index" + std::to_string(i)}, {one.through.stride}) : "";
+}
+
+void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
+  const Instruction& one = at(i);
+  if (kept_.count(i) != 0) return define(i, to_.cuda() ? kept_turn(i) : "load(" + kept(i) + ", lanes)");
+  switch (one.kind) {
+    case Kind::load:
+      if (polled_.count(i) != 0)
+        define(i, polled_.at(i));
+      else if (to_.cuda())
+        define(i, load_element(one));
+      else if (step(one) != 0)
+        define(i, std::string("load") + form(one) + place(one) + ", lanes)");
+      break;
+    case Kind::index: define(i, nest_.position(one.args.at(0))); break;
+    case Kind::op: define(i, expressions_.call(one)); break;
+    case Kind::reduce: {
+      std::string where = one.name == "argmax" ? ", " + nest_.flat_column() : "";
+      if (!to_.cuda()) where += std::string(where.empty() ? "" : " + kIota") + ", lanes";
+      to_.line("s" + std::to_string(i) + ".add(" + expressions_.argument(one.args.at(0), reduced_lanes(one)) + where +
+               ");");
+      break;
+    }
+    case Kind::store:
+      if (is_run(one)) {
+        to_.line("o" + std::to_string(i) + "[turn] = " + stored(one) + ";");
+        break;
+      }
+      if (one.args.size() > 1) to_.open(fits(one, i));
+      if (to_.cuda())
+        to_.line("store_one(" + nest_.base(one, true) + further(one, i) + ", " + stored(one) + ");");
+      else
+        to_.line((passes_caches(one) ? "store_past(" : std::string("store") + form(one)) + place(one, further(one, i)) +
+                 ", " + stored(one) + ", lanes);");
+      if (one.args.size() > 1) to_.close();
+      break;
+    case Kind::literal: break;
+  }
+  if (keep.count(i) == 0) return;
+  if (to_.cuda())
+    to_.line(kept_turn(i) + " = " + RowExpressions::name(i) + ";");
+  else
+    to_.line("store(" + kept(i) + ", " + RowExpressions::name(i) + ", lanes);");
+}
+
+void emit_rows(FunctionWriter& to, const RowProgram& program) {
+  RowEmitter(to, program).emit();
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,205 @@
+// Stages that the device library has a kernel for: matrix products, collectives. The text binds shapes and strides as
+// constants, walks the batch dimensions, and takes the tile's part.
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "compiler/emit/cpu/emit_cpu_loops.hpp"
+#include "compiler/emit/cpu/emit_cpu_ops.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+// An operand of one row, column or element of depth may have any stride there.
+int64_t stride(const Value& value, size_t from_end, int64_t otherwise) {
+  return value.shape[value.shape.size() - from_end] == 1 ? otherwise : value.strides[value.shape.size() - from_end];
+}
+
+// Flags of a and of b.
+std::array<std::string, 2> aligned_operands(FunctionWriter& to, const MatmulStage& matmul) {
+  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
+  const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
+  return {aligned_lines(to, matmul.a, {stride(a, 2, 0), stride(a, 1, 1)}, broadcast_strides(a, 2, batch)),
+          aligned_lines(to, matmul.b, {stride(b, 2, 1), stride(b, 1, 1)}, broadcast_strides(b, 2, batch))};
+}
+
+}  // namespace
+
+std::string product_shape(FunctionWriter& to, const MatmulStage& matmul) {
+  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
+  int64_t bias_row = 0, bias_column = 0;
+  if (matmul.bias >= 0) {
+    bias_row = stride_from_end(to.value(matmul.bias), 2);
+    bias_column = stride_from_end(to.value(matmul.bias), 1);
+  }
+  std::string aligned;
+  if (to.cuda()) {
+    const auto [of_a, of_b] = aligned_operands(to, matmul);
+    aligned = ",\n                      .a_aligned = " + of_a + ", .b_aligned = " + of_b +
+              ", .b_cache = " + to.cache_text(matmul.b);
+  }
+  return "{.depth = " + number(matmul.k) + ", .a_row = " + number(stride(a, 2, 0)) +
+         ", .a_depth = " + number(stride(a, 1, 1)) + ", .b_depth = " + number(stride(b, 2, 1)) +
+         ", .b_column = " + number(stride(b, 1, 1)) +
+         ",\n                      .out_row = " + number(stride(out, 2, 0)) +
+         ", .out_column = " + number(stride(out, 1, 1)) + ", .bias_row = " + number(bias_row) +
+         ", .bias_column = " + number(bias_column) + aligned + "}";
+}
+
+namespace {
+
+// The erf that instruction `i` adds 1 to and nobody else reads, as GELU does; -1: it does not.
+int erf_beside_one(const FunctionWriter& to, const std::vector<RowProgram::Instruction>& code, size_t i) {
+  using Kind = RowProgram::Instruction::Kind;
+  const auto is_one = [&](int arg) {
+    const RowProgram::Instruction& one = code[static_cast<size_t>(arg)];
+    return one.kind == Kind::literal && to.value(one.value).literal == 1;
+  };
+  const auto is_erf = [&](int arg) {
+    const RowProgram::Instruction& one = code[static_cast<size_t>(arg)];
+    size_t uses = 0;
+    for (const auto& other : code) uses += static_cast<size_t>(std::ranges::count(other.args, arg));
+    return one.kind == Kind::op && one.name == "erf" && one.type == ScalarType::f32 && uses == 1;
+  };
+  if (code[i].kind != Kind::op || code[i].name != "add") return -1;
+  const int a = code[i].args.at(0), b = code[i].args.at(1);
+  return is_erf(a) && is_one(b) ? a : is_erf(b) && is_one(a) ? b : -1;
+}
+
+// A function of a sum with its bias, which gives what is stored.
+void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
+  using Kind = RowProgram::Instruction::Kind;
+  RowProgram program;
+  program.code = matmul.finish;
+  const RowExpressions expressions(to, program);
+  const bool halves = size_of(to.value(matmul.out).type) == 2;
+  std::vector<int> erfs(program.code.size(), -1);  // what an addition of 1 computes itself
+  for (size_t i = 0; i < erfs.size() && halves; ++i) erfs[i] = erf_beside_one(to, program.code, i);
+  to.open("const auto finish = [](float sum)");
+  for (size_t i = 0; i < program.code.size(); ++i) {
+    const RowProgram::Instruction& one = program.code[i];
+    expressions.check(one);
+    if (std::ranges::count(erfs, static_cast<int>(i)) > 0) continue;
+    std::string expression;
+    if (one.kind == Kind::load) {
+      expression = RowExpressions::rounded(one, "sum");
+    } else if (erfs[i] >= 0) {
+      const int of = program.code[static_cast<size_t>(erfs[i])].args.at(0);
+      expression = RowExpressions::rounded(one, "one_plus_erf_for_halves(" + expressions.argument(of, "Floats") + ")");
+    } else if (one.kind == Kind::op) {
+      expression = expressions.call(one);
+    } else if (one.kind == Kind::store) {
+      to.line("return " + expressions.argument(one.args.at(0), "Floats") + ";");
+    }
+    if (!expression.empty())
+      to.line(std::string("const ") + lanes_of(one.type) + " " + RowExpressions::name(static_cast<int>(i)) + " = " +
+              expression + ";");
+  }
+  to.close("};");
+}
+
+}  // namespace
+
+void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
+  const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
+  for (const int one : {matmul.a, matmul.b, matmul.out})
+    if (!is_floating(to.value(one).type))
+      to.refuse("it multiplies matrices of " + std::string(name_of(to.value(one).type)));
+  const Shape batch = slice(out.shape, 0, out.shape.size() - 2);
+  const auto a_batch = broadcast_strides(a, 2, batch), b_batch = broadcast_strides(b, 2, batch),
+             out_batch = broadcast_strides(out, 2, batch);
+
+  using Axis = MatmulStage::Axis;
+  std::string r0 = "0", r1 = number(matmul.m), c0 = "0", c1 = number(matmul.n);
+  if (matmul.axis == Axis::rows) r0 = to.tile_begin(matmul.m), r1 = to.tile_end(matmul.m);
+  if (matmul.axis == Axis::columns) c0 = to.tile_begin(matmul.n), c1 = to.tile_end(matmul.n);
+
+  TextNest nest(to, batch, matmul.axis == Axis::batch ? to.axis_of(matmul.out, true) : -1, "b", true);
+  const std::vector<std::string>& indices = nest.names();
+  // In a loop each is asked for anew, for its place alone to be in registers.
+  const bool loops = to.cuda() && std::ranges::any_of(indices, [](const std::string& one) { return one != "0"; });
+  const auto place = [&](int value, bool write, const std::vector<int64_t>& strides) {
+    return loops ? "now(" + at(to.pointer_later(value, write), indices, strides) + ")"
+                 : at(to.pointer(value, write), indices, strides);
+  };
+  const std::string a_at = place(matmul.a, false, a_batch);
+  const std::string b_at = place(matmul.b, false, b_batch);
+  const std::string out_at = place(matmul.out, true, out_batch);
+  std::string bias_at = "static_cast<const NoBias*>(nullptr)";
+  if (matmul.bias >= 0) {
+    const Value& bias = to.value(matmul.bias);
+    std::vector<int64_t> bias_batch(batch.size(), 0);
+    if (bias.shape.size() > 2) bias_batch = broadcast_strides(bias, 2, batch);
+    bias_at = place(matmul.bias, false, bias_batch);
+  }
+  to.line("constexpr Product s" + product_shape(to, matmul) + ";");
+  if (!matmul.finish.empty()) {
+    if (!to.cuda()) to.refuse("a product that is finished as it is made");
+    define_finish(to, matmul);
+    to.line("const auto finished = finished_by(" + bias_at + ", finish);");
+    bias_at = "&finished";
+  }
+  const std::string most = "product<" + number(matmul.m);
+  const std::string operands =
+      a_at + ", " + b_at + ", " + out_at + ", " + bias_at + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
+  if (to.cuda()) {
+    // Strides choose among kernels.
+    std::string tile;
+    if (matmul.tile_columns > 0) {
+      tile = ", " + number(matmul.tile_rows) + ", " + number(matmul.tile_columns);
+      if (size_of(a.type) == 2 && std::ranges::count(aligned_operands(to, matmul), "false") == 0)
+        to.multiply_by_groups();
+    }
+    to.line(most + ", s" + tile + ">(" + operands + ");");
+  } else {
+    // kRowBlock of matmul.hpp is at most 48 rows.
+    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 15) / 16 * 16) * 4);
+    to.line(most + ">(s, " + operands + ", " + to.scratch_at(scratch) + ");");
+  }
+  nest.close();
+}
+
+namespace {
+
+// Behind the operands stand the place of the packets and the collective's number.
+void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const std::string& input,
+                   const std::string& output) {
+  if (collective.ranks == 0) to.refuse("the size of its group is not known");
+  const Node& node = to.graph().nodes()[static_cast<size_t>(to.stage().node)];
+  const bool reduces = node.attributes.count("reduce_op") != 0;
+  const int64_t size = size_of(to.value(collective.input).type);
+  const char* type = "boolean";  // of DType in cuda/dtype.cuh
+  switch (to.value(collective.input).type) {
+    case ScalarType::f32: type = "f32"; break;
+    case ScalarType::bf16: type = "bf16"; break;
+    case ScalarType::f16: type = "f16"; break;
+    case ScalarType::i64: type = "i64"; break;
+    case ScalarType::i32: type = "i32"; break;
+    case ScalarType::boolean: break;
+  }
+  const auto bytes = [&](const char* elements) {
+    return std::string(elements) + (size == 1 ? "" : " * " + number(size));
+  };
+  const auto operands = static_cast<int64_t>(to.operands().size());
+  to.line("exchange<Exchange::" + node.op + ", ark::device::DType::" + type + ", ark::device::ReduceOp::" +
+          (reduces ? node.text("reduce_op") : "sum") + ", " + number(collective.ranks) + ">(context, " + input + ", " +
+          output + ", p[" + number(operands) + "], p[" + number(operands + 1) + "], " + number(collective.half) + ", " +
+          number(to.stage().extent * size) + ", " + bytes("begin") + ", " + bytes("end") + ");");
+}
+
+}  // namespace
+
+void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+  const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
+  if (to.cuda()) return emit_exchange(to, collective, input, output);
+  to.line("collective(context, " + number(to.stage().node) + ", " + input + ", " + output + ");");
+}
+
+void emit_stop(FunctionWriter& to, const StopStage& stop) {
+  to.line(std::string("if (load_one(") + to.pointer(stop.value, false) + ") != 0) *" +
+          (to.cuda() ? "worker()" : "context") + ".stop = true;");
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,182 @@
+// How the threads of a GPU take the rows of a row program.
+//
+// A row is a warp's or the whole block's, its columns are spread over the threads, each in the same place in every
+// pass. Where a thread's columns are few the first pass loads what all of them need, and it stays in registers; they
+// are adjacent, if their number allows it, and go in one go (cuda/loop/runs.cuh). Arrays of them begin as zeros: where
+// a thread has no column, what is never set would be a register that the assembler keeps through the whole kernel.
+// Where nothing is reduced a tile is one row, of which a thread takes one or a few elements at a time.
+#include "compiler/emit/common/emit_row_program.hpp"
+
+#include <algorithm>
+
+namespace ark::compiler {
+
+void RowEmitter::open_threads() {
+  if (!nest_.has_numbers()) {
+    if (nest_.rows() * nest_.columns() < kManyElements) return;
+    turns_ = code_.size() <= (nest_.loops().size() == 1 ? kShortProgram : kShortAmongPlaces) ? 8 : 4;
+    return to_.open("for_blocks<" + std::to_string(turns_) + ">(" + nest_.count(true) +
+                    ", [&](int64_t first, int64_t past)");
+  }
+  // By shape alone: the order of a sum must not depend on the tile.
+  const bool narrow = nest_.columns() <= 64 || (nest_.columns() <= 1024 && nest_.rows() >= 2048);
+  const bool several = nest_.columns() <= 1024 && nest_.rows() >= 256;  // of a tile, most likely
+  const int64_t threads = narrow ? 32 : several ? 128 : 512;            // of cuda/loop/group.cuh
+  const int64_t turns = (nest_.columns() + threads - 1) / threads;
+  turns_ = turns <= kMostTurns ? static_cast<int>(turns) : 0;
+  in_runs_ = turns_ > 1 && (turns_ & (turns_ - 1)) == 0 && nest_.columns() % turns_ == 0 && whole_columns();
+  const std::string warps =
+      to_.first_thread() == 0 ? "Warp" : "WarpFrom<" + std::to_string(to_.first_thread() / 32) + ">";
+  to_.line("using Group = " + (narrow ? warps : several ? "Warps4" : "Block") + ";");
+  to_.open("for_rows<Group>(" + nest_.count(false) + ", [&]([[maybe_unused]] int64_t row)");
+  nest_.take_apart("row", false);
+}
+
+// One dimension, that tiles do not cut.
+bool RowEmitter::whole_columns() const {
+  return std::none_of(nest_.loops().begin(), nest_.loops().end(),
+                      [&](const RowLoop& loop) { return loop.column && (loop.tiled || &loop != &nest_.vector()); });
+}
+
+// As many as a thread has registers for, the first ones.
+void RowEmitter::limit(std::set<int>& keep) const {
+  int left = kMostKept;
+  for (auto one = keep.begin(); one != keep.end();) {
+    left -= turns_ * (at(*one).type == ScalarType::i64 ? 2 : 1);
+    one = left < 0 ? keep.erase(one) : std::next(one);
+  }
+}
+
+// Of a GPU's first pass: also what later ones load.
+void RowEmitter::load_early(int when, Registers& need) const {
+  if (turns_ == 0 || !kept_.empty()) return;
+  for (int later = when + 1; later <= last_level_; ++later) {
+    bool any = false;
+    const Registers again = needed(later, any);
+    for (int i = 0; i < count(); ++i)
+      if (any && again[static_cast<size_t>(i)] && at(i).kind == Kind::load) need[static_cast<size_t>(i)] = true;
+  }
+}
+
+// What a pass of a GPU's threads stores no load of it sees (stage.hpp), but the compiler has to think so: where there
+// are stores, loads stand in a pass of their own before it, so that all of them are under way together. So do runs.
+void RowEmitter::load_first(const Registers& need, std::set<int>& keep) {
+  const auto in_pass = [&](int i, Kind kind) { return need[static_cast<size_t>(i)] && at(i).kind == kind; };
+  bool stores = in_runs_;
+  for (int i = 0; i < count(); ++i) stores = stores || in_pass(i, Kind::store);
+  if (!stores || turns_ == 0 || !kept_.empty()) return;
+  for (int i = 0; i < count(); ++i)
+    if (in_pass(i, Kind::load) && !number(i)) keep.insert(i);
+  limit(keep);
+  std::set<int> loads;
+  for (const int i : keep)
+    if (at(i).kind == Kind::load) loads.insert(i);
+  if (loads.empty()) return;
+  for (const int i : loads) kept_array(i);
+  Registers only(code_.size(), false), others = only;
+  std::string aligned;
+  for (const int i : loads) {
+    const bool run = is_run(at(i)), polled = run && to_.is_polled(at(i).value);
+    only[static_cast<size_t>(i)] = !polled;
+    others[static_cast<size_t>(i)] = !run;
+    if (run && !polled)
+      aligned += (aligned.empty() ? "" : " && ") + ("run_fits<" + std::to_string(turns_)) + ">(" + run_of(at(i)) + ")";
+  }
+  const auto load_runs = [&](bool polled) {
+    for (const int i : loads)
+      if (is_run(at(i)) && to_.is_polled(at(i).value) == polled) to_.line(loads_run(i));
+  };
+  const bool any_other = std::find(others.begin(), others.end(), true) != others.end();
+  if (aligned.empty()) {
+    if (any_other) pass_of_threads(others, loads);
+  } else {  // of one kind or the other, or each load would be waited for before the next
+    to_.open("if (" + aligned + ")");
+    load_runs(false);
+    if (any_other) pass_of_threads(others, loads);
+    to_.close();
+    to_.open("else");
+    to_.line("seldom();");
+    seldom_ = true;
+    pass_of_threads(only, loads);
+    seldom_ = false;
+    to_.close();
+  }
+  load_runs(true);  // behind a poll nothing is asked for until it has ended
+  kept_.insert(loads.begin(), loads.end());
+  for (const int i : loads) keep.erase(i);
+}
+
+// Of a load whose run fits, into its array.
+std::string RowEmitter::loads_run(int i) {
+  const Instruction& one = at(i);
+  const std::string turns = std::to_string(turns_), into = "(k" + std::to_string(i) + ", " + run_of(one);
+  if (one.parts.count == 1) return "load_run<Group, " + turns + ">" + into + ", " + nest_.count(true) + ");";
+  return "load_run_of_parts<Group, " + turns + ", " + std::to_string(one.parts.count) + ">" + into + ", " +
+         std::to_string(one.parts.apart) + ", " + nest_.count(true) + ", [](float sum) { return " +
+         RowExpressions::rounded(one, "sum") + "; });";
+}
+
+// A column's element.
+std::string RowEmitter::load_element(const Instruction& one) {
+  if (one.parts.count == 1) return "load_one(" + nest_.base(one, true) + ")";
+  return RowExpressions::rounded(one, "load_parts<" + std::to_string(one.parts.count) + (seldom_ ? ", false" : "") +
+                                          ">(" + nest_.base(one, true) + ", " + std::to_string(one.parts.apart) + ")");
+}
+
+void RowEmitter::kept_array(int i) {
+  to_.line(std::string(lanes_of(at(i).type)) + " k" + std::to_string(i) + "[" + std::to_string(turns_) + "] = {};");
+}
+
+void RowEmitter::pass_of_threads(const Registers& need, const std::set<int>& keep) {
+  const bool turns = turns_ > 0;
+  const std::string many = "<" + std::to_string(turns_) + ">(first, past";
+  const std::string by_columns = in_runs_ ? "for_runs" : "for_columns";
+  const std::string elements =
+      to_.first_thread() == 0 ? "for_elements(" : "for_elements<" + std::to_string(to_.first_thread()) + ">(";
+  const std::string over = !nest_.has_numbers() ? (turns ? "for_turns" + many : elements + nest_.count(true))
+                           : turns ? by_columns + "<Group, " + std::to_string(turns_) + ">(" + nest_.count(true)
+                                   : "for_columns<Group>(" + nest_.count(true);
+  std::vector<int> runs;  // stored behind the pass
+  for (int i = 0; i < count(); ++i)
+    if (need[static_cast<size_t>(i)] && at(i).kind == Kind::store && is_run(at(i))) runs.push_back(i);
+  for (const int i : runs)
+    to_.line(std::string(lanes_of(to_.value(at(i).value).type)) + " o" + std::to_string(i) + "[" +
+             std::to_string(turns_) + "] = {};");
+  to_.open(over + ", [&]([[maybe_unused]] int64_t column" + (turns ? ", [[maybe_unused]] int turn)" : ")"));
+  nest_.take_apart("column", true);
+  const Registers rest = poll_together(need, keep);
+  for (int i = 0; i < count(); ++i)
+    if (rest[static_cast<size_t>(i)]) column_instruction(i, keep);
+  to_.close("});");
+  for (const int i : runs)
+    to_.line("store_run<Group, " + std::to_string(turns_) + ">(" + run_of(at(i)) + ", o" + std::to_string(i) + ", " +
+             nest_.count(true) + ");");
+}
+
+// Where some of what a pass loads are packets: all of it, packets last, and all of those at once. The rest is left.
+RowEmitter::Registers RowEmitter::poll_together(const Registers& need, const std::set<int>& keep) {
+  Registers rest = need;
+  std::string from;
+  polled_.clear();
+  for (int i = 0; i < count(); ++i) {
+    if (!need[static_cast<size_t>(i)] || kept_.count(i) != 0 || at(i).kind != Kind::load || !to_.is_polled(at(i).value))
+      continue;
+    polled_.emplace(i, "polled[" + std::to_string(polled_.size()) + "]");
+    from += ", " + nest_.base(at(i), true);
+  }
+  if (polled_.empty()) return rest;
+  for (const bool polled : {false, true}) {
+    if (polled) {
+      to_.line("Floats polled[" + std::to_string(polled_.size()) + "];");
+      to_.line("poll_each(polled" + from + ");");
+    }
+    for (int i = 0; i < count(); ++i) {
+      if (!need[static_cast<size_t>(i)] || at(i).kind != Kind::load || (polled_.count(i) != 0) != polled) continue;
+      column_instruction(i, keep);
+      rest[static_cast<size_t>(i)] = false;
+    }
+  }
+  return rest;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,176 @@
+// Nodes to stages. In program order each row node joins the groups that made its operands, where draft_rows() takes
+// them together and no cycle of groups comes about; every other node is a group of its own. Then groups are put in an
+// order in which each comes after all that it depends on, as near to program order as that allows.
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <queue>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "compiler/fuse/fuse_dependencies.hpp"
+#include "compiler/fuse/fuse_rows.hpp"
+#include "compiler/fuse/fuse_single.hpp"
+#include "compiler/graph/graph_check.hpp"
+#include "compiler/graph/stage.hpp"
+#include "compiler/passes/scatter_fusion.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr size_t kMostNodes = 128;  // of a stage: what is longer is no layer, and drafts are tried over and over
+
+// Loads and stores; several of one value are counted several times.
+int operands_of(const RowDraft& draft) {
+  return static_cast<int>(std::count_if(draft.items.begin(), draft.items.end(), [](const RowDraft::Item& item) {
+    using Kind = RowProgram::Instruction::Kind;
+    return item.kind == Kind::load || item.kind == Kind::store;
+  }));
+}
+
+class Grouper {
+ public:
+  Grouper(const Graph& graph, const Dependencies& dependencies)
+      : graph_(graph), dependencies_(dependencies), group_of_(graph.nodes().size(), -1) {}
+
+  // Nodes of each group, rising; groups in a valid order. Groups of dead nodes are left out.
+  std::vector<std::vector<int>> group() {
+    for (size_t n = 0; n < graph_.nodes().size(); ++n) {
+      if (dependencies_.live[n]) add(static_cast<int>(n));
+    }
+    return ordered();
+  }
+
+ private:
+  void add(int node) {
+    const int own = static_cast<int>(groups_.size());
+    groups_.push_back({node});
+    before_.emplace_back();
+    group_of_[node] = own;
+    for (const auto& edge : dependencies_.before[node]) {
+      if (dependencies_.live[edge.node]) before_[own].push_back(group_of_[edge.node]);
+    }
+    if (!is_row_node(graph_.nodes()[node])) return;
+    std::vector<int> makers;
+    for (const auto& edge : dependencies_.before[node]) {
+      if (edge.value && is_row_node(graph_.nodes()[edge.node])) makers.push_back(edge.node);
+    }
+    std::sort(makers.rbegin(), makers.rend());
+    // Those that made parts of one operand only together; others one by one.
+    std::map<int, std::set<int>> by_buffer;
+    for (int maker : makers) {
+      const int buffer = graph_.values()[graph_.nodes()[maker].outputs[0]].buffer;
+      by_buffer[buffer].insert(group_of_[maker]);
+    }
+    for (auto& [buffer, groups] : by_buffer) {
+      groups.insert(own);
+      if (groups.size() > 2) try_merge(groups);
+    }
+    for (int maker : makers) try_merge({group_of_[maker], group_of_[node]});
+  }
+
+  // Whether one of the groups comes after another one by way of a group that is none of them.
+  bool reaches_around(const std::set<int>& merged) const {
+    std::vector<bool> seen(groups_.size(), false);
+    std::vector<int> stack;
+    const auto visit = [&](int group) {
+      if (!seen[group]) stack.push_back(group);
+      seen[group] = true;
+    };
+    for (int group : merged) {
+      for (int earlier : before_[group]) {
+        if (merged.count(earlier) == 0) visit(earlier);
+      }
+    }
+    while (!stack.empty()) {
+      const int group = stack.back();
+      stack.pop_back();
+      if (merged.count(group) > 0) return true;
+      for (int earlier : before_[group]) visit(earlier);
+    }
+    return false;
+  }
+
+  void try_merge(const std::set<int>& merged) {
+    std::vector<int> nodes;
+    for (int group : merged) nodes.insert(nodes.end(), groups_[group].begin(), groups_[group].end());
+    if (merged.size() < 2 || nodes.size() > kMostNodes || reaches_around(merged)) return;
+    std::sort(nodes.begin(), nodes.end());
+    const auto draft = draft_rows(graph_, dependencies_, nodes);
+    if (!draft || operands_of(*draft) > kMostOperands) return;
+    const int into = *merged.begin();
+    for (int node : nodes) group_of_[node] = into;
+    std::set<int> before;
+    for (int group : merged) {
+      for (int earlier : before_[group]) {
+        if (merged.count(earlier) == 0) before.insert(earlier);
+      }
+      groups_[group].clear();
+      before_[group].clear();
+    }
+    groups_[into] = std::move(nodes);
+    before_[into].assign(before.begin(), before.end());
+    for (auto& list : before_) {
+      for (int& group : list) {
+        if (merged.count(group) > 0) group = into;
+      }
+    }
+  }
+
+  std::vector<std::vector<int>> ordered() {
+    std::vector<std::vector<int>> after(groups_.size());
+    std::vector<int> waits(groups_.size(), 0);
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      auto& before = before_[g];
+      std::sort(before.begin(), before.end());
+      before.erase(std::unique(before.begin(), before.end()), before.end());
+      for (int earlier : before) {
+        after[earlier].push_back(static_cast<int>(g));
+        ++waits[g];
+      }
+    }
+    using Entry = std::pair<int, int>;  // first node, group
+    std::priority_queue<Entry, std::vector<Entry>, std::greater<>> ready;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      if (waits[g] == 0 && !groups_[g].empty()) ready.emplace(groups_[g].front(), static_cast<int>(g));
+    }
+    std::vector<std::vector<int>> result;
+    while (!ready.empty()) {
+      const int group = ready.top().second;
+      ready.pop();
+      result.push_back(groups_[group]);
+      for (int next : after[group]) {
+        if (--waits[next] == 0) ready.emplace(groups_[next].front(), next);
+      }
+    }
+    return result;
+  }
+
+  const Graph& graph_;
+  const Dependencies& dependencies_;
+  std::vector<std::vector<int>> groups_;
+  std::vector<std::vector<int>> before_;  // groups that a group depends on
+  std::vector<int> group_of_;             // by node
+};
+
+}  // namespace
+
+std::vector<Stage> make_stages(Graph& graph) {
+  graph.check();
+  const Dependencies dependencies = find_dependencies(graph);
+  std::vector<Stage> stages;
+  for (const auto& nodes : Grouper(graph, dependencies).group()) {
+    if (!is_row_node(graph.nodes()[nodes.front()])) {
+      stages.push_back(single_stage(graph, nodes.front()));
+      continue;
+    }
+    const auto draft = draft_rows(graph, dependencies, nodes);
+    if (!draft) fail_node(graph.nodes()[nodes.front()], "cannot be computed row by row");
+    stages.push_back(finish_rows(graph, *draft));
+  }
+  return fuse_scatters(graph, std::move(stages));
+}
+
+}  // namespace ark::compiler

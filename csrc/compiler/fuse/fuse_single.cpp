@@ -1,0 +1,88 @@
+// Stages of one node: attention, collectives.
+#include "compiler/fuse/fuse_single.hpp"
+
+#include <algorithm>
+
+#include "compiler/fuse/fuse_views.hpp"
+#include "compiler/graph/graph_check.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+Stage attention_stage(Graph& graph, const Node& node) {
+  const auto& values = graph.values();
+  Value q = values[node.inputs[0]], k = values[node.inputs[1]], v = values[node.inputs[2]], mask;
+  Value out = values[node.outputs[0]];
+  const bool masked = node.inputs.size() == 4;
+  if (masked) mask = with_lead(values[node.inputs[3]], {q.shape[0], q.shape[1]}, 2);
+  const int64_t batch = q.shape[0], heads = k.shape[1];
+  const bool one = batch > 1 && merges(q, 0, q.shape[1]) && merges(out, 0, q.shape[1]) && merges(k, 0, heads) &&
+                   merges(v, 0, heads) && (!masked || (mask.strides[0] == 0 && mask.strides[1] == 0));
+  if (one) {
+    for (Value* value : {&q, &k, &v, &out}) {
+      merge(*value, 0);
+      value->shape.insert(value->shape.begin(), 1);
+      value->strides.insert(value->strides.begin(), 0);
+    }
+  }
+  AttentionStage body;
+  body.q = view_value(graph, q);
+  body.k = view_value(graph, k);
+  body.v = view_value(graph, v);
+  body.out = view_value(graph, out);
+  if (masked) body.mask = view_value(graph, mask);
+  body.scale = node.real("scale");
+  body.causal = node.flag("causal");
+  Stage stage;
+  const int axis = q.shape[0] > k.shape[1] ? 0 : 1;
+  stage.extent = k.shape[axis];
+  stage.accesses = {{body.q, axis, false}, {body.k, axis, false}, {body.v, axis, false}};
+  if (masked) stage.accesses.push_back({body.mask, mask.strides[axis] != 0 ? axis : -1, false});
+  stage.accesses.push_back({body.out, axis, true});
+  const double scores = static_cast<double>(q.shape[0] * q.shape[1] * q.shape[2]) * static_cast<double>(k.shape[2]);
+  stage.flops = 2 * scores * static_cast<double>(q.shape[3] + v.shape[3]) * (body.causal ? 0.5 : 1);
+  stage.bytes = bytes_of(graph, {body.q, body.k, body.v, body.out});
+  stage.kind = stage.name = "attention";
+  stage.body = body;
+  return stage;
+}
+
+Stage collective_stage(const Graph& graph, int index) {
+  const Node& node = graph.nodes()[index];
+  Stage stage;
+  stage.body = CollectiveStage{node.inputs[0], node.outputs[0]};
+  stage.accesses = {{node.inputs[0], -1, false}, {node.outputs[0], -1, true}};
+  stage.bytes = bytes_of(graph, {node.inputs[0], node.outputs[0]});
+  stage.node = index;
+  stage.kind = "collective";
+  stage.name = node.op;
+  return stage;
+}
+
+}  // namespace
+
+Stage single_stage(Graph& graph, int index) {
+  const Node node = graph.nodes()[index];
+  Stage stage;
+  if (node.op == "matmul") {
+    stage = matmul_stage(graph, node);
+  } else if (node.op == "attention") {
+    stage = attention_stage(graph, node);
+  } else if (is_collective(node.op)) {
+    stage = collective_stage(graph, index);
+  } else if (node.op == "stop") {
+    stage.body = StopStage{node.inputs[0]};
+    stage.accesses = {{node.inputs[0], -1, false}};
+    stage.bytes = bytes_of(graph, {node.inputs[0]});
+    stage.replicable = true;
+    stage.kind = stage.name = "stop";
+  } else {
+    stage = indexed_stage(graph, node);
+    if (node.op == "check") stage.node = index;
+  }
+  stage.origin = node.origin;
+  return stage;
+}
+
+}  // namespace ark::compiler

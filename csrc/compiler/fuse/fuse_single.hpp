@@ -1,0 +1,16 @@
+// Stages of one node: products (in fuse_matrix.cpp), those by index (in
+// fuse_indexed.cpp), attention, collectives.
+#pragma once
+
+#include "compiler/graph/graph.hpp"
+#include "compiler/graph/stage.hpp"
+
+namespace ark::compiler {
+
+// May add values to the graph. Throws Error(invalid_argument) for a node of another kind.
+Stage single_stage(Graph& graph, int node);
+Stage matmul_stage(Graph& graph, const Node& node);
+// What reads as its indices say: gather, scatter, embedding_bag, experts; and rows that are sorted or summed along.
+Stage indexed_stage(Graph& graph, const Node& node);
+
+}  // namespace ark::compiler

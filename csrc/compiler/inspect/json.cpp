@@ -1,0 +1,175 @@
+// A plan as JSON, for people and tools: what it is made for, its stages, tasks, events, queues, the loaders' lists,
+// where buffers lie. Loads are summed up by task and value: pages of one value follow one another.
+#include <algorithm>
+#include <string>
+
+#include "compiler/graph/scalar_type.hpp"
+#include "compiler/inspect/json_frame.hpp"
+#include "compiler/passes/cache_policy.hpp"
+#include "compiler/schedule/plan.hpp"
+#include "util/json_writer.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+void write_list(JsonWriter& json, const char* name, const std::vector<int>& list) {
+  json.key(name).open('[');
+  for (const int item : list) json.number(item);
+  json.close(']');
+}
+
+void write_target(JsonWriter& json, const Target& target) {
+  json.key("target").open('{');
+  json.field("name", target.name).field("workers", target.workers);
+  json.field("page_bytes", target.page_bytes).field("pages", target.pages).field("in_flight", target.in_flight);
+  json.field("bytes_in_flight", target.page_bytes * target.in_flight).flag("packets", target.packets);
+  json.key("flops_per_us").real(target.flops_per_us).key("pointwise_per_us").real(target.pointwise_per_us);
+  json.key("bytes_per_us").real(target.bytes_per_us);
+  json.key("cached_bytes_per_us").real(target.cached_bytes_per_us);
+  json.key("task_us").real(target.task_us).key("wait_us").real(target.wait_us);
+  json.field("costs", target.costs).field("cache", name_of(target.caching));
+  json.field("cache_bytes", target.caches.bytes).close('}');
+}
+
+void write_stages(JsonWriter& json, const Plan& plan) {
+  std::vector<int> tasks(plan.stages.size(), 0);
+  std::vector<double> cost(plan.stages.size(), 0);
+  std::vector<bool> replicated(plan.stages.size(), false);
+  for (const Task& task : plan.tasks) {
+    ++tasks[task.stage];
+    cost[task.stage] += task.cost_us;
+    if (task.replica) replicated[task.stage] = true;
+  }
+  const NextUses uses(plan);
+  json.key("stages").open('[');
+  for (size_t index = 0; index < plan.stages.size(); ++index) {
+    const Stage& stage = plan.stages[index];
+    json.open('{').field("stage", static_cast<int64_t>(index)).field("kind", stage.kind).field("name", stage.name);
+    json.field("origin", stage.origin).field("extent", stage.extent).field("grain", stage.grain);
+    json.key("flops").real(stage.flops).key("bytes").real(stage.bytes);
+    json.field("tasks", tasks[index]).flag("replicated", replicated[index]);
+    json.key("cost_us").real(cost[index]);
+    json.key("accesses").open('[');
+    for (const Access& access : stage.accesses) {
+      json.open('{').field("value", access.value).field("axis", access.axis).flag("write", access.write);
+      json.field("operand", name_of(kind_of(plan, access))).field("cache", name_of(access.cache));
+      json.key("bytes_until_read").real(uses.bytes_until_read(index, access)).close('}');
+    }
+    json.close(']').close('}');
+  }
+  json.close(']');
+}
+
+void write_values(JsonWriter& json, const Graph& graph) {
+  json.key("values").open('[');
+  for (const Value& value : graph.values()) {
+    json.open('{').field("buffer", value.buffer).field("type", name_of(value.type));
+    if (value.is_literal()) {
+      json.key("literal").real(value.literal).close('}');
+      continue;
+    }
+    json.key("shape").open('[');
+    for (const int64_t length : value.shape) json.number(length);
+    json.close(']').key("strides").open('[');
+    for (const int64_t stride : value.strides) json.number(stride);
+    json.close(']').field("offset", value.offset).close('}');
+  }
+  json.close(']');
+}
+
+void write_buffers(JsonWriter& json, const Plan& plan) {
+  json.key("buffers").open('[');
+  for (size_t index = 0; index < plan.graph.buffers().size(); ++index) {
+    const Buffer& buffer = plan.graph.buffers()[index];
+    const char* kinds[] = {"input", "output", "temporary"};
+    json.open('{').field("kind", kinds[static_cast<int>(buffer.kind)]).field("bytes", buffer.bytes);
+    if (buffer.kind != Buffer::Kind::temporary) json.field("argument", buffer.argument);
+    if (buffer.parameter) json.flag("parameter", true);
+    if (buffer.mutated) json.flag("mutated", true);
+    if (index < plan.placements.size() && plan.placements[index].offset >= 0) {
+      const Placement& placement = plan.placements[index];
+      json.field("arena", placement.own ? "own" : "shared").field("offset", placement.offset);
+      if (placement.packets) json.flag("packets", true);
+      if (placement.parity) json.flag("parity", true);
+    }
+    json.close('}');
+  }
+  json.close(']');
+}
+
+void write_tasks(JsonWriter& json, const Plan& plan) {
+  const std::vector<double> starts = estimated_starts(plan);
+  json.key("tasks").open('[');
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Task& task = plan.tasks[index];
+    json.open('{').field("stage", task.stage).field("begin", task.begin).field("end", task.end);
+    json.field("worker", task.worker);
+    if (task.replica) json.flag("replica", true);
+    if (task.head >= 0) json.field("head", task.head);
+    write_list(json, "waits", task.waits);
+    if (!task.carried.empty()) write_list(json, "carried", task.carried);
+    write_list(json, "signals", task.signals);
+    json.key("begin_us").real(starts[index]).key("cost_us").real(task.cost_us).close('}');
+  }
+  // Whoever waits for an event waits for what this says.
+  std::vector<const Stage*> signalling(plan.events.size(), nullptr);
+  for (const Task& task : plan.tasks) {
+    for (const int event : task.signals) signalling[event] = &plan.stages[task.stage];
+  }
+  json.close(']').key("events").open('[');
+  for (size_t index = 0; index < plan.events.size(); ++index) {
+    const Event& event = plan.events[index];
+    json.open('{').field("threshold", event.threshold).flag("packets", event.packets);
+    if (const Stage* of = signalling[index]) json.field("of", of->name + ": " + of->origin);
+    json.close('}');
+  }
+  json.close(']');
+}
+
+void write_queues(JsonWriter& json, const Plan& plan) {
+  json.key("queues").open('[');
+  for (const Queue& queue : plan.queues) {
+    json.open('{');
+    write_list(json, "tasks", queue.tasks);
+    int64_t total = 0;
+    json.key("loads").open('[');
+    for (size_t first = 0; first < queue.loads.size();) {
+      const Load& load = queue.loads[first];
+      int64_t bytes = 0;
+      size_t last = first;
+      while (last < queue.loads.size() && queue.loads[last].task == load.task &&
+             queue.loads[last].value == load.value) {
+        bytes += queue.loads[last].bytes * queue.loads[last].rows;
+        ++last;
+      }
+      json.open('{').field("task", load.task).field("value", load.value).field("offset", load.offset);
+      json.field("bytes", bytes).field("pages", static_cast<int64_t>(last - first)).close('}');
+      total += bytes;
+      first = last;
+    }
+    json.close(']').field("load_pages", static_cast<int64_t>(queue.loads.size())).field("load_bytes", total).close('}');
+  }
+  json.close(']');
+}
+
+}  // namespace
+
+std::string to_json(const Plan& plan) {
+  JsonWriter json;
+  json.open('{');
+  write_target(json, plan.target);
+  json.key("estimated_us").real(plan.estimated_us).flag("chained", plan.chained);
+  json.field("arena_bytes", plan.arena_bytes).field("own_bytes", plan.own_bytes);
+  json.field("eager_peak_bytes", plan.eager_peak_bytes);
+  write_frame(json, plan);
+  write_values(json, plan.graph);
+  write_buffers(json, plan);
+  write_stages(json, plan);
+  write_tasks(json, plan);
+  write_queues(json, plan);
+  json.close('}');
+  return json.take();
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,81 @@
+// See horizontal_fusion.hpp.
+#include "compiler/passes/horizontal_fusion.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "compiler/fuse/fuse_views.hpp"
+#include "compiler/graph/stage_moves.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr int64_t kMostMergedRows = 8;  // beside more there are no registers for several products' addresses
+constexpr size_t kMostMerged = 4;
+
+const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
+  const auto* product = std::get_if<MatmulStage>(&stage.body);
+  if (product == nullptr || product->batch != 1 || product->m > kMostMergedRows || product->tile_columns > 0 ||
+      product->axis != MatmulStage::Axis::columns)
+    return nullptr;
+  const Value& b = graph.values()[product->b];
+  return b.strides[b.shape.size() - 2] == 1 ? product : nullptr;
+}
+
+// That the kernel reads both alike.
+bool alike(const Graph& graph, const MatmulStage& one, const MatmulStage& other) {
+  const Value &b = graph.values()[one.b], &c = graph.values()[other.b];
+  return one.a == other.a && one.m == other.m && one.k == other.k && b.type == c.type &&
+         b.strides.back() == c.strides.back() && (one.n > 1) == (other.n > 1);
+}
+
+void merge_into(Stage& to, const Stage& from) {
+  std::get<ProductsStage>(to.body).products.push_back(std::get<MatmulStage>(from.body));
+  for (const Access& access : from.accesses) {
+    const auto same = [&](const Access& known) { return known.value == access.value && known.axis == access.axis; };
+    if (access.write || std::none_of(to.accesses.begin(), to.accesses.end(), same)) to.accesses.push_back(access);
+  }
+  to.flops += from.flops;
+  to.bytes += from.bytes;
+  join_names(to, from);
+}
+
+}  // namespace
+
+std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, int workers) {
+  for (size_t first = 0; first < stages.size(); ++first) {
+    const MatmulStage* const product = mergeable(graph, stages[first]);
+    if (product == nullptr) continue;
+    const MatmulStage leader = *product;
+    std::vector<size_t> others;
+    // A tile is a part of each: of their common divisor, which must be as many as there are workers.
+    int64_t extent = leader.n;
+    for (size_t next = first + 1; next < stages.size() && others.size() + 1 < kMostMerged; ++next) {
+      const MatmulStage* const other = mergeable(graph, stages[next]);
+      if (other == nullptr || !alike(graph, leader, *other)) continue;
+      const int64_t common = std::gcd(extent, other->n);
+      if ((common < workers && (extent != common || other->n != common)) ||
+          !apart_from(graph, stages[next], stages, first, next))
+        continue;
+      extent = common;
+      others.push_back(next);
+    }
+    if (others.empty()) continue;
+    Stage& merged = stages[first];
+    merged.body = ProductsStage{{leader}};
+    merged.extent = extent;
+    merged.grain = 1;  // their columns are counted anew: none is better aligned than another
+    const double shared = bytes_of(graph, {leader.a});
+    for (const size_t other : others) {
+      merge_into(merged, stages[other]);
+      merged.bytes -= shared;
+    }
+    for (auto other = others.rbegin(); other != others.rend(); ++other)
+      stages.erase(stages.begin() + static_cast<std::ptrdiff_t>(*other));
+  }
+  return stages;
+}
+
+}  // namespace ark::compiler

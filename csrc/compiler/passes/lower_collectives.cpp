@@ -1,0 +1,146 @@
+// See lower_collectives.hpp.
+#include "compiler/passes/lower_collectives.hpp"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "compiler/fuse/fuse_views.hpp"
+#include "protocol/packet.hpp"
+#include "util/error.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr int kMostExchangeRanks = 8;  // cuda/loop/launch.cuh
+constexpr int64_t kUnitBytes = 16;     // what a thread moves (cuda/loop/exchange.cuh); no element is larger
+// Of memory for packets, of a rank: beyond the first figure collectives take turns in their places.
+constexpr int64_t kEnoughBytes = int64_t{64} << 20, kMostBytes = int64_t{512} << 20;
+constexpr int64_t kMostBetween = 8;  // collectives that may be under way at once, where they take turns
+
+[[noreturn]] void refuse_exchange(const Node& node, const std::string& why) {
+  ErrorContext context;
+  context.remedy = "Leave this operator to another backend.";
+  throw Error(ErrorKind::invalid_argument,
+              "the CUDA target cannot run stage " + node.op + " (" + node.origin + "): " + why, context);
+}
+
+void check_exchange(const Graph& graph, const Node& node, const CollectiveStage& body) {
+  if (body.ranks > kMostExchangeRanks)
+    refuse_exchange(node, "a group of " + std::to_string(body.ranks) + " ranks; loop kernels exchange packets among " +
+                              std::to_string(kMostExchangeRanks));
+  const Value &in = graph.values()[body.input], &out = graph.values()[body.output];
+  const bool from_parts = node.op == "reduce_scatter", to_parts = node.op == "all_gather";
+  if (in.elements() * (to_parts ? body.ranks : 1) != out.elements() * (from_parts ? body.ranks : 1) ||
+      (node.op == "all_to_all" && in.elements() % body.ranks != 0))
+    refuse_exchange(node, "parts of different sizes");
+  for (const char* const splits : {"input_splits", "output_splits"}) {
+    const std::vector<int64_t> sizes =
+        node.attributes.count(splits) != 0 ? node.integers(splits) : std::vector<int64_t>{};
+    if (std::adjacent_find(sizes.begin(), sizes.end(), std::not_equal_to<>()) != sizes.end())
+      refuse_exchange(node, "parts of different sizes");
+  }
+  if (node.op != "all_reduce" && node.op != "reduce_scatter") return;
+  const std::string op = node.text("reduce_op");
+  static const std::set<std::string> known = {"sum", "avg", "product", "min", "max", "band", "bor", "bxor"};
+  if (known.count(op) == 0) refuse_exchange(node, "there is no reduce_op '" + op + "'");
+  const bool bitwise = op == "band" || op == "bor" || op == "bxor";
+  if ((bitwise && is_floating(in.type)) || (op == "avg" && !is_floating(in.type)))
+    refuse_exchange(node, op + " of " + name_of(in.type));
+}
+
+// As `parts` rows of `part` elements; one row is flat.
+int in_parts(Graph& graph, int index, int64_t parts, int64_t part) {
+  Value value = graph.values()[index];
+  value.shape = parts == 1 ? Shape{part} : Shape{parts, part};
+  value.strides = parts == 1 ? Shape{1} : Shape{part, 1};
+  return view_value(graph, value);
+}
+
+// Of `count` collectives so many places of `bytes` are enough, if each waits for all of the one that is half as many
+// before it; all of them where memory allows.
+int64_t places_for(int64_t count, int64_t bytes) {
+  if (2 * count * bytes <= kEnoughBytes) return count;
+  return std::min(count, 2 * std::clamp<int64_t>(kEnoughBytes / (4 * bytes), 1, kMostBetween));
+}
+
+}  // namespace
+
+std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages) {
+  std::vector<Stage*> spread;
+  int64_t bytes = 0;  // of a place
+  for (Stage& stage : stages) {
+    auto* const body = std::get_if<CollectiveStage>(&stage.body);
+    if (body == nullptr) continue;
+    const Node node = graph.nodes()[static_cast<size_t>(stage.node)];
+    body->ranks = static_cast<int>(node.integer("ranks"));
+    if (body->ranks == 0) continue;
+    check_exchange(graph, node, *body);
+    const int64_t from = node.op == "reduce_scatter" || node.op == "all_to_all" ? body->ranks : 1;
+    const int64_t to = node.op == "all_gather" || node.op == "all_to_all" ? body->ranks : 1;
+    const int64_t part = graph.values()[body->input].elements() / from;
+    const int64_t size = size_of(graph.values()[body->input].type);
+    body->input = in_parts(graph, body->input, from, part);
+    body->output = in_parts(graph, body->output, to, part);
+    stage.extent = part;
+    stage.grain = kUnitBytes / size;
+    stage.accesses = {{body->input, from > 1 ? 1 : 0, false}, {body->output, to > 1 ? 1 : 0, true}};
+    spread.push_back(&stage);
+    const auto packets = static_cast<int64_t>(protocol::packet_bytes(static_cast<uint64_t>(part * size)));
+    bytes = std::max(bytes, body->ranks * packets);
+    if (4 * bytes > kMostBytes)
+      refuse_exchange(node, "it takes " + std::to_string(4 * bytes >> 20) + " MB for packets; a region can have " +
+                                std::to_string(kMostBytes >> 20));
+  }
+  const auto count = static_cast<int64_t>(spread.size());
+  const int64_t places = count > 0 ? places_for(count, bytes) : 0;
+  for (int64_t i = 0; i < count; ++i) {
+    auto& body = std::get<CollectiveStage>(spread[static_cast<size_t>(i)]->body);
+    body.number = static_cast<int>(i) + 1;
+    body.place = i % places * bytes;
+    body.half = places * bytes;
+    // Reads what that one wrote: so it waits for its tiles, or for whoever wrote over them since.
+    if (places < count && i >= places / 2) {
+      const auto& before = std::get<CollectiveStage>(spread[static_cast<size_t>(i - places / 2)]->body);
+      spread[static_cast<size_t>(i)]->accesses.push_back({before.output, -1, false});
+    }
+  }
+  exchanges_of(graph, stages);  // of one group
+  return stages;
+}
+
+Exchanges exchanges_of(const Graph& graph, const std::vector<Stage>& stages) {
+  Exchanges all;
+  const auto note = [&](uint64_t word) {
+    all.fingerprint = (all.fingerprint ^ word) * 0x9e3779b97f4a7c15u;
+    all.fingerprint ^= all.fingerprint >> 29;
+  };
+  std::map<int, std::pair<Push, int>> exchanges;  // by number; of each what it moves, a value, which tells the type
+  for (const Stage& stage : stages) {
+    if (const auto* one = std::get_if<CollectiveStage>(&stage.body); one != nullptr && one->ranks > 0)
+      exchanges[one->number] = {{stage.node, one->ranks, one->number, one->place, one->half, 0, stage.extent},
+                                one->input};
+    for (const MatmulStage& one : matmuls_of(stage))
+      if (one.push.ranks > 0) exchanges[one.push.number] = {one.push, one.out};
+  }
+  for (const auto& [number, exchange] : exchanges) {
+    const auto& [body, value] = exchange;
+    const Node& node = graph.nodes()[static_cast<size_t>(body.node)];
+    const int64_t group = node.integer("group");
+    if (all.ranks != 0 && group != all.group) refuse_exchange(node, "the region has collectives of another group too");
+    all.group = group;
+    all.ranks = body.ranks;
+    all.bytes = 2 * body.half;
+    const auto type = static_cast<int64_t>(graph.values()[value].type);
+    for (const char letter : node.op + "/" + (node.attributes.count("reduce_op") != 0 ? node.text("reduce_op") : ""))
+      note(static_cast<uint64_t>(letter));
+    for (const int64_t word :
+         {type, body.elements, int64_t{number}, body.place, body.half, int64_t{body.ranks}, body.apart})
+      note(static_cast<uint64_t>(word));
+  }
+  return all;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,153 @@
+// See split_k.hpp.
+#include "compiler/passes/split_k.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "compiler/fuse/fuse_views.hpp"
+#include "compiler/passes/matmul_tiling.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+using Kind = RowProgram::Instruction::Kind;
+
+constexpr int64_t kMostDepthParts = 5;   // beside more a row program has no registers
+constexpr int64_t kDepthUnit = 64;       // that the kernel multiplies at once
+constexpr double kPartBytesPerUs = 8e6;  // of results, written and read again, on an H200
+constexpr double kWorthUs = 1;           // that more stages must save
+constexpr int64_t kPieceBytes = 16;      // that are loaded at once: each part begins at a multiple
+
+// Whether parts of it can be added up: halves, and a result without gaps that is all of a temporary.
+bool has_parts(const Graph& graph, const MatmulStage& product) {
+  const Value &a = graph.values()[product.a], &out = graph.values()[product.out];
+  const Buffer& buffer = graph.buffers()[out.buffer];
+  if (!multiplied_in_tiles(product) || !product.finish.empty() || size_of(a.type) != 2 || !is_floating(out.type))
+    return false;
+  const int64_t elements = product.m * product.n;
+  return buffer.kind == Buffer::Kind::temporary && buffer.bytes == elements * size_of(out.type) && out.offset == 0 &&
+         out.strides[out.shape.size() - 1] == 1 && out.strides[out.shape.size() - 2] == product.n &&
+         elements * size_of(ScalarType::f32) % kPieceBytes == 0;
+}
+
+// The row program behind it that alone reads the buffer, element by element, and no other parts; else -1.
+int only_reader(const Graph& graph, const std::vector<Stage>& stages, int at, int buffer) {
+  int reader = -1;
+  for (int other = 0; other < static_cast<int>(stages.size()); ++other) {
+    if (other == at) continue;
+    for (const Access& access : stages[other].accesses) {
+      if (graph.values()[access.value].buffer != buffer) continue;
+      if (access.write || other < at || (reader >= 0 && reader != other)) return -1;
+      reader = other;
+    }
+  }
+  const auto* program = reader < 0 ? nullptr : std::get_if<RowProgram>(&stages[reader].body);
+  if (program == nullptr) return -1;
+  for (const auto& one : program->code) {
+    if (one.parts.count > 1) return -1;  // registers are for the parts of one
+    if (one.kind == Kind::load && one.scalar && graph.values()[one.value].buffer == buffer) return -1;
+  }
+  return reader;
+}
+
+// Depths [begin, end) of dimension `dim`.
+int depths_of(Graph& graph, int index, size_t dim, int64_t begin, int64_t end) {
+  Value value = graph.values()[index];
+  value.offset += begin * value.strides[dim];
+  value.shape[dim] = end - begin;
+  return view_value(graph, value);
+}
+
+struct DepthParts {
+  int64_t count = 1;
+  ChosenTile tile;
+};
+DepthParts choose_parts(const Graph& graph, const MatmulStage& product, int workers) {
+  DepthParts best{1, choose_tile(graph, product, workers)};
+  best.tile.us -= kWorthUs;
+  const int64_t units = (product.k + kDepthUnit - 1) / kDepthUnit;
+  for (int64_t parts = 2; parts <= std::min(units, kMostDepthParts); ++parts) {
+    MatmulStage part = product;
+    part.k = (units + parts - 1) / parts * kDepthUnit;
+    ChosenTile tile = choose_tile(graph, part, workers, parts);
+    tile.us += static_cast<double>(2 * parts * product.m * product.n * size_of(ScalarType::f32)) / kPartBytesPerUs;
+    if (tile.us < best.tile.us) best = {parts, tile};
+  }
+  return best;
+}
+
+// The reader's loads of the result become sums of `count` parts in buffer `sums`, which lie as the result did, part
+// after part.
+void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int64_t count) {
+  const int64_t apart = result.elements();
+  std::map<int, int> views;
+  const auto parts_of = [&](int index) {
+    const auto known = views.find(index);
+    if (known != views.end()) return known->second;
+    Value value = graph.values()[index];
+    value.buffer = sums;
+    value.type = ScalarType::f32;
+    value.shape.insert(value.shape.begin(), count);
+    value.strides.insert(value.strides.begin(), apart);
+    return views[index] = view_value(graph, value);
+  };
+  for (Access& access : reader.accesses) {
+    if (graph.values()[access.value].buffer != result.buffer) continue;
+    access.value = parts_of(access.value);
+    if (access.axis >= 0) ++access.axis;
+  }
+  for (auto& one : std::get<RowProgram>(reader.body).code) {
+    if (one.kind != Kind::load || graph.values()[one.value].buffer != result.buffer) continue;
+    one.value = parts_of(one.value);
+    one.parts = {count, apart};
+  }
+  reader.bytes += static_cast<double>(apart * (count * size_of(ScalarType::f32) - size_of(result.type)));
+}
+
+}  // namespace
+
+std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, int workers) {
+  std::vector<Stage> split;
+  for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
+    const auto* product = std::get_if<MatmulStage>(&stages[at].body);
+    const bool divisible = product != nullptr && has_parts(graph, *product);
+    const DepthParts parts = divisible ? choose_parts(graph, *product, workers) : DepthParts{};
+    const int reader = parts.count > 1 ? only_reader(graph, stages, at, graph.values()[product->out].buffer) : -1;
+    if (reader < 0) {
+      split.push_back(std::move(stages[at]));
+      continue;
+    }
+    const Value result = graph.values()[product->out];
+    const int64_t elements = result.elements();
+    Buffer buffer;
+    buffer.bytes = parts.count * elements * size_of(ScalarType::f32);
+    const int sums = graph.add_buffer(buffer);
+    read_parts(graph, stages[reader], result, sums, parts.count);
+    const int64_t units = (product->k + kDepthUnit - 1) / kDepthUnit;
+    for (int64_t index = 0; index < parts.count; ++index) {
+      const int64_t begin = units * index / parts.count * kDepthUnit;
+      const int64_t end = std::min(product->k, units * (index + 1) / parts.count * kDepthUnit);
+      Stage part = stages[at];
+      auto& body = std::get<MatmulStage>(part.body);
+      body.a = depths_of(graph, body.a, graph.values()[body.a].shape.size() - 1, begin, end);
+      body.b = depths_of(graph, body.b, graph.values()[body.b].shape.size() - 2, begin, end);
+      Value out = result;
+      out.buffer = sums;
+      out.type = ScalarType::f32;
+      out.offset = index * elements;
+      body.out = view_value(graph, out);
+      if (index > 0) body.bias = -1;
+      body.k = end - begin;
+      body.tile_rows = parts.tile.rows;
+      body.tile_columns = parts.tile.columns;
+      part.flops = stages[at].flops * static_cast<double>(body.k) / static_cast<double>(product->k);
+      part.bytes = bytes_of(graph, {body.a, body.b, body.out});
+      split.push_back(std::move(part));
+    }
+  }
+  return split;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,116 @@
+// The file behind costs.hpp.
+#include "compiler/schedule/costs.hpp"
+
+#include <charconv>
+#include <cmath>
+#include <ctime>
+#include <fstream>
+#include <optional>
+
+#include "compiler/schedule/measure.hpp"
+#include "util/error.hpp"
+#include "util/json_writer.hpp"
+#include "util/sha256.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+struct Figure {
+  const char* name;
+  double Target::*member;
+};
+constexpr Figure kFigures[] = {
+    {"flops_per_us", &Target::flops_per_us}, {"pointwise_per_us", &Target::pointwise_per_us},
+    {"bytes_per_us", &Target::bytes_per_us}, {"cached_bytes_per_us", &Target::cached_bytes_per_us},
+    {"task_us", &Target::task_us},           {"wait_us", &Target::wait_us},
+};
+
+// "AMD EPYC 9334, 25, 17, 1": name, family, model and stepping of the first processor.
+std::string processor() {
+  std::ifstream in("/proc/cpuinfo");
+  std::string all;
+  for (std::string line; std::getline(in, line) && !line.empty();) {
+    const size_t colon = line.find(": "), end = line.find_last_not_of("\t ", line.find(':') - 1);
+    if (colon == std::string::npos) continue;
+    const std::string name = line.substr(0, end + 1);
+    if (name != "model name" && name != "cpu family" && name != "model" && name != "stepping") continue;
+    all += (all.empty() ? "" : ", ") + line.substr(colon + 2);
+  }
+  return all;
+}
+
+std::string now() {
+  const std::time_t seconds = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&seconds, &parts);
+  char text[40];
+  std::strftime(text, sizeof(text), "%Y-%m-%d %H:%M UTC", &parts);
+  return text;
+}
+
+std::string text_of(const Target& target, const std::string& key) {
+  JsonWriter json;
+  json.open('{').field("schema", "ark_costs").field("key", key).field("processor", processor());
+  json.field("workers", target.workers).field("measured", now());
+  for (const Figure& one : kFigures) json.key(one.name).real(target.*one.member);
+  json.close('}');
+  return json.take() + "\n";
+}
+
+std::optional<double> number_member(const std::string& json, const std::string& name) {
+  const std::string start = "\"" + name + "\":";
+  const size_t at = json.find(start);
+  if (at == std::string::npos) return std::nullopt;
+  const char *begin = json.data() + at + start.size(), *end = json.data() + json.size();
+  double value = 0;
+  const auto [stop, error] = std::from_chars(begin, end, value);
+  // What is cut short is no number: something follows each.
+  if (error != std::errc() || stop == end || (*stop != ',' && *stop != '}')) return std::nullopt;
+  return value;
+}
+
+// The figures of a file, where it is whole and no machine is too odd for them.
+std::optional<Target> read(const std::string& text, const std::string& key, Target target) {
+  if (jit::string_member(text, "schema") != "ark_costs" || jit::string_member(text, "key") != key) return std::nullopt;
+  for (const Figure& one : kFigures) {
+    const std::optional<double> value = number_member(text, one.name);
+    if (!value || !std::isfinite(*value) || *value < 1e-3 || *value > 1e9) return std::nullopt;
+    target.*one.member = *value;
+  }
+  target.costs = "measured " + jit::string_member(text, "measured");
+  return target;
+}
+
+}  // namespace
+
+Target with_measured_costs(const Target& target, jit::HostCompiler& compiler,
+                           const std::function<void(const std::string&)>& log) {
+  try {
+    jit::Sha256 hash;
+    for (const std::string& part : {compiler.key(kMeasuredSource), processor(), std::to_string(target.workers)})
+      hash.field(part);
+    const std::string key = hash.hex_digest();
+    const std::optional<std::string> text = compiler.cache().text(
+        key + ".costs.json", [&](const std::string& found) { return read(found, key, target).has_value(); },
+        [&] {
+          const jit::LoadedLibrary library(compiler.library(kMeasuredSource).library);
+          return text_of(measured(target, library), key);
+        });
+    const std::optional<Target> known = text ? read(*text, key, target) : std::nullopt;
+    if (known) return *known;
+    if (log) log("ark: plans are made with assumed costs of work: what is measured could not be kept");
+  } catch (const Error& error) {
+    if (log) log(std::string("ark: plans are made with assumed costs of work: ") + error.what());
+  }
+  return target;
+}
+
+void prepare_costs(jit::HostCompiler& compiler) noexcept {
+  try {
+    if (compiler.cache().stores()) compiler.library(kMeasuredSource);
+  } catch (const std::exception&) {  // who needs the costs hears of it
+  }
+}
+
+}  // namespace ark::compiler

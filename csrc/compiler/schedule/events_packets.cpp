@@ -1,0 +1,118 @@
+// Which buffers travel as packets. See events.hpp.
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "compiler/graph/box.hpp"
+#include "compiler/graph/box_history.hpp"
+#include "compiler/passes/fuse_all_reduce.hpp"
+#include "compiler/passes/kv_append.hpp"
+#include "compiler/passes/prologue_fusion.hpp"
+#include "compiler/schedule/events.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+// Packets double the bytes, and every reader polls them all: for vectors, not for matrices.
+constexpr int64_t most_packet_bytes = 32768;
+
+// What kernels write and poll where the target says so (Target::packets_of_rows).
+bool writes_packets(const Graph& graph, const Stage& stage, const Access& access) {
+  return rows_of(stage) >= 0 && is_floating(graph.values()[access.value].type);
+}
+bool polls_packets(const Graph& graph, const Stage& stage, const Access& access, ScalarType written) {
+  const Value& value = graph.values()[access.value];
+  if (value.type != written) return false;
+  if (attention_of(stage) != nullptr) {
+    // Not by itself, but by the programs before it.
+    for (const Access& read : (stage.tail.empty() ? stage : stage.tail.back()).accesses)
+      if (graph.values()[read.value].buffer == value.buffer) return false;
+  }
+  if (std::holds_alternative<RowProgram>(stage.body)) return true;
+  if (const auto* scatter = std::get_if<ScatterStage>(&stage.body)) {
+    const Value& source = graph.values()[scatter->source];
+    return source.buffer == value.buffer && graph.values()[scatter->index].buffer != value.buffer && !scatter->along &&
+           !scatter->accumulate && source.shape[static_cast<size_t>(scatter->dim)] == 1;
+  }
+  if (rows_of(stage) != access.value) return false;
+  // Each element by one thread, where the depth of `b` is adjacent.
+  const auto products = matmuls_of(stage);
+  return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
+    const Value& b = graph.values()[one.b];
+    return b.buffer != value.buffer && b.strides[b.strides.size() - 2] == 1;
+  });
+}
+
+}  // namespace
+
+std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& stages, const Target& target) {
+  const std::vector<Buffer>& buffers = graph.buffers();
+  // One stage writes the whole of it and does not read it.
+  std::vector<int> writer(buffers.size(), -1);
+  std::vector<char> plain(buffers.size(), 0);
+  for (int index = 0; index < static_cast<int>(stages.size()); ++index) {
+    for (const Access& access : stages[index].accesses) {
+      const int buffer = graph.values()[access.value].buffer;
+      if (std::holds_alternative<CollectiveStage>(stages[index].body)) plain[buffer] = 1;
+      if (access.write && std::exchange(writer[buffer], index) != -1) plain[buffer] = 1;
+      if (!access.write && writer[buffer] == index) plain[buffer] = 1;
+    }
+    for (const Access& access : stages[index].accesses) {  // what is read before it is written
+      const int buffer = graph.values()[access.value].buffer;
+      if (!access.write && (writer[buffer] == -1 || writer[buffer] == index)) plain[buffer] = 1;
+    }
+  }
+  std::vector<ScalarType> written(buffers.size(), ScalarType::f32);
+  for (const bool write : {true, false}) {
+    for (const Stage& stage : stages) {
+      for (const Access& access : stage.accesses) {
+        if (!target.packets_of_rows || access.write != write) continue;
+        const Value& value = graph.values()[access.value];
+        if (write) written[value.buffer] = value.type;
+        if (write ? !writes_packets(graph, stage, access) : !polls_packets(graph, stage, access, written[value.buffer]))
+          plain[value.buffer] = 1;
+      }
+    }
+  }
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    if (buffers[buffer].kind != Buffer::Kind::temporary || buffers[buffer].bytes > most_packet_bytes) plain[buffer] = 1;
+  }
+  return plain;
+}
+
+std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
+  std::vector<bool> chosen(plan.graph.buffers().size(), false);
+  if (!plan.target.packets || plan.chained) return chosen;
+  std::vector<char> plain = plain_buffers(plan.graph, plan.stages, plan.target);
+  for (size_t buffer = 0; buffer < own.size(); ++buffer)
+    if (own[buffer]) plain[buffer] = 1;
+  const std::vector<Push> pushed = pushed_buffers(plan.graph, plan.stages);
+  for (size_t buffer = 0; buffer < pushed.size(); ++buffer) chosen[buffer] = pushed[buffer].ranks > 0;
+  // And some tile reads what another worker has written.
+  BoxHistory history(plan.graph, plan.stages);
+  const auto tasks = static_cast<int>(plan.tasks.size());
+  for (int first = 0, last = 0; first < tasks; first = last) {
+    const int stage = plan.tasks[first].stage;
+    std::vector<int> indices;
+    for (; last < tasks && plan.tasks[last].stage == stage; ++last) indices.push_back(last);
+    for (const Access& access : plan.stages[stage].accesses) {
+      const int buffer = plan.graph.values()[access.value].buffer;
+      if (access.write || plain[buffer]) continue;
+      for (const int index : indices) {
+        const Task& task = plan.tasks[index];
+        if (chosen[buffer]) break;
+        history.conflicts(buffer, box_of(plan.graph, plan.stages[stage], access, task.begin, task.end), false,
+                          [&](const BoxHistory::Record&, int other) {
+                            if (plan.tasks[other].worker != task.worker) chosen[buffer] = true;
+                          });
+      }
+    }
+    history.add(stage, indices, plan.tasks);
+  }
+  return chosen;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,40 @@
+// What a tile takes: arithmetic or movement of bytes, whichever is longer. See tile.hpp.
+#include <algorithm>
+
+#include "compiler/graph/box.hpp"
+#include "compiler/passes/kv_append.hpp"
+#include "compiler/passes/matmul_tiling.hpp"
+#include "compiler/schedule/tile.hpp"
+
+namespace ark::compiler {
+
+double tile_cost_us(const Graph& graph, const Stage& stage, const Target& target, int64_t begin, int64_t end) {
+  const auto* matmul = std::get_if<MatmulStage>(&stage.body);
+  if (matmul != nullptr && matmul->tile_columns > 0)
+    return product_tiles_us(graph, *matmul, end - begin) + target.task_us;
+  const double part = static_cast<double>(end - begin) / static_cast<double>(std::max<int64_t>(1, stage.extent));
+  double total = 0;   // of all accesses
+  double near = 0;    // of those to temporaries
+  double shared = 0;  // of those that every tile reads whole
+  for (const Access& access : stage.accesses) {
+    const Value& value = graph.values()[access.value];
+    if (value.is_literal()) continue;
+    const auto bytes = static_cast<double>(box_of(value).bytes());
+    total += bytes;
+    if (graph.buffers()[value.buffer].kind == Buffer::Kind::temporary) near += bytes;
+    if (access.axis < 0) shared += bytes;
+  }
+  // A gather touches less than its table: then the stage's own figure is all that is known.
+  if (total > 1.05 * stage.bytes) shared = 0;
+  near = std::min(near, stage.bytes);
+  // Every thread of a combine asks for all that it reads at once.
+  const double pace = std::holds_alternative<CombineStage>(stage.body) ? 0.5 : 1;
+  const double share = stage.bytes > 0 ? (stage.bytes * part + shared * (1 - part)) / stage.bytes : 0;
+  const double move = share * (near / target.cached_bytes_per_us + (stage.bytes - near) / target.bytes_per_us);
+  const bool product = matmul != nullptr || std::holds_alternative<ProductsStage>(stage.body) ||
+                       attention_of(stage) != nullptr || std::holds_alternative<ExpertsStage>(stage.body);
+  const double compute = stage.flops * part / (product ? target.flops_per_us : target.pointwise_per_us);
+  return std::max(compute, pace * move) + target.task_us;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,39 @@
+// See workspace.hpp.
+#include "compiler/schedule/workspace.hpp"
+
+#include <algorithm>
+#include <variant>
+
+#include "compiler/passes/kv_append.hpp"
+#include "cuda/loop/group.cuh"
+
+namespace ark::compiler {
+
+namespace {
+
+// Whether its kernel's tiles are as large as the workspace lets them be, or the kernel sorts there. Products of few
+// rows (cuda/loop/lanes.cuh) make do with less in turns.
+bool takes_all(const Graph& graph, const Stage& stage) {
+  if (std::holds_alternative<SelectStage>(stage.body) || std::holds_alternative<ExpertsStage>(stage.body)) return true;
+  for (const MatmulStage& product : matmuls_of(stage)) {
+    const int64_t few = 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);  // kFewRows of matmul.cuh
+    if (product.m > few) return true;
+  }
+  if (const AttentionStage* attention = attention_of(stage)) {
+    const Value &q = graph.values()[static_cast<size_t>(attention->q)],
+                &k = graph.values()[static_cast<size_t>(attention->k)];
+    constexpr int64_t few = 16;  // kFewQueries of attention.cuh
+    return q.shape[1] / k.shape[1] * q.shape[2] > few;
+  }
+  return false;
+}
+
+}  // namespace
+
+int workspace_bytes(const Plan& plan) {
+  const bool all = std::any_of(plan.stages.begin(), plan.stages.end(),
+                               [&](const Stage& stage) { return takes_all(plan.graph, stage); });
+  return all ? loop::kWorkspaceBytes : loop::kSmallWorkspaceBytes;
+}
+
+}  // namespace ark::compiler

@@ -1,0 +1,27 @@
+// What validate() (plan.hpp) consists of. Each check throws Error(invalid_argument) that names the offending task.
+#pragma once
+
+#include "compiler/schedule/events_order.hpp"
+#include "compiler/schedule/plan.hpp"
+
+namespace ark::compiler {
+
+// validator.cpp: that all indices lie within their lists; everything after may rely on it.
+void check_structure(const Plan& plan);
+// validator_tiles.cpp: that tiles cover each stage once, replicas, placements.
+void check_tiles(const Plan& plan);
+void check_placements(const Plan& plan);
+// validator_tails.cpp: that a task's second half reads what the task itself has written, or what its stage declares.
+void check_tails(const Plan& plan);
+// validator_heads.cpp: that nothing is waited for or told between tasks that are run in one go.
+void check_heads(const Plan& plan);
+// validator_loads.cpp: the loaders' lists.
+void check_loads(const Plan& plan);
+// validator_order.cpp: that what touches the same bytes is ordered, within a step.
+void check_order(const Plan& plan);
+// validator_memory.cpp: part of it: own copies, and temporaries that share bytes.
+void check_memory(const Plan& plan, const Order& order);
+// validator_steps.cpp: the same across two steps of a chained plan.
+void check_steps(const Plan& plan);
+
+}  // namespace ark::compiler

@@ -1,0 +1,123 @@
+// The loaders' lists: in the queues' order, in pages that the ring holds, all of what tasks read of parameters and
+// nothing else. See validator.hpp.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "compiler/graph/box.hpp"
+#include "compiler/schedule/prefetch.hpp"
+#include "compiler/verify/validator.hpp"
+#include "util/error.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+using std::to_string;
+
+[[noreturn]] void loads_error(const std::string& what) {
+  throw Error(ErrorKind::invalid_argument, what);
+}
+
+// The loads [first, last) of a queue that are of one task and one value.
+struct LoadRun {
+  int value = -1;
+  size_t first = 0, last = 0;
+};
+
+std::string name_of_load(const Plan& plan, int worker, size_t index) {
+  const Load& load = plan.queues[worker].loads[index];
+  std::string text = "load " + to_string(index) + " of worker " + to_string(worker);
+  if (load.task >= 0 && load.task < static_cast<int>(plan.tasks.size())) text += " for " + describe(plan, load.task);
+  return text;
+}
+
+void check_load_run(const Plan& plan, int worker, const LoadRun& run) {
+  const std::vector<Load>& loads = plan.queues[worker].loads;
+  const auto name = [&](size_t index) { return name_of_load(plan, worker, index); };
+  if (run.value < 0 || run.value >= static_cast<int>(plan.graph.values().size()) ||
+      plan.graph.values()[run.value].is_literal()) {
+    loads_error(name(run.first) + " is of value " + to_string(run.value) + ", which is in no buffer");
+  }
+  const Buffer& buffer = plan.graph.buffer_of(run.value);
+  if (!buffer.parameter || buffer.mutated || buffer.kind != Buffer::Kind::input) {
+    loads_error(name(run.first) + " is of value " + to_string(run.value) +
+                ", which is no parameter: only what never changes may be loaded ahead");
+  }
+  const Task& task = plan.tasks[loads[run.first].task];
+  const Stage& stage = plan.stages[task.stage];
+  const Box box = loaded_box(plan.graph, stage, task, run.value);
+  int64_t bytes = 0;
+  for (size_t index = run.first; index < run.last; ++index) {
+    const Load& load = loads[index];
+    if (load.rows < 1 || load.bytes < 1 || load.rows * load.bytes > plan.target.page_bytes) {
+      loads_error(name(index) + " has " + to_string(load.rows) + " x " + to_string(load.bytes) +
+                  " bytes: a page of the ring holds " + to_string(plan.target.page_bytes));
+    }
+    Box piece{load.offset, load.bytes, 0, true, {}};
+    if (load.rows > 1) {
+      piece.depth = 1;
+      piece.dimensions[0] = {load.stride, load.rows};
+    }
+    if (!covers(box, piece)) {
+      loads_error(name(index) + " is of bytes that the task does not read");
+    }
+    if (index > run.first && load.offset <= loads[index - 1].offset) {
+      loads_error(name(index) + " comes behind one of a later part: pages of a value come in order, each once");
+    }
+    bytes += load.rows * load.bytes;
+  }
+  if (bytes != box.bytes()) {
+    loads_error(name(run.first) + " and those behind bring " + to_string(bytes) + " bytes of value " +
+                to_string(run.value) + ": not what the task reads");
+  }
+}
+
+// That what the task must find in the ring is there.
+void check_loads_of_task(const Plan& plan, int worker, int index, const std::vector<LoadRun>& runs) {
+  const Task& task = plan.tasks[index];
+  const Stage& stage = plan.stages[task.stage];
+  if (static_cast<int>(runs.size()) > plan.target.pages) {
+    loads_error(describe(plan, index) + " reads " + to_string(runs.size()) +
+                " parameters side by side, more than the ring has pages (" + to_string(plan.target.pages) + ")");
+  }
+  for (const LoadRun& run : runs) check_load_run(plan, worker, run);
+  for (const Access& access : stage.accesses) {
+    if (!loaded_ahead(plan.graph, stage, access)) continue;
+    const Box box = box_of(plan.graph, stage, access, task.begin, task.end);
+    const int buffer = plan.graph.values()[access.value].buffer;
+    const bool there = std::any_of(runs.begin(), runs.end(), [&](const LoadRun& run) {
+      if (run.value == access.value) return true;
+      if (plan.graph.values()[run.value].buffer != buffer) return false;
+      return covers(loaded_box(plan.graph, stage, task, run.value), box);
+    });
+    if (!there && !box.empty()) {
+      loads_error(describe(plan, index) + " reads parameter value " + to_string(access.value) +
+                  ", which its worker's loader does not bring");
+    }
+  }
+}
+
+}  // namespace
+
+void check_loads(const Plan& plan) {
+  for (int worker = 0; worker < static_cast<int>(plan.queues.size()); ++worker) {
+    const Queue& queue = plan.queues[worker];
+    size_t next = 0;
+    for (const int index : queue.tasks) {
+      std::vector<LoadRun> runs;
+      for (; next < queue.loads.size() && queue.loads[next].task == index; ++next) {
+        if (runs.empty() || runs.back().value != queue.loads[next].value) {
+          runs.push_back({queue.loads[next].value, next, next});
+        }
+        runs.back().last = next + 1;
+      }
+      check_loads_of_task(plan, worker, index, runs);
+    }
+    if (next < queue.loads.size()) {
+      loads_error(name_of_load(plan, worker, next) + " is not in the order of that worker's queue");
+    }
+  }
+}
+
+}  // namespace ark::compiler

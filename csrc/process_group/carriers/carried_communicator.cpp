@@ -1,0 +1,323 @@
+// What all collectives over several nodes share, and those of small tensors.
+#include "process_group/carriers/carried_communicator.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/agreement.hpp"
+#include "collectives/cpu/algorithms.hpp"
+#include "util/error.hpp"
+
+namespace ark {
+
+namespace {
+
+// Partials of up to so many bytes, times the ranks, go whole to all that need them, in one hop.
+constexpr size_t kWhole = 64 << 10;
+// To root they go once, whole or in chunks; so many times the nodes go whole.
+constexpr size_t kWholeToRoot = 4 << 20;
+
+}  // namespace
+
+CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan,
+                                         Neighbourhood node, ShmOptions options)
+    : Communicator(rank, size),
+      carrier_(std::move(carrier)),
+      plan_(std::move(plan)),
+      heard_(size),
+      told_(size),
+      awaited_(size) {
+  options.names = plan_.own();
+  options.on_lost = [this](int local) { lost(local); };
+  node_ =
+      std::make_unique<ShmCommunicator>(plan_.local(), static_cast<int>(plan_.own().size()), std::move(node), options);
+  auto notes = std::make_unique<FailureNotes>(carrier_, rank, size, [this](const Error& error) { fail(error); });
+  std::unique_lock lock(mutex_);
+  notes_ = std::move(notes);
+  const std::optional<int> early = lost_early_;
+  lock.unlock();
+  if (early) lost(*early);
+  expect(plan_.peers());
+}
+
+// The threads that call fail() end before what it uses.
+CarriedCommunicator::~CarriedCommunicator() {
+  close();
+  node_.reset();
+}
+
+void CarriedCommunicator::close() {
+  notes_->close();
+  node_->point_to_point().stop();
+  node_->health().say_goodbye();
+}
+
+void CarriedCommunicator::abort(const Error& error) {
+  fail(error);
+}
+
+// The first failure counts: of whoever notices it on this rank, a note, or the node's shared memory.
+void CarriedCommunicator::fail(const Error& error) {
+  std::unique_lock lock(mutex_);
+  if (!notes_) return;  // still starting: who starts raises
+  lock.unlock();
+  node_->health().fail(error);
+  lock.lock();
+  failed_ = true;
+  if (now_) now_->abort();
+  for (const auto& work : awaited_)
+    if (work) work->abort();
+  lock.unlock();
+  notes_->tell(error);
+}
+
+// A rank of the node has ended, which a rank that waits for another node's message would not see.
+void CarriedCommunicator::lost(int local) {
+  OperationContext context{"idle", 0};
+  {
+    const std::lock_guard lock(mutex_);
+    if (!notes_) {
+      lost_early_ = local;
+      return;
+    }
+    if (now_) context = now_->operation().context;
+  }
+  try {
+    node_->health().raise({GroupHealth::Alarm::lost, local}, context, local);
+  } catch (const Error& error) {
+    fail(error);
+  }
+}
+
+// abort() reaches the messages of the operation that runs, and of each that begins later.
+struct CarriedCommunicator::Current {
+  Current(CarriedCommunicator& communicator, CarriedMessages& messages) : of(communicator) {
+    const std::lock_guard lock(of.mutex_);
+    of.now_ = &messages;
+    if (of.failed_) messages.abort();
+  }
+  ~Current() {
+    const std::lock_guard lock(of.mutex_);
+    of.now_ = nullptr;
+  }
+  CarriedCommunicator& of;
+};
+
+template <class Body>
+void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
+  ControlBlock& progress = node_->health().own();
+  try {
+    protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
+    node_->health().check_alive(operation.context);
+    CarriedMessages messages(*carrier_, operation, rank_, left_);
+    const Current current(*this, messages);
+    const Descriptor& what = operation.descriptor;
+    Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
+    body(exchange);
+    messages.wait_for_all();
+    expect_next(exchange.heard);
+    protocol::store_relaxed(progress.completed, operation.descriptor.sequence);
+  } catch (const CarriedMessages::Aborted&) {
+    node_->health().raise(operation.context);
+  } catch (const Error& error) {
+    fail(error);
+    throw;
+  } catch (const std::exception& error) {  // the carrier could not even begin
+    const Error own(ErrorKind::peer_lost,
+                    carrier_->getBackendName() + ", which carries this group between nodes, failed: " + error.what(),
+                    ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,
+                                 "Look at the other ranks' output; destroy the process group (or restart the job) "
+                                 "before going on."});
+    fail(own);
+    throw own;
+  }
+}
+
+void CarriedCommunicator::expect(const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    if (awaited_[peer]) continue;
+    auto memory = bytes_at(&heard_[peer], sizeof(First));
+    auto work = carrier_->recv(memory, peer, tag_of(MessageChannel::agreement));
+    const std::lock_guard lock(mutex_);
+    if (failed_) work->abort();
+    awaited_[peer] = std::move(work);
+  }
+}
+
+// A rank may leave the group as soon as it has what it needs of this collective, which is no failure of this one. The
+// next one, if any, finds that its rank is gone.
+void CarriedCommunicator::expect_next(const std::vector<int>& peers) {
+  for (const int peer : peers) {
+    try {
+      expect({peer});
+    } catch (const std::exception&) {
+    }
+  }
+}
+
+void CarriedCommunicator::tell(Exchange& exchange, int peer, const void* data, size_t bytes, uint64_t promised,
+                               uint64_t expected) {
+  First& first = told_[peer];
+  first.descriptor = exchange.operation.descriptor;
+  first.factor = exchange.operation.factor;
+  first.bytes = promised;
+  first.expected = expected;
+  copy_bytes(first.data, data, bytes);
+  exchange.messages.send(peer, MessageChannel::agreement, &first, sizeof(First));
+}
+
+const CarriedCommunicator::First& CarriedCommunicator::hear(Exchange& exchange, int peer) {
+  expect({peer});
+  exchange.messages.wait_for(awaited_[peer], peer);
+  exchange.heard.push_back(peer);
+  if (const auto error = disagreement(exchange.operation, heard_[peer].descriptor, rank_, peer)) throw *error;
+  return heard_[peer];
+}
+
+void CarriedCommunicator::meet(Exchange& exchange, const std::vector<int>& peers) {
+  expect(peers);
+  for (const int peer : peers) tell(exchange, peer);
+}
+
+void CarriedCommunicator::hear_all(Exchange& exchange, const std::vector<int>& peers) {
+  for (const int peer : peers) hear(exchange, peer);
+}
+
+// PREMUL_SUM where every rank is a node: the others' factors have come with their first messages.
+const double* CarriedCommunicator::factors_of_nodes(const Exchange& exchange) {
+  if (!plan_.flat() || exchange.operation.descriptor.op != ReduceOp::premul_sum) return nullptr;
+  factors_.resize(size_);
+  for (int rank = 0; rank < size_; ++rank)
+    factors_[rank] = rank == rank_ ? exchange.operation.factor : heard_[rank].factor;
+  return factors_.data();
+}
+
+// Root and the ranks that stand for it; nobody for the others.
+std::vector<int> CarriedCommunicator::partners_of(int root) const {
+  std::vector<int> partners;
+  for (int node = 0; node < plan_.nodes(); ++node) {
+    const int other = plan_.stands_for(root, node);
+    if (rank_ == root && other != root) partners.push_back(other);
+    if (rank_ == other && other != root) partners.push_back(root);
+  }
+  return partners;
+}
+
+std::byte* CarriedCommunicator::scratch(size_t bytes) {
+  if (scratch_.size() < bytes) scratch_.resize(bytes);
+  return scratch_.data();
+}
+
+// What the ranks of the node have put into one round, added up; only by ranks that want it.
+void CarriedCommunicator::sum_in_node(const Operation& operation, const StagedReduce& reduction, const void* in,
+                                      size_t count, std::byte* partial, bool wanted) {
+  const size_t bytes = count * size_of(operation.descriptor.dtype);
+  if (plan_.flat()) return copy_bytes(partial, in, bytes);
+  Rounds& rounds = node_->rounds();
+  rounds.begin(operation, bytes);
+  const uint64_t round = rounds.next();
+  copy_bytes(rounds.open(round), in, bytes);
+  rounds.publish(round);
+  if (wanted) {
+    std::vector<const void*> sources(rounds.size());
+    for (int i = 0; i < rounds.size(); ++i) sources[i] = i == rounds.rank() ? in : rounds.read(round, i);
+    std::vector<double> storage;
+    const double* factors = gather_factors(rounds, operation, round, storage);
+    if (count > 0) reduction.partial(partial, sources.data(), rounds.size(), count, factors);
+  } else {
+    rounds.check_all(round);
+  }
+  rounds.release(round);
+}
+
+// One hop: the node's partial goes to all that this rank stands for, or to root.
+void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void* out, size_t count, int root) {
+  const size_t bytes = count * exchange.reduction.partial_size();
+  const bool in_first = bytes <= First::kRoom, everybody = root < 0;
+  const int nodes = plan_.nodes(), node = plan_.node();
+  const std::vector<int> partners = everybody ? plan_.peers() : partners_of(root);
+  const bool wanted = everybody || rank_ == plan_.stands_for(root, node);
+  std::byte* partials = scratch(nodes * bytes);
+  std::byte* own = partials + node * bytes;
+  expect(partners);
+  if (!in_first) {
+    for (const int peer : partners) tell(exchange, peer);
+  }
+  sum_in_node(exchange.operation, exchange.reduction, in, count, own, wanted);
+  if (in_first && (everybody || rank_ != root)) {
+    for (const int peer : partners) tell(exchange, peer, own, bytes);
+  }
+  const bool receives = everybody || rank_ == root;
+  const auto takes = [&](int peer) { return everybody ? plan_.stands_for(peer, node) == rank_ : peer == root; };
+  std::vector<const void*> sources(nodes, own);
+  for (int other = 0; other < nodes; ++other) {
+    if (other == node || !receives) continue;
+    const int from = plan_.stands_for(everybody ? rank_ : root, other);
+    sources[other] = in_first ? heard_[from].data : partials + other * bytes;
+    if (!in_first) exchange.messages.receive(from, MessageChannel::data, partials + other * bytes, bytes, true);
+  }
+  if (!in_first || receives) hear_all(exchange, partners);  // who has sent all need not wait for root
+  if (!in_first) {
+    for (const int peer : partners)
+      if (takes(peer)) exchange.messages.send(peer, MessageChannel::data, own, bytes);
+    exchange.messages.wait_for_all();
+  }
+  if (receives && count > 0) exchange.reduction.combine(out, sources.data(), nodes, count, factors_of_nodes(exchange));
+}
+
+void CarriedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
+  guarded(operation, [&](Exchange& exchange) {
+    const bool whole = count * exchange.reduction.partial_size() * size_ <= kWhole;
+    if (whole || size_ == 1) return reduce_whole(exchange, in, out, count, -1);
+    reduce_in_chunks(exchange, in, out, count, -1);
+  });
+}
+
+void CarriedCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
+  const int root = operation.descriptor.root;
+  guarded(operation, [&](Exchange& exchange) {
+    const size_t bytes = count * exchange.reduction.partial_size();
+    if (bytes <= kMaxChunkBytes && bytes * plan_.nodes() <= kWholeToRoot)
+      return reduce_whole(exchange, in, out, count, root);
+    reduce_in_chunks(exchange, in, rank_ == root ? out : nullptr, count, root);
+  });
+}
+
+void CarriedCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
+  guarded(operation, [&](Exchange& exchange) { reduce_blocks(exchange, ins, out, count); });
+}
+
+void CarriedCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
+  guarded(operation, [&](Exchange& exchange) {
+    if (bytes * plan_.most_in_node() <= First::kRoom) return gather_whole(exchange, in, outs, bytes);
+    gather_in_pieces(exchange, in, outs, bytes);
+  });
+}
+
+void CarriedCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
+  guarded(operation, [&](Exchange& exchange) { broadcast_in_pieces(exchange, data, bytes); });
+}
+
+void CarriedCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
+  guarded(operation, [&](Exchange& exchange) { gather_to_root(exchange, in, outs, bytes); });
+}
+
+void CarriedCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
+  guarded(operation, [&](Exchange& exchange) { scatter_from_root(exchange, ins, out, bytes); });
+}
+
+void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
+  guarded(operation, [&](Exchange& exchange) { exchange_blocks(exchange, ins, outs); });
+}
+
+// A rank speaks once all of its node have come, and has heard from every other node.
+void CarriedCommunicator::barrier(const Operation& operation) {
+  guarded(operation, [&](Exchange& exchange) {
+    expect(plan_.peers());
+    ark::barrier(node_->rounds(), operation);
+    for (const int peer : plan_.peers()) tell(exchange, peer);
+    hear_all(exchange, plan_.peers());
+  });
+}
+
+}  // namespace ark

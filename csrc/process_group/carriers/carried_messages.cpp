@@ -1,0 +1,92 @@
+#include "process_group/carriers/carried_messages.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "util/error.hpp"
+
+namespace ark {
+
+namespace {
+
+constexpr auto kForTheStory = std::chrono::milliseconds(500);
+
+}  // namespace
+
+int tag_of(MessageChannel channel) {
+  return kFirstReservedTag + static_cast<int>(channel);
+}
+
+std::vector<at::Tensor> bytes_at(void* data, size_t bytes) {
+  return {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
+}
+
+CarriedMessages::~CarriedMessages() {
+  for (Begun& one : begun_)
+    if (one.work && one.outlives) left_.push_back(std::move(one.work));
+}
+
+size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
+  if (bytes == 0) return begin(peer, nullptr, false);
+  auto memory = bytes_at(const_cast<void*>(data), bytes);
+  return begin(peer, carrier_.send(memory, peer, tag_of(channel)), false);
+}
+
+size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives) {
+  if (bytes == 0) return begin(peer, nullptr, false);
+  auto memory = bytes_at(data, bytes);
+  return begin(peer, carrier_.recv(memory, peer, tag_of(channel)), outlives);
+}
+
+size_t CarriedMessages::begin(int peer, Work work, bool outlives) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_ && work) work->abort();
+  begun_.push_back({std::move(work), peer, outlives});
+  return begun_.size() - 1;
+}
+
+void CarriedMessages::wait_for_all() {
+  for (size_t number = 0; number < begun_.size(); ++number) wait_for(number);
+}
+
+void CarriedMessages::abort() {
+  const std::lock_guard lock(mutex_);
+  aborted_ = true;
+  ended_.notify_all();
+  for (const Begun& one : begun_)
+    if (one.work) one.work->abort();
+}
+
+// The slot is read and written by the operation's own thread; others only look at it under the lock.
+void CarriedMessages::wait_for(size_t number) {
+  if (begun_[number].work) wait_for(begun_[number].work, begun_[number].peer);
+}
+
+void CarriedMessages::wait_for(Work& work, int peer) {
+  const OperationContext& context = operation_.context;
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline - Clock::now());
+  constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
+  bool done = false;
+  std::string failure;
+  try {
+    done = work->wait(std::clamp(left, least, most));
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  const bool late = Clock::now() >= context.deadline;
+  std::unique_lock lock(mutex_);
+  // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
+  if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
+  if (aborted_) throw Aborted();
+  if (done) return work.reset();
+  throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
+              carrier_.getBackendName() + ", which carries this group between nodes, failed " +
+                  (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
+                  std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure),
+              ErrorContext{rank_, peer, context.name, context.sequence,
+                           "Look at that rank's output; destroy the process group (or restart the job) before going "
+                           "on."});
+}
+
+}  // namespace ark

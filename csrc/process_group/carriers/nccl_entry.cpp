@@ -1,0 +1,146 @@
+// Making NCCL for a group that exists, and ending it. What it carries is in shared_communicator.cpp.
+#include "process_group/carriers/nccl_entry.hpp"
+
+#include <thread>
+
+#include "cuda/driver.hpp"
+#include "util/start_thread.hpp"
+
+namespace ark {
+
+namespace {
+
+uint64_t from_of(const CudaDispatch& dispatch, Kind kind) {
+  switch (kind) {
+    case Kind::all_reduce: return dispatch.nccl_all_reduce_from;
+    case Kind::reduce: return dispatch.nccl_reduce_from;
+    case Kind::reduce_scatter: return dispatch.nccl_reduce_scatter_from;
+    case Kind::all_gather: return dispatch.nccl_all_gather_from;
+    case Kind::broadcast: return dispatch.nccl_broadcast_from;
+    case Kind::all_to_all: return dispatch.nccl_all_to_all_from;
+    default: return CudaDispatch::kNever;
+  }
+}
+
+std::string key_of(int rank) {
+  return "made/" + std::to_string(rank);
+}
+
+std::vector<uint8_t> bytes_of(const std::string& text) {
+  return {text.begin(), text.end()};
+}
+
+// What a call that may not return leaves behind; shared with the thread that makes it.
+struct Attempt {
+  std::atomic<bool> over{false};
+  std::string error;  // written before `over`
+};
+
+template <class Body>
+std::shared_ptr<Attempt> apart(const char* what, Body body) {
+  auto attempt = std::make_shared<Attempt>();
+  start_thread(what, [attempt, body = std::move(body)] {
+    try {
+      const RelaxedCapture relaxed;  // some other thread may be capturing
+      body();
+    } catch (const std::exception& error) {
+      attempt->error = error.what();
+    }
+    attempt->over.store(true, std::memory_order_release);
+  }).detach();
+  return attempt;
+}
+
+}  // namespace
+
+bool NcclEntry::in(const CudaDispatch& dispatch) {
+  for (int kind = 0; kind < kKinds; ++kind)
+    if (from_of(dispatch, static_cast<Kind>(kind)) != CudaDispatch::kNever) return true;
+  return false;
+}
+
+bool NcclEntry::wants(Kind kind, uint64_t bytes) const {
+  return bytes > 0 && bytes >= from_of(options_.dispatch, kind);
+}
+
+// The communicator is made by a thread of its own: NCCL's waits for peers have no bound and look for nobody.
+std::string NcclEntry::connect(const Meeting& meeting) {
+  std::string own;
+  std::shared_ptr<Attempt> attempt;
+  try {
+    backend_ = meeting.make();
+    if (backend_->getBackendName() != "nccl") throw Error(ErrorKind::system, "this PyTorch has no NCCL");
+    attempt = apart("the thread that makes NCCL's communicator",
+                    [backend = backend_, device = options_.device] { backend->eagerConnectSingleDevice(device); });
+  } catch (const std::exception& error) {
+    own = error.what();
+  }
+  bool told = false;
+  const auto tell = [&](const std::string& outcome) {
+    if (!told) options_.store->set(key_of(options_.rank), bytes_of(outcome));
+    told = true;
+  };
+  if (!own.empty()) tell(own);
+  for (int peer = 0; peer < options_.size; ++peer) {
+    for (;;) {
+      if (attempt && !told && attempt->over.load(std::memory_order_acquire)) {
+        own = attempt->error;
+        tell(own.empty() ? "ok" : own);
+      }
+      if (const auto outcome = options_.store->find(key_of(peer))) {
+        const std::string text(outcome->begin(), outcome->end());
+        if (text == "ok") break;
+        tell("rank " + std::to_string(peer) + " has failed");
+        return "rank " + std::to_string(peer) + ": " + text;
+      }
+      meeting.check();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+  return {};
+}
+
+void NcclEntry::meet(const Meeting& meeting) {
+  const std::lock_guard lock(mutex_);
+  if (decided()) return;
+  std::string why;
+  try {
+    why = connect(meeting);
+  } catch (...) {
+    state_.store(State::refused, std::memory_order_release);  // the group has failed
+    throw;
+  }
+  if (options_.rank == 0 && meeting.log) {
+    if (why.empty()) {
+      meeting.log(
+          "PyTorch's NCCL, measured faster here, carries collectives that are large enough "
+          "(ARK_DISPATCH's nccl_..._from, or reduction=\"fast\")");
+    } else {
+      meeting.log("ark carries what was to be PyTorch's NCCL's, since that could not be made: " + why);
+    }
+  }
+  state_.store(why.empty() ? State::ready : State::refused, std::memory_order_release);
+}
+
+void NcclEntry::abort() {
+  const BackendPtr made = backend();
+  if (!made || aborted_.exchange(true)) return;
+  try {
+    apart("the thread that aborts NCCL", [made] { made->abort(); });
+  } catch (const Error&) {  // no thread could be started: the next look tries again
+    aborted_.store(false);
+    throw;
+  }
+}
+
+void NcclEntry::close(std::chrono::milliseconds patience) {
+  BackendPtr made = backend();
+  state_.store(State::refused, std::memory_order_release);
+  if (!made || aborted_.load()) return;
+  const auto attempt = apart("the thread that ends NCCL", [made = std::move(made)] { made->shutdown(); });
+  const auto until = Clock::now() + patience;
+  while (!attempt->over.load(std::memory_order_acquire) && Clock::now() < until)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+}  // namespace ark

@@ -1,0 +1,233 @@
+// Where operations on CUDA tensors go: which device, and who carries them.
+//
+// The group's side on the device is made at its first operation there, by all ranks together (whatever that operation
+// is, a send included); so not under graph capture, where nothing can wait for peers. Where ark cannot move the bytes
+// between these GPUs, PyTorch's NCCL is given the very same calls. A rank uses one device a group, the first it used.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include <algorithm>
+
+#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/launcher.hpp"
+#include "jit/settings.hpp"
+#include "process_group/cuda/cuda_group.hpp"
+#include "process_group/process_group_ark.hpp"
+
+namespace ark {
+
+namespace {
+constexpr char kCudaFailure[] = "failure";
+}
+
+c10::Device ProcessGroupArk::device_of(const Call& call) const {
+  std::optional<c10::Device> device;
+  std::string first;
+  const auto look = [&](const char* argument, const TensorArgument& tensors) {
+    size_t index = 0;
+    tensors.for_each([&](const at::Tensor& tensor) {
+      if (!device) {
+        device = tensor.device();
+        first = argument;
+      } else if (*device != tensor.device()) {
+        refuse({rank_, call.name}, ErrorKind::invalid_argument,
+               entry_of(argument, index) + " is on " + tensor.device().str() + " but " + first + "[0] is on " +
+                   device->str(),
+               "Give one call tensors of one device.");
+      }
+      ++index;
+    });
+  };
+  look("input", call.inputs);
+  look("output", call.outputs);
+  return device.value_or(c10::Device(c10::kCPU));
+}
+
+uint64_t ProcessGroupArk::cuda_shared_bytes() const {
+  const auto cuda = core_->cuda();
+  return cuda ? cuda->shared_bytes() : 0;
+}
+
+std::string ProcessGroupArk::cuda_carrier() const {
+  const auto cuda = core_->cuda();
+  return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
+}
+
+std::shared_ptr<CudaGroup> ProcessGroupArk::cuda_side(const char* operation, c10::Device device) {
+  auto cuda = core_->cuda();
+  if (!cuda) cuda = join_on(operation, device);
+  if (cuda->device != device) {
+    refuse({rank_, operation}, ErrorKind::invalid_argument,
+           "the tensor is on " + device.str() + ", but this group uses " + cuda->device.str() +
+               " on this rank, the device of its first operation on CUDA tensors",
+           "Move the tensor there (torch.cuda.set_device early), or use a group for each device.");
+  }
+  return cuda;
+}
+
+std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::Device device) {
+  const CallSite here{rank_, operation};
+  if (const auto bound = getBoundDeviceId(); bound && bound->is_cuda() && *bound != device) {
+    refuse(here, ErrorKind::invalid_argument,
+           "the tensor is on " + device.str() + ", but init_process_group was given device_id=" + bound->str(),
+           "Move the tensor there, or name this device.");
+  }
+  const std::lock_guard lock(joining_);
+  if (auto made = core_->cuda()) return made;
+  if (cuda_failure_) throw *cuda_failure_;
+  auto store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/cuda/" + start_, store_));
+  bool capturing = false;
+  try {
+    capturing = is_capturing(device);
+  } catch (const Error& error) {
+    fail_cuda(*store, error.at(rank_, operation));
+  }
+  if (capturing) {
+    refuse(here, ErrorKind::invalid_argument,
+           "this group's first operation on CUDA tensors is under graph capture, where ranks cannot meet",
+           "Call one collective on CUDA tensors, on all ranks, before the capture begins.");
+  }
+  try {
+    jit::ensure_configured();
+    std::string why = "its ranks share no memory";
+    std::shared_ptr<CudaGroup> side;
+    if (core_->shm) {
+      CudaCommunicator::Options options;
+      options.device = device.index();
+      options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
+      options.device_each = !options_->share_gpu;
+      options.on_host = options_->disable_p2p;
+      options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
+        check();
+        raise_peers_cuda_failure(*store, rank);
+      };
+      options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
+                                           {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction},
+                                           options.check);
+      options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
+      options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
+      auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
+      if (communicator) {
+        auto nccl = nccl_entry(device, *options.dispatch);
+        if (communicator->on_host() && rank_ == 0 && options_->log)
+          options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                        " ranks: CUDA tensors go through memory of the host, as ARK_DISABLE_P2P asks");
+        side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
+      }
+    }
+    if (!side) {
+      if (!options_->make_cuda_carrier) {
+        throw Error(ErrorKind::system,
+                    "ark cannot move CUDA tensors of this group (" + why + ") and nothing else is set",
+                    ErrorContext{rank_, -1, operation, 0,
+                                 "Set Options::make_cuda_carrier to a function that makes an NCCL group, or pass CPU "
+                                 "tensors."});
+      }
+      side = std::make_shared<CudaGroup>(
+          device, options_->make_cuda_carrier(c10::make_intrusive<c10d::PrefixStore>("cuda-carrier/" + start_, store_),
+                                              rank_, size_, std::chrono::milliseconds(core_->timeout_ms.load())));
+    }
+    core_->adopt(side);
+    if (side->carrier && rank_ == 0 && options_->log) {
+      const bool gloo = side->carrier->getBackendName() == "gloo";
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                    " ranks: CUDA tensors are carried by PyTorch's " + (gloo ? "Gloo: " : "NCCL: ") + why);
+    }
+    return side;
+  } catch (const Error& error) {
+    fail_cuda(*store, error.at(rank_, operation));
+  } catch (const std::exception& error) {
+    fail_cuda(*store, Error(ErrorKind::system, std::string("CUDA tensors cannot be used: ") + error.what(),
+                            ErrorContext{rank_, -1, operation, 0, "Pass CPU tensors, or see the cause above."}));
+  }
+}
+
+// What keeps one rank from CUDA tensors keeps all: the peers are told, and would else wait for it. There is no second
+// try, as they have gone on; CPU tensors are not concerned.
+void ProcessGroupArk::fail_cuda(KeyValueStore& store, Error error) {
+  cuda_failure_ = std::move(error);
+  try {
+    const std::string told = std::to_string(rank_) + " " + cuda_failure_->what();
+    store.set(kCudaFailure, {told.begin(), told.end()});
+  } catch (const std::exception&) {
+    // Without a store nobody waits there either.
+  }
+  throw *cuda_failure_;
+}
+
+void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
+  const auto found = store.find(kCudaFailure);
+  if (!found) return;
+  const std::string told(found->begin(), found->end());
+  const int peer = std::atoi(told.c_str());
+  if (peer == rank) return;
+  throw Error(ErrorKind::system,
+              "rank " + std::to_string(peer) +
+                  " cannot use CUDA tensors: " + told.substr(std::min(told.size(), told.find(' ') + 1)),
+              ErrorContext{rank, peer, "", 0, "Mend that, and create the group again."});
+}
+
+std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {
+  if (size_ == 1 || !options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return nullptr;
+  NcclEntry::Options options;
+  options.rank = rank_;
+  options.size = size_;
+  options.device = device;
+  options.dispatch = dispatch;
+  options.store = std::make_shared<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark/nccl/" + start_, store_));
+  options.fail_group = [core = core_.get()](const Error& error) { core->shm->health().fail(error); };
+  return std::make_shared<NcclEntry>(std::move(options));
+}
+
+// Before an operation that NCCL is to carry: makes it, where that was not tried yet. Decided by sizes that are alike on
+// all ranks, as a list's for reduce_scatter is and its output's is not.
+void ProcessGroupArk::meet_for_nccl(const Call& call, CudaGroup& cuda) {
+  if (cuda.nccl->decided()) return;
+  uint64_t most = 0, least = ~uint64_t{0}, all = 0;
+  call.inputs.for_each([&](const at::Tensor& tensor) {
+    most = std::max<uint64_t>(most, tensor.nbytes());
+    least = std::min<uint64_t>(least, tensor.nbytes());
+    all += tensor.nbytes();
+  });
+  const bool list = call.type == c10d::OpType::REDUCE_SCATTER;
+  if (list && least != most) return;  // several reductions
+  const uint64_t bytes = list ? all : call.kind == Kind::all_gather ? most * size_ : most;
+  if (!cuda.nccl->wants(call.kind, bytes) || is_capturing(cuda.device)) return;
+  if (call.kind == Kind::all_to_all && !call.even) return;
+  const std::chrono::milliseconds timeout(core_->timeout_ms.load()), later = timeout + NcclEntry::kLater;
+  NcclEntry::Meeting meeting;
+  meeting.make = [&] {
+    auto store = c10::make_intrusive<c10d::PrefixStore>("ark/nccl/own/" + start_, store_);
+    return options_->make_cuda_carrier(std::move(store), rank_, size_, later);
+  };
+  meeting.check = ends_with(core_->shm->health(), timeout);
+  if (options_->log) {
+    meeting.log = [&](const std::string& line) {
+      options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks: " + line);
+    };
+  }
+  cuda.nccl->meet(meeting);
+}
+
+uint64_t ProcessGroupArk::cuda_carried() const {
+  const auto cuda = core_->cuda();
+  return cuda && cuda->nccl ? cuda->nccl->carried() : 0;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::carry_cuda(const Call& call, CudaGroup& cuda) {
+  if (!call.carry) {
+    refuse({rank_, call.name}, ErrorKind::invalid_argument,
+           cuda.carrier->getBackendName() + ", which carries CUDA tensors of this group, has no such operation",
+           "Pass CPU tensors.");
+  }
+  if (coalescing_threads_.load(std::memory_order_relaxed) != 0) {
+    const std::lock_guard lock(mutex_);
+    const auto found = coalescing_.find(std::this_thread::get_id());
+    if (found != coalescing_.end() && !found->second.carrier) {
+      cuda.carrier->startCoalescing();
+      found->second.carrier = cuda.carrier;
+    }
+  }
+  return call.carry(*cuda.carrier);
+}
+
+}  // namespace ark

@@ -1,0 +1,75 @@
+// The Work of operations on CUDA tensors: what was enqueued, and how a stream or a host thread waits for it.
+//
+// As with ProcessGroupNCCL, wait() makes the current stream wait and returns at once; it blocks the host for a barrier,
+// or when it is given a timeout. A work may stand for several operations (coalesced ones), and may have a part on the
+// host (the barrier's). Tensors of asynchronous operations live until wait(), or until the device is done with them.
+// A failure of the group is raised by wait(), by isCompleted() through exception(), and by every later operation; the
+// future tells only what was known when it was made, since its consumers run on streams too.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <memory>
+#include <vector>
+
+#include "process_group/cuda/cuda_group.hpp"
+#include "process_group/group_core.hpp"
+
+namespace ark {
+
+class CudaWork : public c10d::Work {
+ public:
+  using Parts = std::vector<CudaGroup::EnqueuedPtr>;
+  CudaWork(std::shared_ptr<GroupCore> core, std::shared_ptr<CudaGroup> cuda, c10d::OpType type, const char* name,
+           std::vector<at::Tensor> outputs, Parts parts);
+  ~CudaWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void blockCurrentStream() override { synchronize(); }
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;
+  uint64_t getSequencenumber() const override { return sequence_; }
+  std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
+
+  // Set before the work is handed out.
+  bool blocks_host = false;                  // a barrier
+  c10::intrusive_ptr<c10d::Work> host_part;  // done before this one is
+  std::chrono::milliseconds timeout{-1};     // as asked for; -1: the group's
+  int source_rank = -1;
+
+ private:
+  friend c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>&,
+                                                  const std::vector<c10::intrusive_ptr<c10d::Work>>&);
+  OperationContext context() const { return {name_, sequence_}; }  // for messages: without a deadline
+  bool done() const;
+  void check_group();  // throws the group's failure, and notes it
+  void wait_streams(const c10::Stream& current);
+  void wait_host(std::chrono::milliseconds given);
+  void release(const c10::Stream& current);
+  // Null, or why the group has failed before this work was done.
+  std::exception_ptr failure() const;
+
+  const std::shared_ptr<GroupCore> core_;
+  const std::shared_ptr<CudaGroup> cuda_;
+  const char* const name_;
+  const uint64_t sequence_;
+  const std::vector<at::Tensor> outputs_;
+  const Parts parts_;
+  bool released_ = false;  // under mutex_, as are the futures
+  c10::intrusive_ptr<c10::ivalue::Future> future_, future_result_;
+};
+
+// One work for several, at least one of them on a CUDA device; null when none is. Works on the host, and those of other
+// backends, are waited for here.
+c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
+                                         const std::vector<c10::intrusive_ptr<c10d::Work>>& works);
+
+}  // namespace ark

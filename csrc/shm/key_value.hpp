@@ -1,0 +1,34 @@
+// What the bootstrap asks of a rendezvous store; process_group adapts c10d::Store to it, tests use files.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "util/error.hpp"
+
+namespace ark {
+
+class KeyValueStore {
+ public:
+  virtual ~KeyValueStore() = default;
+  virtual void set(const std::string& key, const std::vector<uint8_t>& value) = 0;
+  // Blocks until the key exists. Throws Error(timeout) after `timeout`, Error(system) when the store is gone.
+  virtual std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) = 0;
+
+  // The value if the key exists now; the bootstrap polls with it, so that it can look after other things meanwhile.
+  // An adapter of c10d::Store should override it with check({key}) and get(key): a wait that times out costs TCPStore
+  // 180 ms and two warnings on stderr, a check one round trip.
+  virtual std::optional<std::vector<uint8_t>> find(const std::string& key) {
+    try {
+      return get(key, std::chrono::milliseconds(1));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::timeout) throw;
+      return std::nullopt;
+    }
+  }
+};
+
+}  // namespace ark

@@ -1,0 +1,73 @@
+// Which functions a CUDA source has twice, for operands that begin at multiples of 16 bytes and for others, and which
+// operands decide.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "compiler/emit/cuda/emit_cuda.hpp"
+#include "compiler/graph/graph_builder.hpp"
+#include "compiler/schedule/targets.hpp"
+
+namespace ark::compiler {
+namespace {
+
+std::string source_of(const GraphBuilder& make, const char* target = "sm_90a") {
+  return emit_cuda(make_plan(make.graph, gpu_target(target, 6))).text;
+}
+
+int64_t count(const std::string& text, const std::string& what) {
+  int64_t times = 0;
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++times;
+  return times;
+}
+
+// rows x depth times weights [columns, depth], of whose rows `spare` elements more are left out.
+std::string product(int64_t rows, int64_t depth, int64_t spare, ScalarType type, const char* target = "sm_90a") {
+  GraphBuilder make;
+  const int weights = make.parameter({40, depth + spare}, type);
+  const int used = make.view(weights, {40, depth}, {depth + spare, 1});
+  make.copy_out(make.matmul(make.input({rows, depth}, type), make.transpose(used), -1, type));
+  return source_of(make, target);
+}
+
+TEST(Alignment, FunctionsHaveATextForEach) {
+  for (const char* target : {"sm_90a", "sm_80"})
+    for (const int64_t rows : {1, 12, 100}) {
+      const std::string text = product(rows, 64, 0, ScalarType::bf16, target);
+      const int64_t functions = rows == 100 ? 2 : 1;  // many rows are two stages
+      EXPECT_EQ(count(text, "template <bool kAligned>"), functions) << rows;
+      EXPECT_EQ(count(text, ".a_aligned = kAligned, .b_aligned = kAligned"), functions) << rows;
+      EXPECT_EQ(count(text, "case kFunctions + "), functions) << rows;
+      EXPECT_EQ(count(text, "_misaligned(context, p); break;"), functions) << rows;
+      EXPECT_EQ(count(text, "{Operand::pointer, 1, "), 2 * functions) << rows;  // both inputs, the result not
+    }
+}
+
+TEST(Alignment, StridesAreKnownBefore) {
+  for (const ScalarType type : {ScalarType::f32, ScalarType::bf16}) {
+    const std::string text = product(2, 63, 0, type);  // neither a's rows nor b's begin well
+    EXPECT_EQ(count(text, ".a_aligned = false, .b_aligned = false"), 1);
+    EXPECT_EQ(count(text, "kAligned"), 0);
+    EXPECT_EQ(count(text, "case kFunctions + "), 0);
+    EXPECT_EQ(count(text, "{Operand::pointer, 1, "), 0);
+  }
+  const std::string text = product(2, 64, 5, ScalarType::bf16);
+  EXPECT_EQ(count(text, ".a_aligned = kAligned, .b_aligned = false"), 1);
+  EXPECT_EQ(count(text, "{Operand::pointer, 1, "), 1);
+}
+
+TEST(Alignment, GroupsOfWarpsMultiplyWhatIsAligned) {
+  const auto large = [](int64_t depth) {
+    GraphBuilder make;
+    const int a = make.input({384, depth}, ScalarType::bf16), b = make.parameter({512, depth}, ScalarType::bf16);
+    make.copy_out(make.matmul(a, make.transpose(b), -1, ScalarType::bf16));
+    return source_of(make);
+  };
+  EXPECT_EQ(count(large(1024), "ARK_LOOP void matmul"), 1);
+  EXPECT_EQ(count(large(1024), "__device__ __noinline__ void matmul_0_misaligned"), 1);
+  EXPECT_EQ(count(large(1023), "ARK_LOOP void matmul"), 0);
+}
+
+}  // namespace
+}  // namespace ark::compiler

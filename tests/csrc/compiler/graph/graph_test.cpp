@@ -1,0 +1,214 @@
+// Graphs refuse what is wrong, in the words of who made it; types, the pointwise table, overlap of views.
+#include "compiler/graph/graph.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+
+#include "compiler/graph/footprint.hpp"
+#include "compiler/verify/interpreter.hpp"
+#include "graph_builder.hpp"
+#include "util/error.hpp"
+
+namespace ark::compiler {
+namespace {
+
+// What the error says, or nothing.
+std::string message_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "";
+}
+void expect_refused(const std::string& words, const std::function<void()>& act) {
+  const std::string message = message_of(act);
+  EXPECT_NE(message.find(words), std::string::npos) << "wanted: " << words << "\ngot: " << message;
+}
+Node node_of(const std::string& op, std::vector<int> inputs, int output, Attributes attributes = {}) {
+  return {op, std::move(inputs), {output}, std::move(attributes), "layers.0 (model.py:31)"};
+}
+
+TEST(ScalarTypes, HaveThePyTorchNames) {
+  for (ScalarType type :
+       {ScalarType::f32, ScalarType::bf16, ScalarType::f16, ScalarType::i64, ScalarType::i32, ScalarType::boolean}) {
+    EXPECT_EQ(scalar_type(name_of(type)), type);
+  }
+  EXPECT_THROW(scalar_type("complex64"), Error);
+}
+
+TEST(Pointwise, TableHasEachNameOnce) {
+  std::set<std::string> names;
+  for (const PointwiseOp& op : pointwise_ops()) {
+    EXPECT_TRUE(names.insert(op.name).second) << op.name;
+    EXPECT_EQ(find_pointwise(op.name), &op);
+    // The interpreter knows every one.
+    EXPECT_NO_THROW(apply(op.name, std::vector<double>(static_cast<size_t>(op.operands), 1.0), false)) << op.name;
+  }
+  EXPECT_EQ(find_pointwise("sum"), nullptr);
+}
+
+TEST(Graphs, RefuseBuffersAndValuesThatCannotBe) {
+  GraphBuilder builder;
+  Buffer empty;
+  expect_refused("0 bytes", [&] { builder.graph.add_buffer(empty); });
+  Buffer nowhere;
+  nowhere.kind = Buffer::Kind::output;
+  nowhere.bytes = 4;
+  expect_refused("without a position", [&] { builder.graph.add_buffer(nowhere); });
+  Buffer changing;
+  changing.kind = Buffer::Kind::input;
+  changing.argument = 0;
+  changing.bytes = 4;
+  changing.parameter = changing.mutated = true;
+  expect_refused("parameter", [&] { builder.graph.add_buffer(changing); });
+
+  const int x = builder.input({4, 6});
+  expect_refused("outside buffer 0 of 96 bytes", [&] { builder.view(x, {4, 6}, {6, 1}, 1); });
+  expect_refused("outside", [&] { builder.view(x, {2}, {-1}, 0); });
+  expect_refused("length 0", [&] { builder.view(x, {0, 6}, {6, 1}); });
+  expect_refused("strides", [&] { builder.view(x, {4, 6}, {1}); });
+  Value far = builder.at(x);
+  far.buffer = 9;
+  expect_refused("buffer 9 of 1", [&] { builder.graph.add_value(far); });
+  EXPECT_NO_THROW(builder.view(x, {6}, {-1}, 5));  // backwards, inside
+  EXPECT_EQ(builder.graph.inputs(), 1);
+  EXPECT_EQ(builder.graph.outputs(), 0);
+}
+
+TEST(Graphs, RefuseNodesByTheirOperatorsRules) {
+  GraphBuilder builder;
+  Graph& graph = builder.graph;
+  const auto i64 = ScalarType::i64;
+  const int a = builder.input({3, 4}), b = builder.input({4, 5}), out = builder.temporary({3, 4});
+  const int index = builder.input({2}, i64), truth = builder.temporary({3, 4}, ScalarType::boolean);
+  const auto refuse = [&](const std::string& words, const Node& node) {
+    expect_refused(words, [&] { graph.add_node(node); });
+    const std::string message = message_of([&] { graph.add_node(node); });
+    EXPECT_NE(message.find(node.op + " of layers.0 (model.py:31)"), std::string::npos) << message;
+  };
+  refuse("no such operator", node_of("frobnicate", {a}, out));
+  refuse("takes 2 operands", node_of("add", {a}, out));
+  refuse("do not broadcast", node_of("add", {a, b}, out));
+  refuse("a result of [3, 4]", node_of("neg", {builder.input({2, 3, 4})}, out));
+  refuse("should be bool", node_of("lt", {a, a}, out));
+  refuse("condition is float32", node_of("where", {a, a, a}, out));
+  refuse("integers or bool", node_of("bitwise_and", {a, a}, out));
+  refuse("value 99", node_of("neg", {99}, out));
+  refuse("not marked as mutated", node_of("neg", {a}, a));
+  refuse("writes to a literal", node_of("neg", {a}, builder.literal(1)));
+  refuse("may overlap itself", node_of("copy", {a}, builder.expand(builder.temporary({1, 4}), {3, 4})));
+  refuse("one dimension", node_of("iota", {}, out));
+  refuse("dimension 2 of 2", node_of("sum", {a}, out, {{"dims", std::vector<int64_t>{2}}}));
+  refuse("named twice", node_of("sum", {a}, out, {{"dims", std::vector<int64_t>{1, -1}}}));
+  refuse("should have [3]", node_of("sum", {a}, out, {{"dims", std::vector<int64_t>{1}}}));
+  refuse("wrong type", node_of("sum", {a}, out, {{"dims", int64_t{1}}}));
+  refuse("should be int64", node_of("argmax", {a}, builder.temporary({3}), {{"dims", std::vector<int64_t>{1}}}));
+  refuse("inner dimensions differ", node_of("matmul", {b, a}, out));
+  refuse("should have [3, 5]", node_of("matmul", {a, b}, out));
+  refuse("floating types", node_of("matmul", {a, builder.input({4, 5}, i64)}, out));
+  refuse("a bias of", node_of("matmul", {a, b, builder.input({4})}, builder.temporary({3, 5})));
+  refuse("dimension 3", node_of("gather", {a, index}, out, {{"dim", int64_t{3}}}));
+  refuse("should have [2, 4]", node_of("gather", {a, index}, out, {{"dim", int64_t{0}}}));
+  refuse("index of int64 or int32", node_of("gather", {a, a}, out, {{"dim", int64_t{0}}}));
+  refuse("2 indices from dimension 1", node_of("gather", {a, index, index}, out, {{"dim", int64_t{1}}}));
+  const int base = builder.input({5, 4}, ScalarType::f32, true), rows = builder.input({2, 4});
+  refuse("not the base", node_of("scatter", {base, index, rows}, builder.temporary({5, 4}), {{"dim", int64_t{0}}}));
+  refuse("should have [2, 4]", node_of("scatter", {base, index, a}, base, {{"dim", int64_t{0}}}));
+  const int q = builder.input({1, 3, 2, 4}), k = builder.input({1, 2, 5, 4});
+  refuse("3 query heads for 2", node_of("attention", {q, k, k}, builder.temporary({1, 3, 2, 4}), {{"scale", 1.0}}));
+  const int half = builder.slice(base, 0, 0, 3), other = builder.slice(base, 0, 1, 4);
+  refuse("as another view", node_of("neg", {half}, other));
+  EXPECT_TRUE(graph.nodes().empty());
+  EXPECT_NO_THROW(graph.add_node(node_of("neg", {half}, half)));
+  EXPECT_NO_THROW(graph.add_node(node_of("lt", {a, a}, truth)));
+}
+
+TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
+  GraphBuilder builder;
+  const int x = builder.input({4, 6}), whole = builder.temporary({8, 6});
+  builder.into(builder.slice(whole, 0, 0, 4), "copy", {x});
+  EXPECT_NO_THROW(builder.graph.check());
+  const int part = builder.slice(whole, 0, 1, 4);
+  builder.copy_out(part);
+  EXPECT_NO_THROW(builder.graph.check());
+  GraphBuilder early = builder;
+  early.copy_out(whole);
+  expect_refused("before all of it is written", [&] { early.graph.check(); });
+  // Odd and even rows of the rest make it whole.
+  builder.into(builder.slice(whole, 0, 4, 8, 2), "copy", {builder.slice(x, 0, 0, 2)});
+  GraphBuilder odd = builder;
+  odd.copy_out(odd.transpose(whole));
+  expect_refused("before all of it is written", [&] { odd.graph.check(); });
+  builder.into(builder.slice(whole, 0, 5, 8, 2), "copy", {builder.slice(x, 0, 2, 4)});
+  builder.copy_out(builder.transpose(whole));
+  EXPECT_NO_THROW(builder.graph.check());
+  // A result of the call has no contents either.
+  const int result = builder.output({3});
+  builder.copy_out(result);
+  expect_refused("before all of it is written", [&] { builder.graph.check(); });
+}
+
+// Against all bytes of small random views: never a wrong no, and yes only where it is hard.
+TEST(Overlap, IsNeverMissed) {
+  std::mt19937 random(11);
+  int disjoint = 0, told = 0;
+  for (int round = 0; round < 20000; ++round) {
+    Value values[2];
+    std::set<int64_t> bytes[2];
+    for (int i = 0; i < 2; ++i) {
+      Value& value = values[i];
+      value.buffer = 0;
+      value.type = random() % 2 == 0 ? ScalarType::f32 : ScalarType::bf16;
+      value.offset = 40 + static_cast<int64_t>(random() % 24);
+      const size_t rank = random() % 4;
+      static const int64_t strides[] = {1, 2, 3, 4, 6, 8, 12, 24, -1, -4, 0};
+      for (size_t d = 0; d < rank; ++d) {
+        value.shape.push_back(1 + static_cast<int64_t>(random() % 4));
+        value.strides.push_back(strides[random() % 11]);
+      }
+      each_index(value.shape, [&](const Shape& index) {
+        for (int byte = 0; byte < size_of(value.type); ++byte) bytes[i].insert(byte_of(value, index) + byte);
+      });
+      std::set<int64_t> by_runs;
+      for (const auto& [begin, end] : runs(footprint(value))) {
+        for (int64_t byte = begin; byte < end; ++byte) by_runs.insert(byte);
+      }
+      ASSERT_EQ(by_runs, bytes[i]);
+      int64_t elements = 1;
+      for (int64_t size : value.shape) elements *= size;
+      if (!overlaps_itself(value)) {
+        ASSERT_EQ(static_cast<int64_t>(bytes[i].size()), elements * size_of(value.type));
+      }
+    }
+    bool meet = false;
+    for (int64_t byte : bytes[0]) meet = meet || bytes[1].count(byte) > 0;
+    if (meet) {
+      ASSERT_TRUE(may_overlap(values[0], values[1])) << round;
+    } else {
+      ++disjoint;
+      told += may_overlap(values[0], values[1]) ? 0 : 1;
+    }
+  }
+  EXPECT_GT(told, disjoint * 3 / 4) << told << " of " << disjoint;
+}
+
+TEST(Overlap, TellsPartsOfTensorsApart) {
+  GraphBuilder builder;
+  const int x = builder.input({3, 4, 8});
+  const auto apart = [&](int a, int b) { return !may_overlap(builder.at(a), builder.at(b)); };
+  for (int dim : {0, 1, 2}) {
+    EXPECT_TRUE(apart(builder.slice(x, dim, 0, 1), builder.slice(x, dim, 1, 3))) << dim;
+    EXPECT_FALSE(apart(builder.slice(x, dim, 0, 2), builder.slice(x, dim, 1, 3))) << dim;
+  }
+  EXPECT_TRUE(apart(builder.slice(x, 2, 0, 8, 2), builder.slice(x, 2, 1, 8, 2)));
+  EXPECT_TRUE(apart(builder.transpose(builder.slice(x, 2, 0, 4)), builder.slice(x, 2, 4, 8)));
+  EXPECT_TRUE(apart(x, builder.input({3, 4, 8})));
+}
+
+}  // namespace
+}  // namespace ark::compiler

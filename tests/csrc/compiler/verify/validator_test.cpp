@@ -1,0 +1,116 @@
+// The validator rejects broken plans, and what it accepts is right: each way of breaking a plan is tried on many random
+// plans; a broken plan that passes must give the right result in many random interleavings.
+#include <gtest/gtest.h>
+
+#include <cstdio>
+#include <string>
+
+#include "compiler/fuse/random_stages.hpp"
+#include "compiler/schedule/plan.hpp"
+#include "compiler/schedule/simulated_plan.hpp"
+#include "compiler/verify/broken_memory.hpp"
+#include "compiler/verify/broken_order.hpp"
+#include "compiler/verify/broken_tiles.hpp"
+#include "util/error.hpp"
+
+namespace ark::compiler {
+namespace validator_test {
+
+using test::Mutation;
+using test::RandomStages;
+using test::SimulatedPlan;
+using test::StageGraph;
+
+enum class Steps { single, chained, packets };
+
+Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
+  StageGraph made = RandomStages(seed).make(static_cast<int>(seed % 13) + 3);
+  Target target;
+  target.workers = static_cast<int>(seed % 4) + 2;
+  target.page_bytes = 256;
+  target.packets = steps == Steps::packets;
+  if (steps == Steps::chained && seed % 2 == 0) test::add_stop(made);
+  return plan_stages(std::move(made.graph), std::move(made.stages), target, steps == Steps::chained);
+}
+
+// What validate() says; empty: accepted.
+std::string verdict(const Plan& plan) {
+  try {
+    validate(plan);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::invalid_argument);
+    EXPECT_FALSE(error.message().empty());
+    return error.message();
+  }
+  return "";
+}
+
+bool names_an_offender(const std::string& text) {
+  for (const char* word : {"task ", "stage ", "buffer ", "event ", "queue", "ring ", "load "}) {
+    if (text.find(word) != std::string::npos) return true;
+  }
+  return false;
+}
+
+void try_mutations(const std::vector<Mutation>& mutations, uint64_t plans, Steps how) {
+  const int steps = how == Steps::chained ? 3 : 1;
+  for (const Mutation& mutation : mutations) {
+    int tried = 0, rejected = 0, harmless = 0;
+    for (uint64_t seed = 1; seed <= plans; ++seed) {
+      std::mt19937_64 random(seed * 977);
+      const Plan plan = random_plan(seed, how);
+      Plan broken = plan;
+      if (!mutation.apply(broken, random)) continue;
+      ++tried;
+      const std::string said = verdict(broken);
+      if (!said.empty()) {
+        ++rejected;
+        EXPECT_TRUE(names_an_offender(said)) << mutation.name << ": " << said;
+        continue;
+      }
+      ++harmless;
+      ASSERT_FALSE(mutation.always) << mutation.name << " accepted, plan " << seed;
+      // Accepted: then no interleaving may give another result than the plan that it was.
+      const auto expected = SimulatedPlan(plan).in_program_order(steps);
+      SimulatedPlan simulated(broken);
+      for (uint64_t run = 0; run < 60; ++run) {
+        ASSERT_EQ(simulated.interleaved(seed * 100 + run, steps), expected)
+            << mutation.name << " accepted though wrong: plan " << seed << ", run " << run;
+      }
+    }
+    std::printf("  %-45s %4d broken, %4d rejected, %3d harmless\n", mutation.name, tried, rejected, harmless);
+    EXPECT_GT(rejected, 10) << mutation.name << " is hardly tried";
+  }
+}
+
+TEST(ValidatorTest, AcceptsWhatMakePlanMakes) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed)), "");
+}
+
+TEST(ValidatorTest, AcceptsChainedPlans) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::chained)), "");
+}
+
+TEST(ValidatorTest, RejectsBrokenOrder) {
+  try_mutations(test::order_mutations(), 100, Steps::single);
+}
+TEST(ValidatorTest, RejectsBrokenTiles) {
+  try_mutations(test::tile_mutations(), 100, Steps::single);
+}
+TEST(ValidatorTest, RejectsBrokenMemoryAndLoads) {
+  try_mutations(test::memory_mutations(), 100, Steps::single);
+}
+
+TEST(ValidatorTest, AcceptsPlansWithPackets) {
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::packets)), "");
+}
+
+TEST(ValidatorTest, RejectsBrokenPackets) {
+  try_mutations(test::packet_mutations(), 100, Steps::packets);
+}
+TEST(ValidatorTest, RejectsBrokenOrderOfSteps) {
+  try_mutations(test::step_mutations(), 100, Steps::chained);
+}
+
+}  // namespace validator_test
+}  // namespace ark::compiler

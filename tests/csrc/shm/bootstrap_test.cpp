@@ -1,0 +1,182 @@
+// connect() between real processes: every group size, every way to be apart, and what earlier starts leave behind.
+// Processes that die, stop or run out of something meanwhile: bootstrap_failures_test.cpp.
+#include "shm/bootstrap.hpp"
+
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include "shm/identity.hpp"
+#include "shm/support.hpp"
+
+namespace ark::test {
+namespace {
+
+class GroupSize : public testing::TestWithParam<int> {};
+
+TEST_P(GroupSize, EveryRankMapsEverySegment) {
+  TemporaryDirectory directory;
+  Ranks ranks(GetParam(), [&](int rank) {
+    DirectoryStore store(directory.path());
+    return connect_and_talk(store, options_for(rank, GetParam()));
+  });
+  expect_all(ranks.wait(), "shared");
+}
+
+INSTANTIATE_TEST_SUITE_P(OneToEight, GroupSize, testing::Range(1, 9));
+
+TEST(Bootstrap, OneRankThatDeclinesIsEnough) {
+  for (int declining : {0, 2}) {
+    TemporaryDirectory directory;
+    Ranks ranks(3, [&](int rank) {
+      DirectoryStore store(directory.path());
+      ConnectOptions options = options_for(rank, 3);
+      options.allow_sharing = rank != declining;
+      return connect_and_talk(store, options);
+    });
+    expect_all(ranks.wait(), "apart: sharing memory is switched off on rank " + std::to_string(declining));
+  }
+}
+
+TEST(Bootstrap, AloneAndDeclining) {
+  TemporaryDirectory directory;
+  DirectoryStore store(directory.path());
+  ConnectOptions options = options_for(0, 1);
+  options.allow_sharing = false;
+  EXPECT_EQ(connect_and_talk(store, options), "apart: sharing memory is switched off");
+}
+
+// Each rank runs under an identity that `change` gave it.
+std::string connect_as(const TemporaryDirectory& directory, int rank, int size,
+                       const std::function<void(Identity&)>& change) {
+  DirectoryStore store(directory.path());
+  Identity identity = Identity::of_this_process();
+  change(identity);
+  return connect_and_talk(store, options_for(rank, size), identity);
+}
+
+TEST(Bootstrap, TwoMachines) {
+  TemporaryDirectory directory;
+  Ranks ranks(4, [&](int rank) {
+    return connect_as(directory, rank, 4, [&](Identity& identity) {
+      if (rank >= 2) identity.host_id[3] ^= 1;
+    });
+  });
+  expect_all(ranks.wait(), "apart: rank 0 and rank 2 run on different machines");
+}
+
+TEST(Bootstrap, TwoUsers) {
+  TemporaryDirectory directory;
+  Ranks ranks(2, [&](int rank) {
+    return connect_as(directory, rank, 2, [&](Identity& identity) { identity.uid += static_cast<uint32_t>(rank); });
+  });
+  expect_all(ranks.wait(), "apart: rank 0 and rank 1 run as different users");
+}
+
+TEST(Bootstrap, MachineThatCannotBeIdentified) {
+  TemporaryDirectory directory;
+  Ranks ranks(2, [&](int rank) {
+    return connect_as(directory, rank, 2, [&](Identity& identity) {
+      if (rank == 1) identity.unknown = "no boot id here";
+    });
+  });
+  expect_all(ranks.wait(), "apart: rank 1 cannot share memory: no boot id here");
+}
+
+// In a network namespace of its own, by way of a user namespace where the test is not root.
+bool enter_new_network_namespace() {
+  return ::unshare(CLONE_NEWNET) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0;
+}
+
+bool has_network_namespaces() {
+  Ranks probe(1, [](int) { return std::string(enter_new_network_namespace() ? "yes" : "no"); });
+  return probe.wait()[0].text == "yes";
+}
+
+TEST(Bootstrap, TwoNetworkNamespaces) {
+  if (!has_network_namespaces()) GTEST_SKIP() << "may not create network namespaces";
+  TemporaryDirectory directory;
+  Ranks ranks(3, [&](int rank) {
+    const uid_t uid = ::geteuid();
+    if (rank == 1 && !enter_new_network_namespace()) return std::string("no namespace");
+    return connect_as(directory, rank, 3, [&](Identity& identity) { identity.uid = uid; });
+  });
+  expect_all(ranks.wait(), "apart: rank 0 and rank 1 run in different containers (network namespaces)");
+}
+
+// Without /proc nothing but the sockets shows it; that must not be taken for a rank that died.
+TEST(Bootstrap, TwoNetworkNamespacesThatCannotBeTold) {
+  if (!has_network_namespaces()) GTEST_SKIP() << "may not create network namespaces";
+  TemporaryDirectory directory;
+  Ranks ranks(2, [&](int rank) {
+    const uid_t uid = ::geteuid();
+    if (rank == 1 && !enter_new_network_namespace()) return std::string("no namespace");
+    return connect_as(directory, rank, 2, [&](Identity& identity) {
+      identity.uid = uid;
+      identity.network_space = 0;
+    });
+  });
+  expect_all(ranks.wait(),
+             "apart: rank 0 cannot share memory with rank 1: its local socket cannot be reached from rank 0");
+}
+
+TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {
+  // The same store and keys again and again: starts that were killed half-way, starts that worked, of several sizes.
+  TemporaryDirectory directory;
+  int starts = 0;
+  for (int size : {3, 3, 2, 4, 3})
+    for (int late : {0, size - 1}) {  // whoever comes first finds only stale keys
+      {
+        Ranks killed(size, [&](int rank) {
+          WatchedStore store(directory.path(), [](const char* operation, const std::string& key) {
+            if (std::string(operation) == "was set" && key.find("record") != key.npos) ::pause();
+          });
+          return connect_and_talk(store, options_for(rank, size));
+        });
+        std::this_thread::sleep_for(milliseconds(50));
+      }
+      const std::string key = "written/" + std::to_string(++starts);
+      Ranks ranks(size, [&](int rank) {
+        if (rank == late) std::this_thread::sleep_for(milliseconds(100));
+        DirectoryStore store(directory.path());
+        return connect_and_talk(store, options_for(rank, size), key);
+      });
+      expect_all(ranks.wait(), "shared");
+    }
+}
+
+TEST(Bootstrap, NonsenseUnderItsKeysIsWaitedOut) {
+  TemporaryDirectory directory;
+  DirectoryStore store(directory.path());
+  store.set("memory/token/1", {1, 2, 3});
+  store.set("memory/offer", std::vector<uint8_t>(64, 0xff));
+  Ranks ranks(2, [&](int rank) {
+    DirectoryStore mine(directory.path());
+    return connect_and_talk(mine, options_for(rank, 2));
+  });
+  expect_all(ranks.wait(), "shared");
+}
+
+TEST(Bootstrap, WrongArgumentsAreNamed) {
+  TemporaryDirectory directory;
+  DirectoryStore store(directory.path());
+  auto message = [&](const std::function<void(ConnectOptions&)>& change) {
+    ConnectOptions options = options_for(0, 2);
+    change(options);
+    try {
+      connect(store, options);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::invalid_argument);
+      return std::string(error.what());
+    }
+    return std::string("nothing");
+  };
+  auto contains = [](const std::string& text, const char* part) { return text.find(part) != text.npos; };
+  EXPECT_TRUE(contains(message([](auto& o) { o.size = 0; }), "size must be 1..65536, got 0"));
+  EXPECT_TRUE(contains(message([](auto& o) { o.rank = 2; }), "rank must be 0..1, got 2"));
+  EXPECT_TRUE(contains(message([](auto& o) { o.rank = -1; }), "rank must be 0..1, got -1"));
+  EXPECT_TRUE(contains(message([](auto& o) { o.segment_bytes = 0; }), "segment_bytes must be"));
+  EXPECT_TRUE(contains(message([](auto& o) { o.timeout = milliseconds(0); }), "timeout must be positive, got 0"));
+}
+
+}  // namespace
+}  // namespace ark::test
