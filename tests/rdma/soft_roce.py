@@ -22,8 +22,8 @@ from support.rank import Rank
 pytestmark = [pytest.mark.limit(600)]
 TWO = (0, 0, 1, 1)
 SIZES = (4, 964, 13108, 512 << 10, (1 << 20) + 4)
-# 67 ms until a packet is sent again, half a second until a peer is lost.
-ENV: dict[str, str | None] = {"ARK_NET": "rdma", "ARK_RDMA_TIMEOUT": "14"}
+# 0.27 s until a packet is sent again, 2 s until a peer is lost: an emulated processor may leave a rank that long.
+ENV: dict[str, str | None] = {"ARK_NET": "rdma", "ARK_RDMA_TIMEOUT": "16"}
 
 
 _now = ""
