@@ -147,8 +147,8 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
     }
     return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", std::move(client)));
   };
-  RdmaAgreement rdma =
-      agree_on_rdma({rank_, size_, result.start, options_->net, options_->rdma, options_->timeout}, store, own_store);
+  RdmaAgreement rdma = agree_on_rdma(
+      {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
   plan_ = plan.text() + (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";

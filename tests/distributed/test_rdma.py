@@ -294,6 +294,23 @@ def test_auto_takes_gloo_where_a_rank_has_none_and_says_why(env: Env) -> None:
     assert 'no RDMA: rank 1 has no RDMA: there is no RDMA device "nothing"' in said, said
 
 
+def _through_gloo(rank: Rank) -> tuple[str, list[str]]:
+    return _sizes(rank, TWO, (4, 21836))
+
+
+def test_auto_takes_gloo_where_the_network_reaches_nobody(env: Env, control: verbs.Control) -> None:
+    control.set(link_down=1)
+    values = run_ranks(_through_gloo, 4, env=env | {"ARK_NET": "auto"})
+    assert all(plan.endswith("gloo between them") for plan, _ in values)
+    said = "\n".join(values[0][1])
+    assert "no RDMA: rank 0 was refused by the network: RDMA with rank 2 over pretend0 failed" in said, said
+
+
+def test_a_network_that_reaches_nobody_is_an_error_where_rdma_is_asked_for(env: Env, control: verbs.Control) -> None:
+    control.set(link_down=1)
+    run_ranks(_refused, 2, r"asks for RDMA.*and rank 0 was refused by the network: .*did not answer", {}, env=env)
+
+
 def test_auto_takes_rdma_where_all_have_it(env: Env) -> None:
     for plan, _ in run_ranks(_sizes, 2, (0, 1), (4,), env=env | {"ARK_NET": "auto"}):
         assert plan.endswith("rdma between them")

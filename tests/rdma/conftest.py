@@ -11,7 +11,14 @@ from support.start import Zygote
 
 # All that ranks need, so that none imports anything itself.
 PRELOAD = (
-    *("torch", "torch.distributed", "torch.nn.parallel.distributed", "ark_torch", "ark_torch.distributed.group"),
+    *(
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.nn.parallel.distributed",
+        "ark_torch",
+        "ark_torch.distributed.group",
+    ),
     *("test_carried", "test_rdma", "soft_roce"),
 )
 _starting = ThreadPoolExecutor(1).submit(Zygote, PRELOAD, 600.0) if "SOFT_ROCE" in os.environ else None

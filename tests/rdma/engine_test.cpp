@@ -142,15 +142,20 @@ TEST_F(Verbs, OnePercentLossIsSurvived) {
   }
 }
 
-TEST_F(Verbs, ALinkThatIsGoneForASecondIsSurvivedAndOneForGoodIsNot) {
-  Pair pair(16);  // 0.27 s, seven times
+TEST_F(Verbs, ALinkThatIsGoneForTwoSecondsIsSurvived) {
+  Pair pair(18);  // 1.1 s, seven times
   wire("loss 100%");
   pair[0].signal(5);
-  std::this_thread::sleep_for(std::chrono::seconds(1));
+  std::this_thread::sleep_for(std::chrono::seconds(2));
+  EXPECT_FALSE(pair[0].failure());
   wire("");
   EXPECT_EQ(pair[1].wait(soon()), 5u);
   pair[1].release();
   pair[0].flush(soon());
+}
+
+TEST_F(Verbs, ALinkThatIsGoneForGoodIsNoticedByWhoOnlyWaits) {
+  Pair pair(14);  // 67 ms, seven times
   wire("loss 100%");
   pair[1].probe();
   try {

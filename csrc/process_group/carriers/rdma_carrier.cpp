@@ -4,6 +4,8 @@ namespace ark {
 
 namespace {
 
+constexpr auto kForTrying = std::chrono::seconds(30);      // the network, with all ranks there
+constexpr int kTrialTag = -1;                              // users' and collectives' are not negative
 constexpr auto kForWhatWasSent = std::chrono::seconds(5);  // to arrive, before this rank leaves
 
 class RdmaMessage : public Carrier::Message {
@@ -42,6 +44,31 @@ Carrier::MessagePtr RdmaCarrier::receive_any(int tag, void* data, size_t bytes) 
 void RdmaCarrier::close(bool failed) {
   messages_->close(failed ? std::chrono::milliseconds(0) : kForWhatWasSent);
 }
+
+namespace {
+
+// Why the peers cannot be reached; empty: they can.
+std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
+  const auto deadline =
+      rdma::Messages::Clock::now() + std::min<std::chrono::milliseconds>(kForTrying, question.timeout);
+  const std::vector<int>& peers = question.peers;
+  std::vector<uint64_t> sent(peers.size()), received(peers.size());
+  std::vector<rdma::Messages::MessagePtr> all;
+  for (size_t i = 0; i < peers.size(); ++i) {
+    all.push_back(messages.receive(peers[i], kTrialTag, &received[i], sizeof received[i]));
+    all.push_back(messages.send(peers[i], kTrialTag, &sent[i], sizeof sent[i]));
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    try {
+      if (!all[i]->wait_until(deadline)) return "rank " + std::to_string(peers[i / 2]) + " does not answer over RDMA";
+    } catch (const Error& error) {
+      return error.message();
+    }
+  }
+  return "";
+}
+
+}  // namespace
 
 RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
                             const std::function<std::unique_ptr<KeyValueStore>()>& own_store) {
@@ -94,9 +121,30 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   setup.prefix = prefix + "/endpoint";
   setup.timeout = question.timeout;
   const std::string text = decision.reason + "; here " + engine->device()->text();
-  return {
-      std::make_shared<RdmaCarrier>(std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup))),
-      text};
+  auto messages = std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup));
+  const std::string trouble = printable(try_peers(*messages, question));
+  const auto outcome = [&](int rank) { return prefix + "/outcome/" + std::to_string(rank); };
+  // Never empty: not every store takes that.
+  const std::string told = (trouble.empty() ? "+" : "-") + trouble;
+  store.set(outcome(question.rank), {told.begin(), told.end()});
+  std::string failed;
+  for (int rank = 0; rank < question.size; ++rank) {
+    const auto found = store.get(outcome(rank), question.timeout);
+    if (!failed.empty() || (!found.empty() && found[0] == '+')) continue;
+    failed = "rank " + std::to_string(rank) + " was refused by the network: " +
+             printable(std::string(found.begin() + (found.empty() ? 0 : 1), found.end()));
+  }
+  if (failed.empty()) return {std::make_shared<RdmaCarrier>(std::move(messages)), text};
+  messages->close(std::chrono::milliseconds(0));
+  for (const rdma::Offer& one : offers) {
+    if (one.wish != rdma::Wish::rdma) continue;
+    throw Error(ErrorKind::invalid_argument,
+                "rank " + std::to_string(one.rank) + " asks for RDMA between nodes (ARK_NET=rdma), and " + failed,
+                ErrorContext{question.rank, -1, "init", 0,
+                             "See docs/rdma.md's first run (`ping` between the NICs' addresses, `ib_write_bw`); "
+                             "ARK_NET=auto takes Gloo where RDMA cannot be."});
+  }
+  return {nullptr, failed};
 }
 
 }  // namespace ark

@@ -1,7 +1,9 @@
 // RDMA as a carrier (dma/rdma/messages.hpp), and the agreement of a group's ranks whether it is theirs.
 //
-// Each rank offers what it could use, or says why nothing; all read all offers and conclude alike (rdma::decide). So a
-// group goes by RDMA as a whole or not at all, and a rank without it never keeps the others waiting.
+// Each rank offers what it could use, or says why nothing; all read all offers and conclude alike (rdma::decide). Then
+// each exchanges a message with those that it will exchange data with, and says whether they came: a NIC whose network
+// reaches nobody is no use. So a group goes by RDMA as a whole or not at all, and a rank without it never keeps the
+// others waiting.
 #pragma once
 
 #include <functional>
@@ -36,6 +38,7 @@ struct RdmaQuestion {
   rdma::Wish wish = rdma::Wish::automatic;
   rdma::Options options;
   std::chrono::milliseconds timeout{0};
+  std::vector<int> peers;  // with whom this rank will exchange data, as they with it
 };
 // Collective over the group's ranks. own_store: makes one that the carrier keeps and nobody else waits in.
 // Error(invalid_argument) on all ranks where one insists on RDMA and it cannot be; Error(mismatch) for ranks of another
