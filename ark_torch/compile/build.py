@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
+from ark_torch import env
 from ark_torch.compile import analysis, costs, regions, rest, workers
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
@@ -29,7 +30,7 @@ class NotOneRegion(Exception):
     """A graph that was to be one region is not; the text says why."""
 
 
-# What calls a region whose steps are chained: with the region and its inputs, instead of the region itself.
+# What calls a region whose steps are multi_step: with the region and its inputs, instead of the region itself.
 Launcher = Callable[[Any, list[Any]], Sequence[Any]]
 
 
@@ -92,9 +93,9 @@ class Builder:
                 fallback = self._options.fallback and self._launcher is None
                 otherwise = self._otherwise(lowering, number) if fallback else None
                 name = f"ark::{self._title} {number}"
-                chained = self._launcher is not None
+                multi_step = self._launcher is not None
                 self._regions[number] = make_region(
-                    lowering, name, self._threads, otherwise, chained, self._options.cache
+                    lowering, name, self._threads, otherwise, multi_step, self._options.cache
                 )
 
     @contextlib.contextmanager
@@ -218,11 +219,11 @@ def make_region(
     name: str,
     threads: int,
     otherwise: rest.Boxed | None = None,
-    chained: bool = False,
+    multi_step: bool = False,
     cache: str = "auto",
 ) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose group
-    ark does not carry; `chained` makes a region that runs many steps a launch; `cache` is the option."""
+    ark does not carry; `multi_step` makes a region that runs many steps a launch; `cache` is the option."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -238,10 +239,11 @@ def make_region(
         "device": lowering.device.index if lowering.device.type == "cuda" else -1,
         "groups": lowering.graph.groups,
         "otherwise": otherwise,
-        "chained": chained,
+        "multi_step": multi_step,
         "cache": cache,
         "caches": costs.of_caches(),
         "measured_costs": costs.are_measured(),
+        "dump_passes": env.read().dump_passes,
     }
     begin = time.perf_counter()
     region = plan.Region(graph, name, options)

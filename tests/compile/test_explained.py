@@ -157,7 +157,7 @@ def test_frame_of_a_layer_on_a_gpu() -> None:
     target, frame = plan["target"], plan["frame"]
     assert (target["name"], target["workers"], len(plan["queues"])) == ("sm_90a", 132, 132)
     # Bytes in flight are bounded, and the ring holds them.
-    assert target["bytes_in_flight"] == target["in_flight"] * target["page_bytes"] == 32768
+    assert target["bytes_in_flight"] == target["in_flight"] * target["page_bytes"] == 6 * 16384
     assert target["in_flight"] <= target["pages"]
     loaded: dict[int, int] = {}
     for queue in plan["queues"]:

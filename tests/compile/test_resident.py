@@ -66,7 +66,7 @@ def test_fifty_tokens() -> None:
             assert torch.equal(got, wanted)
     assert places == [cache.data_ptr() for cache in model.caches()]
     assert len(loop.report.regions) == 1 and "all steps in one launch" in str(loop.report)
-    assert '"chained":true' in loop.report.regions[0].plan_json.replace(" ", "")
+    assert '"multi_step":true' in loop.report.regions[0].plan_json.replace(" ", "")
 
 
 @pytest.mark.nightly

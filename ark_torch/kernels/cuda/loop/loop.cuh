@@ -1,8 +1,8 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
 // All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
-// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be brought into the
-// second-level cache: memory streams while tasks wait for each other.
+// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be
+// brought into the second-level cache: memory streams while tasks wait for each other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
 // release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
@@ -15,7 +15,7 @@
 //
 // Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
 //
-// Many steps a launch (resident mode, chained plans): all workers meet between two steps, at an event that the last
+// Many steps a launch (resident mode, multi-step plans): all workers meet between two steps, at an event that the last
 // task of each bumps, so a step sees all of the one before, as the next launch would. Each worker has looked by itself
 // whether the graph says stop. Whether the host does, one worker asks when it begins a step, and leaves the answer
 // where the others look when they have met: all end after the same step.
