@@ -177,6 +177,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
     "contest": lambda load: _scripts("contest").table(load("contest")),
+    "convolutions": lambda load: _scripts("convolutions").table(load("convolutions")),
     "nodes": lambda load: _scripts("nodes").table(load("nodes")),
     "decode-h200": lambda load: real_sizes(load, "decode_h200"),
     "decode-compile-times-h200": lambda load: real_sizes(load, "decode_compile_times_h200"),

@@ -21,6 +21,7 @@ from ark_torch.compile import (
     aliasing,
     analysis,
     decompositions,
+    dense,
     embeddings,
     in_place,
     products,
@@ -31,6 +32,7 @@ from ark_torch.compile import (
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.eager_values import Eager
 from ark_torch.compile.lowering import CPU, reason_against
+from ark_torch.compile.operators import convolutions
 from ark_torch.compile.operators.contractions import skips_positions
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, fallback_of, log, title_of
@@ -221,12 +223,17 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
             log.info("%s: %s", title_of(graph_module), line)
     report.in_place = in_place.restore(graph_module)
     needed = analysis.dependencies(graph_module)
-    mutated = {root for node in needed for root in analysis.written_roots(node)}
     device = device_of(needed)
+    if device.type == "cpu" and dense.rewrite(graph_module):
+        needed = analysis.dependencies(graph_module)
+    mutated = {root for node in needed for root in analysis.written_roots(node)}
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
         if options.nan == "exact":
             reasons.update((node, SKIPS) for node in needed if skips_positions(node))
+        if options.fallback and launcher is None and device.type == "cpu":
+            left = {node: why for node in needed if node not in reasons and (why := convolutions.slower(node))}
+            reasons.update(left)
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]

@@ -152,7 +152,7 @@ def test_pieces_of_inductor_are_compiled_one_a_call(monkeypatch: pytest.MonkeyPa
         return compile_piece(*arguments)
 
     monkeypatch.setattr(rest, "compile_piece", watched)
-    model = models.ResidualBlock().eval()
+    model = models.ResidualBlock(transposed=True).eval()
     compiled, x = torch.compile(model, backend="ark"), torch.randn(1, 8, 5, 5)
     while not choices() and calls[0] < 5000:
         calls[0] += 1

@@ -32,10 +32,10 @@ def test_one_region(plan: str) -> None:
 
 
 def test_reasons_have_places(plan: str) -> None:
-    report = ark_torch.explain(models.ResidualBlock().eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
+    report = ark_torch.explain(models.ResidualBlock(transposed=True).eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
     assert [f.operator for f in report.fallbacks] == ["aten.convolution.default"] * 2
     text = str(report)
-    assert "falls back, 2 times: aten.convolution.default: no lowering for this operator (c1, " in text, text
+    assert "falls back, 2 times: aten.convolution.default: a transposed convolution (c1, " in text, text
     assert "piece 0 runs on Inductor: 1 operator (convolution 1); 1 that ark does not run\n" in text, text
     assert "models.py:" in text
 

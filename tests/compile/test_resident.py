@@ -128,7 +128,7 @@ def test_arguments_that_change_places() -> None:
 @pytest.mark.nightly
 def test_falls_back_to_launches_of_one_step(caplog: pytest.LogCaptureFixture) -> None:
     def unsupported(x: Tensor) -> Tensor:
-        return F.conv1d((x * 3 + 1)[None, None], torch.ones(1, 1, 3), padding=1)[0, 0].abs() + x
+        return F.conv_transpose1d((x * 3 + 1)[None, None], torch.ones(1, 1, 3), padding=1)[0, 0].abs() + x
 
     def breaks(x: Tensor) -> Tensor:
         y = x * 2
