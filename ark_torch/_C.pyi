@@ -11,6 +11,23 @@ import torch.distributed as dist
 # (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes)
 Rule = tuple[str, str, str, int, int, int]
 
+class RdmaOptions:
+    library: str
+    device: str
+    port: int
+    gid_index: int
+    mtu: int
+    traffic_class: int
+    service_level: int
+    pkey_index: int
+    timeout: int
+    retry_count: int
+    rnr_retry: int
+    cache_mb: int
+
+def _rdma_devices(wanted: RdmaOptions) -> tuple[str, str, list[tuple[str, str]]]: ...
+def _rdma_retry_budget(timeout: int, retry_count: int) -> str: ...
+
 class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     class SharedMemory(enum.Enum):
         AUTO = 0
@@ -23,6 +40,8 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     spin_us: int
     buffer_mb: int
     reduction: str
+    net: str
+    rdma: RdmaOptions
     share_gpu: bool
     disable_p2p: bool
     timing: bool

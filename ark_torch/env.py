@@ -24,7 +24,7 @@ BUILD = ("ARK_AOT", "ARK_AOT_ARCHS", "ARK_AOT_RANKS")
 
 @dataclass(frozen=True)
 class Variable:
-    """One variable. `kind` is bool, choice, command, folder, int, int_or_auto, path or prefix."""
+    """One variable. `kind` is bool, choice, command, folder, int, int_or_auto, name, path or prefix."""
 
     name: str
     kind: str
@@ -52,6 +52,8 @@ class Variable:
             return "a path; its folder must exist"
         if self.kind == "command":
             return "a program, with arguments"
+        if self.kind == "name":
+            return "a name of letters, digits, _ and -"
         if self.kind == "folder":
             return "the path of a folder, made when missing"
         return "the path of a readable file"
@@ -74,6 +76,8 @@ class Variable:
         if self.kind == "folder" and _may_be_folder(os.path.abspath(os.path.expanduser(text))):
             return os.path.abspath(os.path.expanduser(text))
         if self.kind == "command" and _words(text):
+            return text
+        if self.kind == "name" and text.isascii() and text.replace("_", "").replace("-", "").isalnum():
             return text
         if self.kind == "path" and os.path.isfile(text) and os.access(text, os.R_OK):
             return text
@@ -153,6 +157,109 @@ VARIABLES = (
         "another. For trying out on one machine what groups over several do; auto: where the rank runs.",
         minimum=0,
         maximum=1_000_000,
+    ),
+    Variable(
+        "ARK_NET",
+        "choice",
+        "auto",
+        "What carries groups between nodes. auto: RDMA where every rank has a device for it, else PyTorch's Gloo; the "
+        "log says which and why. rdma: where it cannot be, that is an error. gloo: no RDMA. All ranks alike.",
+        choices=("auto", "rdma", "gloo"),
+    ),
+    Variable(
+        "ARK_RDMA_DEVICE",
+        "name",
+        "",
+        "The RDMA device (`rdma link`, `ibv_devices` list them). Unset: the first with an active port.",
+    ),
+    Variable(
+        "ARK_RDMA_PORT",
+        "int_or_auto",
+        "auto",
+        "The device's port, from 1; auto: the first that is active.",
+        minimum=1,
+        maximum=255,
+    ),
+    Variable(
+        "ARK_RDMA_GID_INDEX",
+        "int_or_auto",
+        "auto",
+        "Which of the port's GIDs (`ibv_devinfo -v`) is this rank's address; auto: RoCE v2 with an IPv4 address, else "
+        "what comes nearest.",
+        minimum=0,
+        maximum=255,
+    ),
+    Variable(
+        "ARK_RDMA_MTU",
+        "choice",
+        "auto",
+        "Bytes of an RDMA packet; auto: the least that any rank's port has.",
+        choices=("auto", "256", "512", "1024", "2048", "4096"),
+    ),
+    Variable(
+        "ARK_RDMA_TRAFFIC_CLASS",
+        "int",
+        0,
+        "The traffic class of RoCE's packets: four times the DSCP that the network's lossless class has.",
+        minimum=0,
+        maximum=255,
+    ),
+    Variable(
+        "ARK_RDMA_SERVICE_LEVEL",
+        "int",
+        0,
+        "InfiniBand's service level; of RoCE the priority.",
+        minimum=0,
+        maximum=15,
+    ),
+    Variable(
+        "ARK_RDMA_PKEY_INDEX",
+        "int",
+        0,
+        "Which entry of the port's table of partition keys.",
+        minimum=0,
+        maximum=65535,
+    ),
+    Variable(
+        "ARK_RDMA_TIMEOUT",
+        "int",
+        18,
+        "A packet without an answer is sent again after 4.096 us times 2 to this power (18: 1.1 s), or up to four "
+        "times that; 0: never.",
+        minimum=0,
+        maximum=31,
+    ),
+    Variable(
+        "ARK_RDMA_RETRY_COUNT",
+        "int",
+        7,
+        "How often, before the peer counts as lost and the group fails.",
+        minimum=0,
+        maximum=7,
+    ),
+    Variable(
+        "ARK_RDMA_RNR_RETRY",
+        "int",
+        7,
+        "How often a message is sent again to a receiver that is not ready, which credits leave no cause for; 7: for "
+        "ever.",
+        minimum=0,
+        maximum=7,
+    ),
+    Variable(
+        "ARK_RDMA_CACHE_MB",
+        "int",
+        0,
+        "How many MiB of tensors' memory may stay registered with the NIC while no message uses it. Only for programs "
+        "that give no memory back to the system (docs/rdma.md); 0: none.",
+        minimum=0,
+        maximum=1 << 20,
+    ),
+    Variable(
+        "ARK_RDMA_LIBRARY",
+        "path",
+        "",
+        "The libibverbs that is opened. Unset: the system's libibverbs.so.1.",
     ),
     Variable(
         "ARK_SPIN_US",
@@ -278,6 +385,19 @@ class Settings:
     flight_dump: str
     timing: bool
     node: int | str
+    net: str
+    rdma_device: str
+    rdma_port: int | str
+    rdma_gid_index: int | str
+    rdma_mtu: str
+    rdma_traffic_class: int
+    rdma_service_level: int
+    rdma_pkey_index: int
+    rdma_timeout: int
+    rdma_retry_count: int
+    rdma_rnr_retry: int
+    rdma_cache_mb: int
+    rdma_library: str
     spin_us: int | str
     dispatch: str
     buffer_mb: int

@@ -18,6 +18,8 @@
 #include "collectives/cuda/every_stub.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
+#include "dma/rdma/device.hpp"
+#include "dma/rdma/status.hpp"
 #include "jit/compiler.hpp"
 #include "jit/prebuilt.hpp"
 #include "jit/probe.hpp"
@@ -34,6 +36,7 @@ using Shared = c10::intrusive_ptr<T>;
 
 // A rule as Python sees it: (collective, algorithm, when, max_ranks, max_bytes, chunk_bytes).
 using RuleTuple = std::tuple<std::string, std::string, std::string, uint32_t, uint64_t, uint32_t>;
+constexpr const char* kNets[] = {"auto", "rdma", "gloo"};  // by rdma::Wish
 constexpr const char* kWhen[] = {"core_per_rank", "oversubscribed", "both"};
 
 template <class Enum>
@@ -101,8 +104,8 @@ py::str repr_of(const py::object& options) {
   const py::object mode = options.attr("shared_memory").attr("name");
   py::list shown;
   shown.append(py::str("shared_memory={}").format(mode));
-  for (const char* name : {"debug", "node", "spin_us", "buffer_mb", "reduction", "share_gpu", "disable_p2p", "timing",
-                           "flight_record", "flight_dump"}) {
+  for (const char* name : {"debug", "node", "spin_us", "buffer_mb", "reduction", "net", "share_gpu", "disable_p2p",
+                           "timing", "flight_record", "flight_dump"}) {
     shown.append(py::str("{}={!r}").format(name, options.attr(name)));
   }
   for (const char* name : {"dispatch", "cuda_dispatch"}) {
@@ -113,6 +116,42 @@ py::str repr_of(const py::object& options) {
 
 Shared<Options> copy_of(const Options& options) {
   return c10::make_intrusive<Options>(options);
+}
+
+// Options of RDMA, and what `ark doctor` asks.
+void bind_rdma(py::module_& m) {
+  namespace rdma = ark::rdma;
+  py::class_<rdma::Options>(m, "RdmaOptions")
+      .def(py::init<>())
+      .def_readwrite("library", &rdma::Options::library)
+      .def_readwrite("device", &rdma::Options::device)
+      .def_readwrite("port", &rdma::Options::port)
+      .def_readwrite("gid_index", &rdma::Options::gid_index)
+      .def_readwrite("mtu", &rdma::Options::mtu)
+      .def_readwrite("traffic_class", &rdma::Options::traffic_class)
+      .def_readwrite("service_level", &rdma::Options::service_level)
+      .def_readwrite("pkey_index", &rdma::Options::pkey_index)
+      .def_readwrite("timeout", &rdma::Options::timeout)
+      .def_readwrite("retry_count", &rdma::Options::retry_count)
+      .def_readwrite("rnr_retry", &rdma::Options::rnr_retry)
+      .def_readwrite("cache_mb", &rdma::Options::cache_mb);
+  // What would be used, why nothing, and every port with its trouble; empty texts where there is none.
+  m.def("_rdma_devices", [](const rdma::Options& wanted) {
+    py::gil_scoped_release no_gil;
+    std::vector<std::pair<std::string, std::string>> ports;
+    std::string chosen, reason;
+    const auto verbs = rdma::Verbs::load(wanted.library, reason);
+    if (!verbs) return std::tuple(chosen, reason, ports);
+    try {
+      for (const auto& port : rdma::ports_of(*verbs, wanted))
+        ports.emplace_back(port.device + " port " + std::to_string(port.port), port.trouble);
+      chosen = rdma::Device::open(verbs, wanted)->text();
+    } catch (const ark::Error& error) {
+      reason = error.message() + (error.context().remedy.empty() ? "" : ". " + error.context().remedy);
+    }
+    return std::tuple(chosen, reason, ports);
+  });
+  m.def("_rdma_retry_budget", &rdma::retry_budget);
 }
 
 // The compilers of kernels; ark_torch/_jit.py calls these.
@@ -226,6 +265,7 @@ PYBIND11_MODULE(_C, m) {
   // The base classes are bound by torch.
   py::module_::import("torch.distributed");
 
+  bind_rdma(m);
   py::class_<Options, c10d::Backend::Options, Shared<Options>> options(m, "Options");
   py::enum_<Options::SharedMemory>(options, "SharedMemory")
       .value("AUTO", Options::SharedMemory::automatic)
@@ -244,6 +284,15 @@ PYBIND11_MODULE(_C, m) {
               throw py::value_error("reduction is '" + reduction + "': it takes 'exact' or 'fast'");
             self.fast_reduction = reduction == "fast";
           })
+      .def_property(
+          "net", [](const Options& self) { return kNets[static_cast<int>(self.net)]; },
+          [](Options& self, const std::string& net) {
+            const auto found = std::find(std::begin(kNets), std::end(kNets), net);
+            if (found == std::end(kNets))
+              throw py::value_error("net is '" + net + "': it takes 'auto', 'rdma' or 'gloo'");
+            self.net = static_cast<ark::rdma::Wish>(found - std::begin(kNets));
+          })
+      .def_readwrite("rdma", &Options::rdma)
       .def_readwrite("share_gpu", &Options::share_gpu)
       .def_readwrite("disable_p2p", &Options::disable_p2p)
       .def_readwrite("timing", &Options::timing)
@@ -272,8 +321,8 @@ PYBIND11_MODULE(_C, m) {
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
       .def_property_readonly(
           "shares_memory", &ProcessGroupArk::shares_memory,
-          "True when all ranks share memory; False when PyTorch's Gloo carries the group, or what goes "
-          "between its nodes.")
+          "True when all ranks share memory; False when RDMA or PyTorch's Gloo carries the group, or what "
+          "goes between its nodes.")
       .def_property_readonly(
           "plan", &ProcessGroupArk::plan,
           "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, gloo between them\"; empty where "

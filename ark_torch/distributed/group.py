@@ -77,6 +77,8 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options = _C.Options()
         options.shared_memory = getattr(_C.Options.SharedMemory, settings.shared_memory.upper())
         options.node = -1 if settings.node == "auto" else int(settings.node)
+        options.net = settings.net
+        options.rdma = rdma_options(settings)
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction
@@ -95,6 +97,21 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
     options.make_cuda_carrier = _make_cuda_carrier
     options.allocate = memory.empty
     options.log = log.info
+    return options
+
+
+def rdma_options(settings: env.Settings) -> Any:
+    """The environment's options of RDMA, for C++."""
+    from ark_torch import _C
+
+    options = _C.RdmaOptions()
+    options.device = settings.rdma_device
+    options.port = 0 if settings.rdma_port == "auto" else int(settings.rdma_port)
+    options.gid_index = -1 if settings.rdma_gid_index == "auto" else int(settings.rdma_gid_index)
+    options.mtu = 0 if settings.rdma_mtu == "auto" else int(settings.rdma_mtu)
+    for name in ("traffic_class", "service_level", "pkey_index", "timeout", "retry_count", "rnr_retry", "cache_mb"):
+        setattr(options, name, getattr(settings, f"rdma_{name}"))
+    options.library = settings.rdma_library
     return options
 
 

@@ -236,14 +236,17 @@ def dispatch() -> Iterator[Row]:
             yield Row("reduction", INFO, f"{text} by adding in any order", advice)
 
 
+def rdma() -> Iterator[Row]:
+    """The NIC that groups over several machines would use, or why there is none."""
+    good, text = child("-m", "ark_torch.tools._probe_rdma")
+    if not good:
+        yield Row("rdma", WARN, text, "the probe failed; ARK_NET=gloo goes around RDMA")
+        return
+    for row in json.loads(text):
+        yield Row(**row)
+
+
 def network() -> Iterator[Row]:
-    folder = Path("/sys/class/infiniband")
-    devices = sorted(folder.iterdir()) if folder.is_dir() else []
-    for device in devices:
-        states = [port.read_text().strip() for port in sorted(device.glob("ports/*/state"))]
-        yield Row("rdma", INFO, f"{device.name}: {', '.join(states) or 'no port'}")
-    if not devices:
-        yield Row("rdma", INFO, "no device (groups over several machines go through PyTorch's own backends)")
     good, text = child("-c", "import socket; socket.getaddrinfo(socket.gethostname(), 0)", seconds=10)
     if not good:
         advice = "torchrun's rendezvous resolves it: put the name into /etc/hosts, or pass --master-addr 127.0.0.1"
@@ -285,6 +288,7 @@ PROBES: tuple[tuple[str, Probe, bool], ...] = (
     ("compiler", compilers, False),
     ("cuda", cuda, False),
     ("dispatch", dispatch, False),
+    ("rdma", rdma, False),
     ("network", network, False),
     ("all_reduce", collective, True),
     ("nodes", nodes, False),

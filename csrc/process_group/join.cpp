@@ -1,7 +1,9 @@
 // How a group comes to be: its ranks meet, find out with whom they share memory, and choose what carries the group.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "process_group/carriers/backend_carrier.hpp"
 #include "process_group/carriers/carried_communicator.hpp"
+#include "process_group/carriers/rdma_carrier.hpp"
 #include "process_group/process_group_ark.hpp"
 #include "shm/rendezvous.hpp"
 #include "util/identity.hpp"
@@ -136,12 +138,18 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                 ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
   }
   auto [plan, node] = find_node(store, result);
-  plan_ = plan.text() + ", gloo between them";
+  const auto own_store = [&] {
+    return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+  };
+  RdmaAgreement rdma =
+      agree_on_rdma({rank_, size_, result.start, options_->net, options_->rdma, options_->timeout}, store, own_store());
+  plan_ = plan.text() + (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
-    const std::string how = plan.flat() ? "shares no memory and is carried by PyTorch's Gloo"
-                                        : "is on " + plan.text() + ": memory in each, PyTorch's Gloo between them";
+    const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";
+    const std::string how = plan.flat() ? "shares no memory and is carried by " + by
+                                        : "is on " + plan.text() + ": memory in each, " + by + " between them";
     options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) + " ranks " + how + ": " +
-                  result.reason);
+                  result.reason + (rdma.carrier ? " (" : " (no RDMA: ") + rdma.reason + ")");
   }
   try {
     core_->carrier = options_->make_carrier(c10::make_intrusive<c10d::PrefixStore>("carrier/" + result.start, store_),
@@ -153,8 +161,11 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                              "See whether the ranks reach each other (GLOO_SOCKET_IFNAME names the interface) and "
                              "this process's limits (ulimit -a)."});
   }
-  core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, core_->carrier, std::move(plan),
-                                                              std::move(node), shm_options_of(*options_));
+  // News of failures go by Gloo always: its connections end with a process, a NIC's after a retry budget.
+  const auto gloo = std::make_shared<BackendCarrier>(core_->carrier);
+  core_->communicator =
+      std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo, std::move(plan),
+                                            std::move(node), shm_options_of(*options_));
 }
 
 // Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later

@@ -27,6 +27,8 @@
 #include "collectives/dispatch.hpp"
 #include "collectives/node_plan.hpp"
 #include "cuda/fused/tiles.cuh"
+#include "dma/rdma/endpoint.hpp"
+#include "dma/rdma/options.hpp"
 #include "process_group/comms_record.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
@@ -59,7 +61,9 @@ class ProcessGroupArk : public c10d::Backend {
     bool disable_p2p = false;             // CUDA tensors go through memory of the host
     bool timing = false;                  // CUDA tensors: operations take the device's times
     bool fast_reduction = false;          // CUDA tensors: sums in any order, where that was measured faster; rank 0's
-    int64_t global_rank = -1;             // for names of dumps; -1: the rank in the group
+    rdma::Wish net = rdma::Wish::automatic;  // what carries groups between nodes
+    rdma::Options rdma;                      // where that is RDMA
+    int64_t global_rank = -1;                // for names of dumps; -1: the rank in the group
     // Makes the group that carries this one where ranks share no memory (PyTorch's Gloo); called at most once, on
     // every rank. Kept by split(), merge() and shrink().
     std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store>, int rank, int size,

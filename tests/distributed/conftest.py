@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import pretended
+from support.pretended import verbs
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pretended_gpu(shared_folder: Path) -> dict[str, str | None]:
     """The environment of ranks that are to seem to have GPUs."""
     return pretended.build(shared_folder / "pretended")
+
+
+@pytest.fixture(scope="session")
+def pretended_verbs(shared_folder: Path) -> str:
+    """The path of a libibverbs without a NIC."""
+    return verbs.build(shared_folder / "verbs")

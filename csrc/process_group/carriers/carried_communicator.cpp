@@ -19,8 +19,9 @@ constexpr size_t kWholeToRoot = 4 << 20;
 
 }  // namespace
 
-CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan,
-                                         Neighbourhood node, ShmOptions options)
+CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier,
+                                         std::shared_ptr<Carrier> notes_by, NodePlan plan, Neighbourhood node,
+                                         ShmOptions options)
     : Communicator(rank, size),
       carrier_(std::move(carrier)),
       plan_(std::move(plan)),
@@ -31,7 +32,8 @@ CarriedCommunicator::CarriedCommunicator(int rank, int size, c10::intrusive_ptr<
   options.on_lost = [this](int local) { lost(local); };
   node_ =
       std::make_unique<ShmCommunicator>(plan_.local(), static_cast<int>(plan_.own().size()), std::move(node), options);
-  auto notes = std::make_unique<FailureNotes>(carrier_, rank, size, [this](const Error& error) { fail(error); });
+  auto notes =
+      std::make_unique<FailureNotes>(std::move(notes_by), rank, size, [this](const Error& error) { fail(error); });
   std::unique_lock lock(mutex_);
   notes_ = std::move(notes);
   const std::optional<int> early = lost_early_;
@@ -48,6 +50,10 @@ CarriedCommunicator::~CarriedCommunicator() {
 
 void CarriedCommunicator::close() {
   notes_->close();
+  carrier_->close([this] {
+    const std::lock_guard lock(mutex_);
+    return failed_;
+  }());
   node_->point_to_point().stop();
   node_->health().say_goodbye();
 }
@@ -124,7 +130,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
     throw;
   } catch (const std::exception& error) {  // the carrier could not even begin
     const Error own(ErrorKind::peer_lost,
-                    carrier_->getBackendName() + ", which carries this group between nodes, failed: " + error.what(),
+                    carrier_->name() + ", which carries this group between nodes, failed: " + error.what(),
                     ErrorContext{rank_, -1, operation.context.name, operation.context.sequence,
                                  "Look at the other ranks' output; destroy the process group (or restart the job) "
                                  "before going on."});
@@ -136,8 +142,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
 void CarriedCommunicator::expect(const std::vector<int>& peers) {
   for (const int peer : peers) {
     if (awaited_[peer]) continue;
-    auto memory = bytes_at(&heard_[peer], sizeof(First));
-    auto work = carrier_->recv(memory, peer, tag_of(MessageChannel::agreement));
+    auto work = carrier_->receive(peer, tag_of(MessageChannel::agreement), &heard_[peer], sizeof(First));
     const std::lock_guard lock(mutex_);
     if (failed_) work->abort();
     awaited_[peer] = std::move(work);

@@ -16,8 +16,6 @@
 // noticed.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -34,9 +32,10 @@ namespace ark {
 
 class CarriedCommunicator : public Communicator {
  public:
-  // node: the ranks of this rank's node, and their segments.
-  CarriedCommunicator(int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier, NodePlan plan, Neighbourhood node,
-                      ShmOptions options);
+  // node: the ranks of this rank's node, and their segments. notes: what carries news of failures; it should be another
+  // network's where there is one.
+  CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier, std::shared_ptr<Carrier> notes,
+                      NodePlan plan, Neighbourhood node, ShmOptions options);
   ~CarriedCommunicator() override;
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -104,7 +103,7 @@ class CarriedCommunicator : public Communicator {
   void scatter_from_root(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
   void exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
 
-  const c10::intrusive_ptr<c10d::Backend> carrier_;
+  const std::shared_ptr<Carrier> carrier_;
   const NodePlan plan_;
   std::vector<First> heard_, told_;  // by rank
   std::vector<std::byte> scratch_;

@@ -18,10 +18,6 @@ int tag_of(MessageChannel channel) {
   return kFirstReservedTag + static_cast<int>(channel);
 }
 
-std::vector<at::Tensor> bytes_at(void* data, size_t bytes) {
-  return {at::from_blob(data, {static_cast<int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte))};
-}
-
 CarriedMessages::~CarriedMessages() {
   for (Begun& one : begun_)
     if (one.work && one.outlives) left_.push_back(std::move(one.work));
@@ -29,14 +25,12 @@ CarriedMessages::~CarriedMessages() {
 
 size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
   if (bytes == 0) return begin(peer, nullptr, false);
-  auto memory = bytes_at(const_cast<void*>(data), bytes);
-  return begin(peer, carrier_.send(memory, peer, tag_of(channel)), false);
+  return begin(peer, carrier_.send(peer, tag_of(channel), data, bytes), false);
 }
 
 size_t CarriedMessages::receive(int peer, MessageChannel channel, void* data, size_t bytes, bool outlives) {
   if (bytes == 0) return begin(peer, nullptr, false);
-  auto memory = bytes_at(data, bytes);
-  return begin(peer, carrier_.recv(memory, peer, tag_of(channel)), outlives);
+  return begin(peer, carrier_.receive(peer, tag_of(channel), data, bytes), outlives);
 }
 
 size_t CarriedMessages::begin(int peer, Work work, bool outlives) {
@@ -69,24 +63,26 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
   bool done = false;
   std::string failure;
+  std::string remedy = "Look at that rank's output; destroy the process group (or restart the job) before going on.";
   try {
     done = work->wait(std::clamp(left, least, most));
+  } catch (const Error& error) {
+    failure = error.message();
+    if (!error.context().remedy.empty()) remedy = error.context().remedy;
   } catch (const std::exception& error) {
     failure = error.what();
   }
-  const bool late = Clock::now() >= context.deadline;
+  const bool late = Clock::now() >= context.deadline || (!done && failure.empty());
   std::unique_lock lock(mutex_);
   // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
   if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
   if (done) return work.reset();
   throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
-              carrier_.getBackendName() + ", which carries this group between nodes, failed " +
+              carrier_.name() + ", which carries this group between nodes, failed " +
                   (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
                   std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure),
-              ErrorContext{rank_, peer, context.name, context.sequence,
-                           "Look at that rank's output; destroy the process group (or restart the job) before going "
-                           "on."});
+              ErrorContext{rank_, peer, context.name, context.sequence, remedy});
 }
 
 }  // namespace ark

@@ -6,8 +6,6 @@
 // receiver's word (carried_communicator.hpp) that it is in the same collective; the receiver may post before.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
@@ -15,6 +13,7 @@
 #include <vector>
 
 #include "collectives/operation.hpp"
+#include "process_group/carriers/carrier.hpp"
 
 namespace ark {
 
@@ -29,18 +28,17 @@ inline std::byte* at_offset(void* data, size_t bytes) {
 }
 
 int tag_of(MessageChannel channel);
-std::vector<at::Tensor> bytes_at(void* data, size_t bytes);  // for the carrier
 
 class CarriedMessages {
  public:
   // Thrown by waits after abort(): the group has failed, and knows why.
   struct Aborted {};
 
-  using Work = c10::intrusive_ptr<c10d::Work>;
+  using Work = Carrier::MessagePtr;
 
   // left: where a collective that fails leaves receives into memory that outlives it. Gloo reads no further from a rank
   // whose message has lost its place, so notes of failures would not pass. Other receives go to users' tensors.
-  CarriedMessages(c10d::Backend& carrier, const Operation& operation, int rank, std::vector<Work>& left)
+  CarriedMessages(Carrier& carrier, const Operation& operation, int rank, std::vector<Work>& left)
       : carrier_(carrier), operation_(operation), rank_(rank), left_(left) {}
   ~CarriedMessages();
 
@@ -62,7 +60,7 @@ class CarriedMessages {
   };
   size_t begin(int peer, Work work, bool outlives);
 
-  c10d::Backend& carrier_;
+  Carrier& carrier_;
   const Operation& operation_;
   const int rank_;
   std::vector<Work>& left_;

@@ -28,7 +28,7 @@ std::string text_of(const char (&text)[kRoom]) {
 
 }  // namespace
 
-FailureNotes::FailureNotes(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size,
+FailureNotes::FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size,
                            std::function<void(const Error&)> heard)
     : carrier_(std::move(carrier)), rank_(rank), size_(size), heard_(std::move(heard)) {
   expect();
@@ -53,8 +53,7 @@ void FailureNotes::close() {
 bool FailureNotes::expect() {
   const std::lock_guard lock(mutex_);
   if (closing_) return false;
-  auto memory = bytes_at(&incoming_, sizeof incoming_);
-  listening_ = carrier_->recvAnysource(memory, tag_of(MessageChannel::failure));
+  listening_ = carrier_->receive_any(tag_of(MessageChannel::failure), &incoming_, sizeof incoming_);
   return true;
 }
 
@@ -101,8 +100,7 @@ void FailureNotes::tell(const Error& error) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     try {
-      auto memory = bytes_at(&outgoing_, sizeof outgoing_);
-      sends_.push_back(carrier_->send(memory, peer, tag_of(MessageChannel::failure)));
+      sends_.push_back(carrier_->send(peer, tag_of(MessageChannel::failure), &outgoing_, sizeof outgoing_));
     } catch (const std::exception&) {  // its connection has ended: it knows, or is the one that is gone
     }
   }

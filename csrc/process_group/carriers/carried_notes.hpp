@@ -7,14 +7,13 @@
 // failed waits a little for the others' notes, which say that they know.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-
 #include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "process_group/carriers/carrier.hpp"
 #include "util/error.hpp"
 
 namespace ark {
@@ -22,7 +21,7 @@ namespace ark {
 class FailureNotes {
  public:
   // heard: on the notes' thread.
-  FailureNotes(c10::intrusive_ptr<c10d::Backend> carrier, int rank, int size, std::function<void(const Error&)> heard);
+  FailureNotes(std::shared_ptr<Carrier> carrier, int rank, int size, std::function<void(const Error&)> heard);
   ~FailureNotes();
 
   void tell(const Error& error);  // from any thread; never waits, never throws
@@ -42,13 +41,13 @@ class FailureNotes {
   bool expect();  // the next note; false: no more
   void hand_over(const Note& note) const;
 
-  const c10::intrusive_ptr<c10d::Backend> carrier_;
+  const std::shared_ptr<Carrier> carrier_;
   const int rank_, size_;
   const std::function<void(const Error&)> heard_;
   Note incoming_{}, outgoing_{};
   std::mutex mutex_;  // of what follows
-  c10::intrusive_ptr<c10d::Work> listening_;
-  std::vector<c10::intrusive_ptr<c10d::Work>> sends_;
+  Carrier::MessagePtr listening_;
+  std::vector<Carrier::MessagePtr> sends_;
   std::condition_variable changed_;
   bool told_ = false, closing_ = false;
   int heard_of_ = 0;  // notes

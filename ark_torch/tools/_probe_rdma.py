@@ -1,0 +1,46 @@
+"""What RDMA would go by on this machine, for the doctor: prints rows as JSON.
+
+In a process of its own, since it opens PyTorch, the extension and a NIC's driver.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+
+from ark_torch import _C, env
+from ark_torch.distributed.group import rdma_options
+
+
+def locked_memory() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+
+
+def rows() -> list[dict[str, str]]:
+    settings = env.read()
+    options = rdma_options(settings)
+    chosen, reason, ports = _C._rdma_devices(options)
+    if not chosen:
+        advice = (
+            "" if settings.net != "rdma" else "ARK_NET=rdma asks for it: groups over several machines will not start"
+        )
+        state = "warn" if settings.net == "rdma" or ports else "info"
+        found = f"none, so Gloo carries groups between machines: {reason}"
+        return [{"probe": "rdma", "state": state, "found": found, "advice": advice}]
+    budget = _C._rdma_retry_budget(options.timeout, options.retry_count)
+    lines = [
+        chosen,
+        f"a silent peer counts as lost after {budget} or up to four times that; ulimit -l: {locked_memory()}",
+    ]
+    lines += [f"{port}: {trouble or 'usable'}" for port, trouble in ports]
+    advice = ""
+    if locked_memory() != "unlimited":
+        advice = "memory that the NIC uses is locked: `ulimit -l unlimited` before the job (docs/rdma.md)"
+    if settings.net == "gloo":
+        lines.append("not used: ARK_NET=gloo")
+    return [{"probe": "rdma", "state": "ok", "found": "\n".join(lines), "advice": advice}]
+
+
+if __name__ == "__main__":
+    print(json.dumps(rows()))

@@ -1,0 +1,518 @@
+#include "dma/rdma/messages.hpp"
+
+#include "util/start_thread.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ark::rdma {
+
+namespace {
+
+constexpr auto kForFlushes = std::chrono::seconds(1);  // that the NIC takes to give back what was outstanding
+
+template <class Queue, class Value>
+bool erase_from(Queue& queue, const Value& value) {
+  const auto found = std::find(queue.begin(), queue.end(), value);
+  if (found == queue.end()) return false;
+  queue.erase(found);
+  return true;
+}
+
+}  // namespace
+
+bool Message::wait_until(Clock::time_point deadline) {
+  return of_->wait_until(*state_, deadline);
+}
+
+void Message::abort() {
+  of_->give_up(state_);
+}
+
+Messages::Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup)
+    : engine_(std::move(engine)), store_(std::move(store)), setup_(std::move(setup)) {}
+
+Messages::~Messages() {
+  close(std::chrono::milliseconds(0));
+}
+
+Error Messages::error(ErrorKind kind, int peer, const std::string& what, const std::string& remedy) const {
+  return Error(kind, what, ErrorContext{setup_.rank, peer, "rdma", 0, remedy});
+}
+
+Messages::Peer& Messages::peer_of(int rank) {
+  Peer& peer = peers_[rank];
+  if (!peer.wanted && !peer.failure && !closing_) {
+    peer.wanted = true;
+    to_connect_.push_back(rank);
+    // Started here, so that a group that never leaves its node has no such thread.
+    if (!connecting_.joinable())
+      connecting_ = start_thread("the thread that connects RDMA's peers", [this] { connect_peers(); });
+    wanted_.notify_all();
+  }
+  return peer;
+}
+
+Messages::State Messages::begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes) {
+  return State(new MessageState{.sends = sends, .peer = peer, .any = any, .tag = tag, .data = data, .bytes = bytes});
+}
+
+Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const State message = begin(true, rank, false, tag, const_cast<void*>(data), bytes);
+  auto handle = std::make_unique<Message>(shared_from_this(), message);
+  if (failure_) return fail(*message, *failure_), std::move(handle);
+  Peer& peer = peer_of(rank);
+  message->index = peer.sent[tag]++;
+  if (peer.failure) return fail(*message, *peer.failure), std::move(handle);
+  if (peer.left) return leave(rank, peer), fail(*message, *peer.failure), std::move(handle);
+  if (bytes <= most_small()) {
+    peer.small_sends.push_back(message);
+    pump(peer);
+  } else {
+    const Place place{tag, message->index};
+    peer.large_sends[place] = message;
+    if (const auto found = peer.announced.find(place); found != peer.announced.end()) {
+      const Header target = found->second;
+      peer.announced.erase(found);
+      begin_large(peer, message, target);
+    }
+  }
+  return handle;
+}
+
+Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const State message = begin(false, rank, false, tag, data, bytes);
+  auto handle = std::make_unique<Message>(shared_from_this(), message);
+  if (failure_) return fail(*message, *failure_), std::move(handle);
+  Peer& peer = peer_of(rank);
+  const Place place{tag, message->index = peer.received[tag]++};
+  if (const auto found = peer.aside.find(place); found != peer.aside.end()) {
+    fill(*message, rank, found->second.data(), found->second.size());
+    peer.aside.erase(found);
+  } else if (peer.failure) {
+    fail(*message, *peer.failure);
+  } else if (peer.left) {
+    leave(rank, peer);
+    fail(*message, *peer.failure);
+  } else {
+    peer.receives[place] = message;
+    if (bytes > most_small()) announce(peer, message);
+  }
+  return handle;
+}
+
+Messages::MessagePtr Messages::receive_any(int32_t tag, void* data, size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  const State message = begin(false, -1, true, tag, data, bytes);
+  auto handle = std::make_unique<Message>(shared_from_this(), message);
+  if (failure_) return fail(*message, *failure_), std::move(handle);
+  if (bytes > most_small()) {
+    fail(*message, error(ErrorKind::invalid_argument, -1,
+                         "a message of " + std::to_string(bytes) + " bytes is too large to be received from anyone",
+                         "Receive at most " + std::to_string(most_small()) + " bytes from anyone."));
+    return handle;
+  }
+  for (auto& [rank, peer] : peers_) {
+    const auto found = peer.aside.lower_bound({tag, 0});
+    if (found == peer.aside.end() || found->first.first != tag) continue;
+    fill(*message, rank, found->second.data(), found->second.size());
+    peer.aside.erase(found);
+    return handle;
+  }
+  any_[tag].push_back(message);
+  return handle;
+}
+
+// Registered here, on the thread that receives: memory that the system does not register is its error.
+void Messages::announce(Peer& peer, const State& message) {
+  try {
+    message->use = engine_->memory().hold(message->data, message->bytes);
+  } catch (const Error& refused) {
+    peer.receives.erase({message->tag, message->index});
+    return fail(*message, refused.at(setup_.rank, "rdma receive"));
+  }
+  peer.controls.push_back({Header::announcement, message->tag, message->index, message->bytes,
+                           reinterpret_cast<uint64_t>(message->data), message->use.remote_key(), 0});
+  pump(peer);
+}
+
+// False: no slot is free yet; completions bring us back here.
+bool Messages::put_slot(Peer& peer, const Header& header, const void* data) {
+  Channel& channel = *peer.channel;
+  uint64_t& last_use = peer.slot_numbers[peer.slots_sent % peer.slot_numbers.size()];
+  if (!channel.done(last_use)) return false;
+  std::byte* slot = channel.outbox(peer.slots_sent);
+  std::memcpy(slot, &header, sizeof header);
+  const size_t bytes = header.kind == Header::small ? header.bytes : 0;
+  if (bytes > 0) std::memcpy(slot + sizeof header, data, bytes);
+  last_use =
+      channel.put_with_signal(slot, channel.outbox_key(), sizeof header + bytes, channel.remote_slot(peer.slots_sent),
+                              channel.remote_key(), static_cast<uint32_t>(sizeof header + bytes));
+  ++peer.slots_sent;
+  return true;
+}
+
+void Messages::pump(Peer& peer) {
+  if (!peer.channel || peer.failure) return;
+  while (!peer.controls.empty()) {
+    if (!put_slot(peer, peer.controls.front(), nullptr)) return;
+    peer.controls.pop_front();
+  }
+  while (!peer.small_sends.empty()) {
+    MessageState& message = *peer.small_sends.front();
+    const Header header{Header::small, message.tag, message.index, message.bytes, 0, 0, 0};
+    if (!put_slot(peer, header, message.data)) return;
+    finish(message);  // it has been copied
+    peer.small_sends.pop_front();
+  }
+}
+
+// The bytes, and behind them the word that they are there: RC keeps the order.
+void Messages::begin_large(Peer& peer, const State& message, const Header& target) {
+  const Place place{message->tag, message->index};
+  peer.large_sends.erase(place);
+  if (target.bytes != message->bytes) {
+    fail(*message, error(ErrorKind::mismatch, message->peer,
+                         "this rank sends " + std::to_string(message->bytes) + " bytes to rank " +
+                             std::to_string(message->peer) + ", which expects " + std::to_string(target.bytes),
+                         "Give both ends the same size."));
+    return;
+  }
+  try {
+    message->use = engine_->memory().hold(message->data, message->bytes);
+  } catch (const Error& refused) {
+    return fail(*message, refused.at(setup_.rank, "rdma send"));
+  }
+  message->number =
+      peer.channel->put(message->data, message->use.local_key(), message->bytes, target.address, target.key);
+  message->stage = MessageState::Stage::moving;
+  peer.moving.push_back(message);
+  peer.controls.push_back({Header::written, message->tag, message->index, message->bytes, 0, 0, 0});
+  pump(peer);
+}
+
+// False: what stands there is no message.
+bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
+  const std::byte* slot = peer.channel->inbox(peer.slots_taken++);
+  Header header;
+  if (bytes < sizeof header || bytes > setup_.shape.slot_bytes) return false;
+  std::memcpy(&header, slot, sizeof header);
+  if (header.kind < Header::small || header.kind > Header::goodbye) return false;
+  if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : 0)) return false;
+  deliver(rank, peer, header, slot + sizeof header);
+  return true;
+}
+
+void Messages::deliver(int rank, Peer& peer, const Header& header, const std::byte* data) {
+  const Place place{header.tag, header.index};
+  const auto receive = peer.receives.find(place);
+  switch (header.kind) {
+    case Header::small: {
+      if (receive != peer.receives.end()) {
+        const State message = receive->second;
+        peer.receives.erase(receive);
+        return fill(*message, rank, data, header.bytes);
+      }
+      if (const auto found = peer.received.find(header.tag);
+          found != peer.received.end() && header.index < found->second)
+        return;  // its receive was given up
+      if (const auto any = any_.find(header.tag); any != any_.end() && !any->second.empty()) {
+        const State message = any->second.front();
+        any->second.pop_front();
+        return fill(*message, rank, data, header.bytes);
+      }
+      peer.aside[place].assign(data, data + header.bytes);
+      return;
+    }
+    case Header::announcement: {
+      if (const auto found = peer.large_sends.find(place); found != peer.large_sends.end()) {
+        const State message = found->second;
+        return begin_large(peer, message, header);
+      }
+      // Of a send that was given up, or is small and will find the receive too large: nothing to write.
+      if (header.index >= peer.sent[header.tag]) peer.announced[place] = header;
+      return;
+    }
+    case Header::written: {
+      if (receive == peer.receives.end() || receive->second->bytes != header.bytes) return;
+      const State message = receive->second;
+      peer.receives.erase(receive);
+      return finish(*message);
+    }
+    case Header::goodbye: return leave(rank, peer);
+  }
+}
+
+void Messages::fill(MessageState& message, int rank, const std::byte* data, size_t bytes) {
+  if (bytes != message.bytes && !(message.any && bytes < message.bytes)) {
+    return fail(message, error(ErrorKind::mismatch, rank,
+                               "rank " + std::to_string(rank) + " sends " + std::to_string(bytes) +
+                                   " bytes, and this rank expects " + std::to_string(message.bytes),
+                               "Give both ends the same size."));
+  }
+  if (bytes > 0) std::memcpy(message.data, data, bytes);
+  message.peer = rank;
+  finish(message);
+}
+
+void Messages::finish(MessageState& message) {
+  message.stage = MessageState::Stage::done;
+  message.use.reset();
+  something_.notify_all();
+}
+
+void Messages::fail(MessageState& message, const Error& error) {
+  message.stage = MessageState::Stage::failed;
+  message.error = error;
+  message.use.reset();
+  something_.notify_all();
+}
+
+// The channel's error state first: from there on nothing is written to, or read from, the memory of its messages.
+void Messages::fail_peer(Peer& peer, const Error& why) {
+  if (!peer.failure) peer.failure = why;
+  if (peer.channel) peer.channel->fail(*peer.failure);
+  const auto end_all = [&](auto&& messages) {
+    for (auto& one : messages) fail(*one, *peer.failure);
+    messages.clear();
+  };
+  const auto end_map = [&](auto& messages) {
+    for (auto& [place, one] : messages) fail(*one, *peer.failure);
+    messages.clear();
+  };
+  end_all(peer.small_sends);
+  end_all(peer.moving);
+  end_map(peer.large_sends);
+  end_map(peer.receives);
+  peer.controls.clear();
+  something_.notify_all();
+}
+
+// What it has sent before counts still; only what is awaited of it will not come.
+void Messages::leave(int rank, Peer& peer) {
+  peer.left = true;
+  fail_peer(peer, error(ErrorKind::peer_lost, rank, "rank " + std::to_string(rank) + " has left the group",
+                        "Let all ranks call the same collectives before they destroy the process group."));
+}
+
+void Messages::changed(int rank) {
+  const std::lock_guard lock(mutex_);
+  Peer& peer = peers_[rank];
+  if (!peer.channel) return;  // it is still connecting, and looks here once more afterwards
+  const std::shared_ptr<Channel> channel = peer.channel;
+  while (const auto bytes = channel->take()) {
+    if (!take_slot(rank, peer, *bytes)) {
+      fail_peer(peer, error(ErrorKind::system, rank, "rank " + std::to_string(rank) + " sent what is no message",
+                            "Run the same ark_torch on all ranks."));
+      break;
+    }
+    channel->release();
+  }
+  while (!peer.moving.empty() && channel->done(peer.moving.front()->number)) {
+    finish(*peer.moving.front());
+    peer.moving.pop_front();
+  }
+  if (const auto why = channel->failure()) fail_peer(peer, *why);
+  pump(peer);
+  something_.notify_all();
+}
+
+bool Messages::wait_until(MessageState& message, Clock::time_point deadline) {
+  using Stage = MessageState::Stage;
+  std::unique_lock lock(mutex_);
+  const auto ended = [&] { return message.stage == Stage::done || message.stage == Stage::failed; };
+  while (!ended()) {
+    const auto now = Clock::now();
+    if (now >= deadline) return false;
+    if (something_.wait_until(lock, std::min(deadline, now + setup_.probe), ended)) break;
+    if (message.any) continue;
+    // A failure of the probe ends the message.
+    if (const Peer& peer = peers_[message.peer]; peer.channel && !peer.failure) peer.channel->probe();
+  }
+  if (message.stage == Stage::failed) throw *message.error;
+  return true;
+}
+
+void Messages::give_up(const State& message) {
+  using Stage = MessageState::Stage;
+  std::unique_lock lock(mutex_);
+  if (message->stage == Stage::done || message->stage == Stage::failed) return;
+  const Error given_up = error(ErrorKind::aborted, message->peer, "the message was given up", "");
+  if (message->any) {
+    erase_from(any_[message->tag], message);
+    return fail(*message, given_up);
+  }
+  Peer& peer = peers_[message->peer];
+  const Place place{message->tag, message->index};
+  bool at_work = message->stage == Stage::moving;
+  if (message->sends) {
+    erase_from(peer.small_sends, message);
+    peer.large_sends.erase(place);
+  } else {
+    peer.receives.erase(place);
+    // Announced memory may be written to any time, unless the announcement is still here.
+    const auto same = [&](const Header& one) {
+      return one.kind == Header::announcement && one.tag == message->tag && one.index == message->index;
+    };
+    const auto waiting = std::find_if(peer.controls.begin(), peer.controls.end(), same);
+    if (waiting != peer.controls.end()) {
+      peer.controls.erase(waiting);
+    } else if (message->bytes > most_small()) {
+      at_work = true;
+    }
+  }
+  fail(*message, given_up);
+  if (!at_work || !peer.channel) return;
+  fail_peer(peer, error(ErrorKind::aborted, message->peer,
+                        "a message between this rank and rank " + std::to_string(message->peer) +
+                            " was given up while it was under way, and the connection with it",
+                        "Destroy the process group on every rank (or restart the job) before going on."));
+  const auto channel = peer.channel;
+  lock.unlock();
+  channel->drain(Clock::now() + kForFlushes);
+}
+
+void Messages::abort(const Error& why) {
+  const std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = why;
+  for (auto& [rank, peer] : peers_) fail_peer(peer, *failure_);
+  for (auto& [tag, messages] : any_) {
+    for (const State& message : messages) fail(*message, *failure_);
+    messages.clear();
+  }
+}
+
+void Messages::close(std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
+  std::vector<std::shared_ptr<Channel>> channels;
+  {
+    std::unique_lock lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    wanted_.notify_all();
+    lock.unlock();
+    if (connecting_.joinable()) connecting_.join();
+    lock.lock();
+    for (auto& [rank, peer] : peers_) {
+      if (!peer.channel || peer.failure) continue;
+      peer.controls.push_back({Header::goodbye, 0, 0, 0, 0, 0, 0});
+      pump(peer);
+    }
+    something_.wait_until(lock, deadline, [this] {
+      return std::all_of(peers_.begin(), peers_.end(), [](const auto& one) {
+        const Peer& peer = one.second;
+        return !peer.channel || peer.failure ||
+               (peer.controls.empty() && peer.small_sends.empty() && peer.moving.empty());
+      });
+    });
+    for (auto& [rank, peer] : peers_)
+      if (peer.channel && !peer.channel->failure()) channels.push_back(peer.channel);
+  }
+  for (const auto& channel : channels) {
+    try {
+      channel->flush(deadline);
+    } catch (const Error&) {  // the peer has gone before
+    }
+  }
+  abort(error(ErrorKind::closed, -1, "the process group was shut down", "Create it again."));
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& [rank, peer] : peers_)
+      if (peer.channel) channels.push_back(std::move(peer.channel));
+  }
+  channels.clear();  // their ends wait for the engine's thread, which may be waiting for mutex_
+}
+
+std::string Messages::key(int from, int to) const {
+  return setup_.prefix + "/" + std::to_string(from) + "/" + std::to_string(to);
+}
+
+void Messages::connect_peers() {
+  struct Connecting {
+    int rank;
+    std::shared_ptr<Channel> channel;
+    Clock::time_point deadline;
+  };
+  std::vector<Connecting> connecting;
+  auto pause = std::chrono::milliseconds(1);
+  std::unique_lock lock(mutex_);
+  const auto called = [this] { return closing_ || !to_connect_.empty(); };
+  while (true) {
+    if (connecting.empty()) {
+      wanted_.wait(lock, called);
+    } else if (!wanted_.wait_for(lock, pause, called)) {
+      pause = std::min(pause * 2, std::chrono::milliseconds(50));
+    }
+    if (closing_) break;
+    std::deque<int> fresh;
+    fresh.swap(to_connect_);
+    lock.unlock();
+    const auto refuse = [this](int rank, const Error& why) {
+      const std::lock_guard relock(mutex_);
+      fail_peer(peers_[rank], Error(why.kind(), why.message(),
+                                    ErrorContext{setup_.rank, rank, "rdma connect", 0, why.context().remedy}));
+    };
+    for (const int rank : fresh) {
+      pause = std::chrono::milliseconds(1);
+      try {
+        auto channel = std::make_shared<Channel>(engine_, setup_.rank, rank, setup_.size, setup_.shape);
+        channel->on_change([this, rank] { changed(rank); });
+        store_->set(key(setup_.rank, rank), channel->endpoint().encode());
+        connecting.push_back({rank, std::move(channel), Clock::now() + setup_.timeout});
+      } catch (const Error& why) {
+        refuse(rank, why);
+      }
+    }
+    std::erase_if(connecting, [&](Connecting& one) {
+      try {
+        const auto record = store_->find(key(one.rank, setup_.rank));
+        if (!record && Clock::now() < one.deadline) return false;
+        if (!record)
+          throw Error(ErrorKind::timeout,
+                      "rank " + std::to_string(one.rank) + " did not connect within " +
+                          std::to_string(setup_.timeout.count()) + " ms",
+                      ErrorContext{-1, -1, "", 0, "Look at that rank's output."});
+        Endpoint endpoint;
+        try {
+          endpoint = Endpoint::decode(*record);
+        } catch (const Error& malformed) {
+          throw Error(malformed.kind(), "of rank " + std::to_string(one.rank) + ": " + malformed.message(),
+                      ErrorContext{-1, -1, "", 0,
+                                   "Run the same ark_torch on all ranks, and let nothing else write to the store."});
+        }
+        one.channel->connect(endpoint, setup_.mtu);
+        {
+          const std::lock_guard relock(mutex_);
+          Peer& peer = peers_[one.rank];
+          peer.slot_numbers.assign(setup_.shape.slots, 0);
+          peer.channel = one.channel;
+          if (peer.failure) peer.channel->fail(*peer.failure);
+        }
+        changed(one.rank);
+      } catch (const Error& why) {
+        refuse(one.rank, why);
+      }
+      return true;
+    });
+    lock.lock();
+  }
+  lock.unlock();
+  connecting.clear();
+}
+
+int Messages::connections() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int>(
+      std::count_if(peers_.begin(), peers_.end(), [](const auto& one) { return one.second.channel; }));
+}
+
+std::optional<Channel::Counts> Messages::counts(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(rank);
+  if (found == peers_.end() || !found->second.channel) return std::nullopt;
+  return found->second.channel->counts();
+}
+
+}  // namespace ark::rdma

@@ -1,0 +1,162 @@
+// Messages between the ranks of a group over RDMA: send, receive, receive from anyone; each can be waited for, given
+// up.
+//
+// Messages of one tag between two ranks arrive in the order in which they are sent: the n-th that is sent meets the
+// n-th receive. Small ones are written into the peer's inbox, a slot each, and copied out of it. Of large ones the
+// receiver registers its memory and announces it, and the sender writes straight there; which it is both know from the
+// size, on which they must agree. A small message that nobody has asked for yet is set aside. A tag is received from
+// anyone, and then small, or from one rank each time; never both.
+//
+// A peer is connected to at the first message to or from it: a thread makes the channel, publishes its endpoint in the
+// store and looks for the peer's, while the message waits. Who waits for a peer that stays silent sends it an empty
+// write now and then, which fails when it is gone. A peer that closes says so, and what is still awaited of it ends.
+//
+// A message that is given up while the NIC may write to or read from its memory takes its connection with it: nothing
+// is touched any more once abort() or the destructor has returned. Thread-safe. Locks: the engine's, then ours, then a
+// channel's.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "dma/rdma/channel.hpp"
+#include "shm/key_value.hpp"
+
+namespace ark::rdma {
+
+class Messages;
+
+// What a message is to the thread that carries it.
+struct MessageState {
+  enum class Stage { waiting, moving, done, failed };
+  const bool sends;
+  int peer;  // of a receive from anyone: the sender, once it has come
+  const bool any;
+  const int32_t tag;
+  void* const data;
+  const size_t bytes;
+  Stage stage = Stage::waiting;
+  uint64_t index = 0;   // among those of its tag
+  uint64_t number = 0;  // of the channel's request that moves it
+  Registrations::Use use;
+  std::optional<Error> error;
+};
+
+// A message that was begun; gives it up when it goes.
+class Message {
+ public:
+  using Clock = std::chrono::steady_clock;
+  Message(std::shared_ptr<Messages> of, std::shared_ptr<MessageState> state)
+      : of_(std::move(of)), state_(std::move(state)) {}
+  ~Message() { abort(); }
+  // False at the deadline. Throws what the message failed with.
+  bool wait_until(Clock::time_point deadline);
+  void abort();  // from any thread
+  int source() const { return state_->peer; }
+
+ private:
+  const std::shared_ptr<Messages> of_;
+  const std::shared_ptr<MessageState> state_;
+};
+
+class Messages : public std::enable_shared_from_this<Messages> {
+ public:
+  using Clock = std::chrono::steady_clock;
+  using MessagePtr = std::unique_ptr<Message>;
+
+  struct Setup {
+    int rank = 0, size = 0;
+    int mtu = 1024;
+    std::string prefix;                          // of keys in the store; of this start of this group alone
+    std::chrono::milliseconds timeout{1800000};  // for a peer to connect
+    std::chrono::milliseconds probe{500};        // of waiting, before a silent peer is asked
+    Channel::Shape shape;
+  };
+  Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup);
+  ~Messages();
+
+  // The memory stays as it is (of a receive: is nobody else's) until the message has been waited for or given up.
+  MessagePtr send(int peer, int32_t tag, const void* data, size_t bytes);
+  MessagePtr receive(int peer, int32_t tag, void* data, size_t bytes);
+  MessagePtr receive_any(int32_t tag, void* data, size_t bytes);
+
+  void abort(const Error& error);                  // all that waits, and all that begins later, ends with it
+  void close(std::chrono::milliseconds patience);  // what was sent arrives first, where it can; idempotent
+
+  size_t most_small() const { return setup_.shape.slot_bytes - sizeof(Header); }  // bytes that go through the inbox
+  int connections() const;
+  std::optional<Channel::Counts> counts(int peer) const;
+  const std::string& device() const { return engine_->device()->port().device; }
+
+ private:
+  friend class Message;
+  using State = std::shared_ptr<MessageState>;
+  using Place = std::pair<int32_t, uint64_t>;  // tag and index
+  // What stands at the beginning of a slot.
+  struct Header {
+    enum Kind : uint32_t { small = 1, announcement = 2, written = 3, goodbye = 4 };
+    uint32_t kind;
+    int32_t tag;
+    uint64_t index, bytes, address;
+    uint32_t key, reserved;
+  };
+  static_assert(sizeof(Header) == 40);
+  struct Peer {
+    std::shared_ptr<Channel> channel;  // once connected
+    bool wanted = false, left = false;
+    std::optional<Error> failure;
+    std::map<int32_t, uint64_t> sent, received;  // messages begun, by tag
+    std::deque<Header> controls;                 // to be written into the inbox, and before ...
+    std::deque<State> small_sends;               // ... these
+    std::map<Place, State> large_sends, receives;
+    std::map<Place, Header> announced;  // of receives whose sends have not begun
+    std::map<Place, std::vector<std::byte>> aside;
+    std::deque<State> moving;            // large sends whose bytes are under way
+    std::vector<uint64_t> slot_numbers;  // by slot of the outbox: the request that used it last
+    uint64_t slots_sent = 0, slots_taken = 0;
+  };
+
+  bool wait_until(MessageState& message, Clock::time_point deadline);
+  void give_up(const State& message);
+
+  // Under mutex_.
+  Peer& peer_of(int rank);
+  State begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes);
+  void announce(Peer& peer, const State& message);
+  bool put_slot(Peer& peer, const Header& header, const void* data);
+  void pump(Peer& peer);
+  void begin_large(Peer& peer, const State& message, const Header& target);
+  bool take_slot(int rank, Peer& peer, uint32_t bytes);
+  void deliver(int rank, Peer& peer, const Header& header, const std::byte* data);
+  void fill(MessageState& message, int rank, const std::byte* data, size_t bytes);
+  void finish(MessageState& message);
+  void fail(MessageState& message, const Error& error);
+  void fail_peer(Peer& peer, const Error& error);
+  void leave(int rank, Peer& peer);
+  Error error(ErrorKind kind, int peer, const std::string& what, const std::string& remedy) const;
+
+  void changed(int rank);  // on the engine's thread
+  void connect_peers();    // the connecting thread
+  std::string key(int from, int to) const;
+
+  const std::shared_ptr<Engine> engine_;
+  const std::unique_ptr<KeyValueStore> store_;  // the connecting thread's
+  const Setup setup_;
+
+  mutable std::mutex mutex_;  // of what follows, and of every MessageState
+  std::condition_variable something_, wanted_;
+  std::map<int, Peer> peers_;
+  std::map<int32_t, std::deque<State>> any_;  // receives from anyone, by tag
+  std::deque<int> to_connect_;
+  std::optional<Error> failure_;
+  bool closing_ = false;
+  std::thread connecting_;
+};
+
+}  // namespace ark::rdma

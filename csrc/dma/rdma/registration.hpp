@@ -1,0 +1,79 @@
+// Memory that the NIC may read and write: registered once, held while anybody uses it, and for a while after.
+//
+// A region whose last user has gone stays registered while all such take no more than the bound, the one that has been
+// idle the longest going first. A program that gives memory back to the system leaves such a region pointing to pages
+// that are no longer its own, and nothing tells us: so the bound is 0 unless a user vouches for his memory
+// (ARK_RDMA_CACHE_MB). What the engine allocates itself is held as long as it exists. Thread-safe.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "dma/rdma/device.hpp"
+
+namespace ark::rdma {
+
+class Registrations {
+ public:
+  Registrations(std::shared_ptr<Device> device, size_t most_idle_bytes);
+  ~Registrations();  // after every Use
+
+  // A user's hold on a region. Covers at least what was asked for.
+  class Use {
+   public:
+    Use() = default;
+    Use(Use&& other) noexcept { swap(other); }
+    Use& operator=(Use&& other) noexcept {
+      Use taken(std::move(other));
+      swap(taken);
+      return *this;
+    }
+    ~Use() { reset(); }
+    void reset();
+    explicit operator bool() const { return of_ != nullptr; }
+    uint32_t local_key() const { return region_->lkey; }
+    uint32_t remote_key() const { return region_->rkey; }
+
+   private:
+    friend class Registrations;
+    Use(Registrations* of, ibv_mr* region) : of_(of), region_(region) {}
+    void swap(Use& other) noexcept {
+      std::swap(of_, other.of_);
+      std::swap(region_, other.region_);
+    }
+    Registrations* of_ = nullptr;
+    ibv_mr* region_ = nullptr;
+  };
+
+  // Error(system) with the limit in force where the system refuses.
+  Use hold(const void* address, size_t bytes);
+
+  struct Counts {
+    size_t held = 0, idle = 0, idle_bytes = 0;
+    uint64_t registered = 0, reused = 0;  // since the beginning
+  };
+  Counts counts() const;
+
+ private:
+  struct Region {
+    size_t uses = 0;
+    std::list<ibv_mr*>::iterator idle;  // where uses is 0
+  };
+  void release(ibv_mr* region);
+  void drop_oldest();
+
+  const std::shared_ptr<Device> device_;
+  const size_t most_idle_bytes_;
+  mutable std::mutex mutex_;
+  std::map<ibv_mr*, Region> regions_;
+  std::multimap<uintptr_t, ibv_mr*> by_address_;
+  std::list<ibv_mr*> idle_;  // the oldest first
+  size_t idle_bytes_ = 0;
+  uint64_t registered_ = 0, reused_ = 0;
+};
+
+}  // namespace ark::rdma

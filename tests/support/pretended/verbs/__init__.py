@@ -1,0 +1,49 @@
+"""A pretended libibverbs: RDMA between processes of this machine without a NIC (control.hpp, nic.hpp).
+
+`build()` compiles it and gives the environment of ranks; Control tells it, while they run, what is to go wrong.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import struct
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+# As in control.hpp.
+FIELDS = (
+    *("link_down", "loss", "lose_completions", "swap_completions", "receiver_not_ready", "wrong_keys", "port_down"),
+    *("no_devices", "most_memory", "small_mtu", "only_ipv6", "refuse_pairs"),
+)
+
+
+def build(folder: Path) -> str:
+    """Compiles it into the folder, once for all that ask; returns its path."""
+    folder.mkdir(exist_ok=True)
+    library = folder / "libibverbs.so.1"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            made = folder / "made"
+            sources = sorted(map(str, HERE.glob("*.cpp")))
+            command = ["g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}", *sources]
+            subprocess.run([*command, "-pthread", "-o", str(made)], check=True, timeout=200)
+            made.rename(library)
+    return str(library)
+
+
+class Control:
+    """The page that all ranks of a test map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.write_bytes(bytes(4096))
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 4096)
+
+    def set(self, **values: int) -> None:
+        for name, value in values.items():
+            struct.pack_into("=I", self._memory, 4 * FIELDS.index(name), value)
