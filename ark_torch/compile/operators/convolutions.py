@@ -24,8 +24,8 @@ from ark_torch.compile.operators.pointwise import keyword
 
 # A sum of more terms than this takes longer to compile than it is worth.
 MOST_TERMS = 81
-# A task is given no more parameters side by side than its ring has pages (csrc/plan/loads.cpp); what is computed is
-# no parameter.
+# A task is given no more parameters side by side than its ring has pages (csrc/compiler/schedule/prefetch.cpp); what is
+# computed is no parameter.
 PARAMETERS = 6
 LANES = 16
 
