@@ -23,11 +23,11 @@ from ark_torch.compile import (
     decompositions,
     dense,
     embeddings,
+    fast_call,
     in_place,
+    inductor_fallback,
     products,
     regions,
-    rest,
-    straight,
 )
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.eager_values import Eager
@@ -70,7 +70,7 @@ class Captured:
         self._options, self._title = options, title_of(graph_module)
         self._builder: Builder | None = None
         self._assembled: Callable[..., Any] = self._not_yet
-        way: list[straight.Way] = []
+        way: list[fast_call.Way] = []
 
         def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             raise WholeGraph(TRAINS)
@@ -82,7 +82,7 @@ class Captured:
                 self._builder = cut(graph, options, report, launcher)
                 self._builder.lower()
             self.has_collectives = self._builder.groups or any(map(_is_collective, graph.graph.nodes))
-            way.append(straight.Way(inputs))
+            way.append(fast_call.Way(inputs))
             return self._run
 
         try:
@@ -104,8 +104,8 @@ class Captured:
         except Exception as error:
             # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
             log.debug("capture failed", exc_info=True)
-            raise WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
-        self._is_open = straight.is_open(way, example_inputs)
+            raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
+        self._is_open = fast_call.is_open(way, example_inputs)
         self.written = aliasing.written(way, example_inputs)
         if launcher is None:
             self._call = aliasing.around(
@@ -128,7 +128,7 @@ class Captured:
         with self.our_mistakes():
             self._assembled = self._made.assemble()
         self._builder = None
-        return straight.around(self._call, self._assembled, self._is_open)
+        return fast_call.around(self._call, self._assembled, self._is_open)
 
     @property
     def _made(self) -> Builder:
@@ -154,7 +154,7 @@ class Captured:
         except Exception as error:
             if stopped():
                 raise
-            told = rest.first_line(error)
+            told = inductor_fallback.first_line(error)
             if not self._options.fallback:
                 if isinstance(error, CompileError):
                     raise

@@ -109,6 +109,7 @@ class Region:
             "groups",
             "otherwise",
             "multi_step",
+            "dump_passes",
             "measured_costs",
             "device",
             "cache",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ark_torch
-from ark_torch.compile import rest
+from ark_torch.compile import inductor_fallback
 from ark_torch.compile.report import NAMES
 
 pytestmark = pytest.mark.limit(120)
@@ -60,7 +60,7 @@ def test_log_says_where_a_kernel_comes_from(caplog: pytest.LogCaptureFixture) ->
 def test_log_says_who_was_chosen(
     double: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rest, "whole", lambda graph_module, example_inputs: graph_module.forward)
+    monkeypatch.setattr(inductor_fallback, "whole", lambda graph_module, example_inputs: graph_module.forward)
     with caplog.at_level("INFO", logger="ark_torch.compile"):
         call = torch.compile(models.Decoder().eval(), backend="ark", options={"wait": True})
         call(torch.zeros(1, 4, dtype=torch.int64))
