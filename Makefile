@@ -98,6 +98,10 @@ test-gpu-long: setup ## on GPUs: 10^5 random operations against NCCL, and five m
 test-gpu-sanitizer: setup ## every family of kernels under compute-sanitizer (of the CUDA Toolkit)
 	$(PYTEST) tests/gpu/test_sanitizer.py
 
+.PHONY: test-rdma
+test-rdma: setup ## RDMA over soft-RoCE in a virtual machine, no NIC needed (ten minutes on two cores): PART=engine or ranks
+	tests/rdma/run.sh $(PART)
+
 .PHONY: test-kernels
 test-kernels: setup ## every instantiation of every CUDA kernel for six architectures, without a GPU (half an hour on two cores)
 	$(PY) -m ark_torch.tools.compile_kernels --every --all

@@ -232,8 +232,8 @@ VARIABLES = (
     Variable(
         "ARK_RDMA_RETRY_COUNT",
         "int",
-        7,
-        "How often, before the peer counts as lost and the group fails.",
+        6,
+        "How often, before the peer counts as lost and the group fails (soft-RoCE takes 7 for ever).",
         minimum=0,
         maximum=7,
     ),

@@ -15,7 +15,7 @@ struct Options {
   int service_level = 0;  // of InfiniBand, or RoCE's priority
   int pkey_index = 0;     // in the port's table
   int timeout = 18;       // a packet is sent again after 4.096 us * 2^timeout, or up to four times that
-  int retry_count = 7;    // how often
+  int retry_count = 6;    // how often; soft-RoCE takes 7 for ever
   int rnr_retry = 7;      // where a receiver is not ready; 7: for ever. Credits leave no need for it
   int cache_mb = 0;       // memory of users that stays registered although no message uses it
 

@@ -53,7 +53,7 @@ class StoreOf : public KeyValueStore {
 inline rdma::Options pretended_options() {
   rdma::Options options;
   options.library = PRETENDED_VERBS;
-  options.timeout = 13;  // 34 ms until a packet is sent again, 0.27 s until the peer counts as lost
+  options.timeout = 13;  // 34 ms until a packet is sent again, 0.23 s until the peer counts as lost
   return options;
 }
 

@@ -1,0 +1,159 @@
+// Peers of a group's messages: how they are connected, and how a group ends.
+#include <algorithm>
+
+#include "dma/rdma/messages.hpp"
+
+namespace ark::rdma {
+
+namespace {
+
+// That a goodbye may take to a peer to which nothing else was sent: it may be gone already, without a word.
+constexpr auto kForGoodbye = std::chrono::milliseconds(250);
+
+}  // namespace
+
+void Messages::abort(const Error& why) {
+  const std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = why;
+  for (auto& [rank, peer] : peers_) fail_peer(peer, *failure_);
+  for (auto& [tag, messages] : any_) {
+    for (const State& message : messages) fail(*message, *failure_);
+    messages.clear();
+  }
+}
+
+void Messages::close(std::chrono::milliseconds patience) {
+  const auto deadline = Clock::now() + patience;
+  std::vector<std::shared_ptr<Channel>> channels, quiet;
+  {
+    std::unique_lock lock(mutex_);
+    if (closing_) return;
+    closing_ = true;
+    wanted_.notify_all();
+    lock.unlock();
+    if (connecting_.joinable()) connecting_.join();
+    lock.lock();
+    for (auto& [rank, peer] : peers_) {
+      if (!peer.channel || peer.failure) continue;
+      (peer.slots_sent > 0 ? channels : quiet).push_back(peer.channel);
+      peer.controls.push_back({Header::goodbye, 0, 0, 0, 0, 0, 0});
+      pump(peer);
+    }
+    something_.wait_until(lock, deadline, [this] {
+      return std::all_of(peers_.begin(), peers_.end(), [](const auto& one) {
+        const Peer& peer = one.second;
+        return !peer.channel || peer.failure ||
+               (peer.controls.empty() && peer.small_sends.empty() && peer.moving.empty());
+      });
+    });
+  }
+  const auto flush = [](const std::shared_ptr<Channel>& channel, Clock::time_point until) {
+    try {
+      channel->flush(until);
+    } catch (const Error&) {  // the peer has gone before
+    }
+  };
+  for (const auto& channel : channels) flush(channel, deadline);
+  for (const auto& channel : quiet) flush(channel, std::min(deadline, Clock::now() + kForGoodbye));
+  abort(error(ErrorKind::closed, -1, "the process group was shut down", "Create it again."));
+  {
+    const std::lock_guard lock(mutex_);
+    for (auto& [rank, peer] : peers_)
+      if (peer.channel) channels.push_back(std::move(peer.channel));
+  }
+  // Their ends wait for the engine's thread, which may be waiting for mutex_.
+  channels.clear();
+  quiet.clear();
+}
+
+std::string Messages::key(int from, int to) const {
+  return setup_.prefix + "/" + std::to_string(from) + "/" + std::to_string(to);
+}
+
+void Messages::connect_peers() {
+  struct Connecting {
+    int rank;
+    std::shared_ptr<Channel> channel;
+    Clock::time_point deadline;
+  };
+  std::vector<Connecting> connecting;
+  auto pause = std::chrono::milliseconds(1);
+  std::unique_lock lock(mutex_);
+  const auto called = [this] { return closing_ || !to_connect_.empty(); };
+  while (true) {
+    if (connecting.empty()) {
+      wanted_.wait(lock, called);
+    } else if (!wanted_.wait_for(lock, pause, called)) {
+      pause = std::min(pause * 2, std::chrono::milliseconds(50));
+    }
+    if (closing_) break;
+    std::deque<int> fresh;
+    fresh.swap(to_connect_);
+    lock.unlock();
+    const auto refuse = [this](int rank, const Error& why) {
+      const std::lock_guard relock(mutex_);
+      fail_peer(peers_[rank], Error(why.kind(), why.message(),
+                                    ErrorContext{setup_.rank, rank, "rdma connect", 0, why.context().remedy}));
+    };
+    for (const int rank : fresh) {
+      pause = std::chrono::milliseconds(1);
+      try {
+        auto channel = std::make_shared<Channel>(engine_, setup_.rank, rank, setup_.size, setup_.shape);
+        channel->on_change([this, rank] { changed(rank); });
+        store_->set(key(setup_.rank, rank), channel->endpoint().encode());
+        connecting.push_back({rank, std::move(channel), Clock::now() + setup_.timeout});
+      } catch (const Error& why) {
+        refuse(rank, why);
+      }
+    }
+    std::erase_if(connecting, [&](Connecting& one) {
+      try {
+        const auto record = store_->find(key(one.rank, setup_.rank));
+        if (!record && Clock::now() < one.deadline) return false;
+        if (!record)
+          throw Error(ErrorKind::timeout,
+                      "rank " + std::to_string(one.rank) + " did not connect within " +
+                          std::to_string(setup_.timeout.count()) + " ms",
+                      ErrorContext{-1, -1, "", 0, "Look at that rank's output."});
+        Endpoint endpoint;
+        try {
+          endpoint = Endpoint::decode(*record);
+        } catch (const Error& malformed) {
+          throw Error(malformed.kind(), "of rank " + std::to_string(one.rank) + ": " + malformed.message(),
+                      ErrorContext{-1, -1, "", 0,
+                                   "Run the same ark_torch on all ranks, and let nothing else write to the store."});
+        }
+        one.channel->connect(endpoint, setup_.mtu);
+        {
+          const std::lock_guard relock(mutex_);
+          Peer& peer = peers_[one.rank];
+          peer.slot_numbers.assign(setup_.shape.slots, 0);
+          peer.channel = one.channel;
+          if (peer.failure) peer.channel->fail(*peer.failure);
+        }
+        changed(one.rank);
+      } catch (const Error& why) {
+        refuse(one.rank, why);
+      }
+      return true;
+    });
+    lock.lock();
+  }
+  lock.unlock();
+  connecting.clear();
+}
+
+int Messages::connections() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int>(
+      std::count_if(peers_.begin(), peers_.end(), [](const auto& one) { return one.second.channel; }));
+}
+
+std::optional<Channel::Counts> Messages::counts(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(rank);
+  if (found == peers_.end() || !found->second.channel) return std::nullopt;
+  return found->second.channel->counts();
+}
+
+}  // namespace ark::rdma

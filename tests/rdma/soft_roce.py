@@ -1,0 +1,116 @@
+"""PyTorch's ranks on two "nodes", RDMA between them over soft-RoCE and a wire that loses 1% of its packets.
+
+Run in the guest by tests/rdma/run.sh (never by `make test`): each test is test_rdma.py's or test_carried.py's, with a
+kernel's queue pairs in place of pretended ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+import test_carried as carried
+import test_rdma as rdma
+import torch.distributed as dist
+from support.launcher import Job, run_ranks
+from support.rank import Rank
+from support.start import Zygote
+
+TWO = (0, 0, 1, 1)
+SIZES = (4, 964, 13108, 512 << 10, (1 << 20) + 4)
+# 67 ms until a packet is sent again, half a second until a peer is lost.
+ENV: dict[str, str | None] = {"ARK_NET": "rdma", "ARK_RDMA_TIMEOUT": "14"}
+
+
+@functools.cache
+def zygote() -> Zygote:
+    """One import for all ranks, of what these tests need alone."""
+    return Zygote(("torch", "torch.distributed"))
+
+
+_now = ""
+
+
+def wire(netem: str) -> None:
+    global _now
+    if netem == _now:
+        return
+    _now = netem
+    for end in ("wire_a", "wire_b"):
+        subprocess.run(["tc", "qdisc", "del", "dev", end, "root"], capture_output=True)
+        if netem:
+            subprocess.run(["tc", "qdisc", "add", "dev", end, "root", "netem", *netem.split()], check=True)
+
+
+@pytest.fixture(autouse=True)
+def _bad_wire() -> Iterator[None]:
+    wire("loss 1%")
+    yield
+
+
+def at_its_end(rank: Rank) -> None:
+    """The device of this rank's node."""
+    os.environ["ARK_RDMA_DEVICE"] = "rxe_b" if TWO[rank.rank] else "rxe_a"
+
+
+def _sizes(rank: Rank) -> str:
+    at_its_end(rank)
+    carried._sizes(rank, TWO, SIZES)
+    return str(rdma.backend_of(dist.group.WORLD).plan)
+
+
+def test_all_collectives_have_the_bits_of_the_reference() -> None:
+    for plan in run_ranks(_sizes, 4, env=ENV, timeout=280, zygote=zygote()):
+        assert plan == "2 nodes (2 + 2 ranks), 2 rails, rdma between them"
+
+
+def _ddp(rank: Rank) -> None:
+    at_its_end(rank)
+    rdma._as_gloo(rank)
+
+
+def test_ddp_has_the_weights_of_gloo() -> None:
+    run_ranks(_ddp, 4, env=ENV, timeout=280, zygote=zygote())
+
+
+def _alone(rank: Rank, how: str) -> tuple[float, str]:
+    at_its_end(rank)
+    return rdma._alone(rank, TWO, how, 3)
+
+
+def test_a_killed_rank_ends_all_others() -> None:
+    with Job(_alone, 4, "killed", destroy=False, env=ENV, zygote=zygote()) as job:
+        job.wait_until(lambda: all("running" in one.events for one in job.outcomes), 120, "all ranks run")
+        job.kill(3)
+        for outcome in job.finish(60, [0, 1, 2]):
+            assert outcome.value is not None and outcome.value[0] < 30
+
+
+def _through(rank: Rank) -> None:
+    at_its_end(rank)
+    rdma._through(rank)
+
+
+def test_a_link_that_is_down_for_two_seconds_is_survived() -> None:
+    with Job(_through, 4, env=ENV | {"ARK_RDMA_TIMEOUT": "18"}, zygote=zygote()) as job:
+        job.wait_until(lambda: all("running" in one.events for one in job.outcomes), 120, "all ranks run")
+        wire("loss 100%")
+        for r in range(4):
+            job.go(r, "go")
+        time.sleep(2.0)
+        wire("loss 1%")
+        job.values(120)
+
+
+def test_a_link_that_is_down_for_good_ends_all_ranks() -> None:
+    with Job(_alone, 4, "link", destroy=False, env=ENV, zygote=zygote()) as job:
+        job.wait_until(lambda: all("running" in one.events for one in job.outcomes), 120, "all ranks run")
+        wire("loss 100%")
+        for r in range(4):
+            job.go(r, "go")
+        for outcome in job.finish(60):
+            assert outcome.value is not None and outcome.value[0] < 30, outcome
