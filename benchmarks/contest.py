@@ -39,7 +39,7 @@ from ark_torch.tools.bench import report as bench
 FOLDER = Path(__file__).resolve().parent
 ROUNDS, TURN_S, MOST_CALLS = 7, 0.1, 200
 SETTLED_S = 1.0  # without a graph's choice: all graphs have theirs
-LIMIT_S = 300.0  # of one process
+LIMIT_S = 900.0  # of one process
 
 Call = Callable[[], Any]
 

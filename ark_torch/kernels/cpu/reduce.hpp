@@ -19,8 +19,29 @@ ARK_INLINE auto fold(const Lanes& lanes, Combine&& combine) {
     for (int i = 0; i < half; ++i) all[i] = combine(all[i], all[i + half]);
   return all[0];
 }
+// The order of fold, and its bits, in registers.
 ARK_INLINE float sum_of(Floats x) {
-  return fold(x, [](float a, float b) { return a + b; });
+  using Four = float __attribute__((vector_size(16)));
+#if defined(__AVX__)
+  using Eight = float __attribute__((vector_size(32)));
+#endif
+#if defined(__AVX512F__)
+  const Eight eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX__)
+  const Eight eight = x;
+#endif
+#if defined(__AVX__)
+  const Four four =
+      __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+#else
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &x, sizeof(x));
+  static_assert(kLanes == 16);
+  const Four four = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#endif
+  const Four two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+  return two[0] + two[1];
 }
 
 template <class Lanes, class Count>
