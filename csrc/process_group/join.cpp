@@ -138,11 +138,17 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
                 ErrorContext{rank_, -1, "init", 0, "Set Options::make_carrier to a function that makes a Gloo group."});
   }
   auto [plan, node] = find_node(store, result);
-  const auto own_store = [&] {
-    return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+  // Peers connect while this process may be waiting in its store, which holds up all other uses of the same client.
+  const auto own_store = [&]() -> std::unique_ptr<KeyValueStore> {
+    auto client = store_;
+    try {
+      client = store_->clone();
+    } catch (const std::exception&) {  // a user's own kind of store
+    }
+    return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", std::move(client)));
   };
   RdmaAgreement rdma =
-      agree_on_rdma({rank_, size_, result.start, options_->net, options_->rdma, options_->timeout}, store, own_store());
+      agree_on_rdma({rank_, size_, result.start, options_->net, options_->rdma, options_->timeout}, store, own_store);
   plan_ = plan.text() + (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";

@@ -21,9 +21,9 @@ engine() {
 }
 
 ranks() {
-  GUEST_SECONDS=${GUEST_SECONDS:-900} tests/rdma/guest.sh env PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/distributed" \
+  GUEST_SECONDS=${GUEST_SECONDS:-900} tests/rdma/guest.sh env PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/distributed:$PWD/tests/rdma" \
     PYTHONDONTWRITEBYTECODE=1 TMPDIR=/tmp ARK_COSTS=assumed "$python" -m pytest -p no:cacheprovider -p no:xdist \
-    --durations=0 -q -rA --capture=fd tests/rdma/soft_roce.py
+    --durations=5 -v -rA --capture=fd tests/rdma/soft_roce.py
 }
 
 for part in ${1:-engine ranks}; do

@@ -50,7 +50,7 @@ class Zygote:
     # Dynamo: functional collectives import it at their first use, three seconds in every rank otherwise.
     WARM = ("torch", "torch.distributed", "torch._dynamo")
 
-    def __init__(self, preload: tuple[str, ...] = WARM, **env: str) -> None:
+    def __init__(self, preload: tuple[str, ...] = WARM, patience: float = 120.0, **env: str) -> None:
         ours, theirs = socket.socketpair()
         processes.become_subreaper()
         self._sock = ours
@@ -59,7 +59,7 @@ class Zygote:
         theirs.close()
         self.pid = self._process.pid
         _zygotes.add(self.pid)
-        ours.settimeout(120)
+        ours.settimeout(patience)
         ready, _ = wire.receive(ours)
         if ready != "ready":
             raise AssertionError(f"zygote said {ready!r}")

@@ -9,6 +9,7 @@ namespace {
 
 // That a goodbye may take to a peer to which nothing else was sent: it may be gone already, without a word.
 constexpr auto kForGoodbye = std::chrono::milliseconds(250);
+constexpr const char* kReady = "/ready";  // behind an endpoint's key
 
 }  // namespace
 
@@ -75,6 +76,7 @@ void Messages::connect_peers() {
     int rank;
     std::shared_ptr<Channel> channel;
     Clock::time_point deadline;
+    bool ready = false;  // to receive; the peer may not be yet
   };
   std::vector<Connecting> connecting;
   auto pause = std::chrono::milliseconds(1);
@@ -108,13 +110,24 @@ void Messages::connect_peers() {
     }
     std::erase_if(connecting, [&](Connecting& one) {
       try {
-        const auto record = store_->find(key(one.rank, setup_.rank));
+        const auto record = store_->find(key(one.rank, setup_.rank) + (one.ready ? kReady : ""));
         if (!record && Clock::now() < one.deadline) return false;
         if (!record)
           throw Error(ErrorKind::timeout,
                       "rank " + std::to_string(one.rank) + " did not connect within " +
                           std::to_string(setup_.timeout.count()) + " ms",
                       ErrorContext{-1, -1, "", 0, "Look at that rank's output."});
+        if (one.ready) {
+          {
+            const std::lock_guard relock(mutex_);
+            Peer& peer = peers_[one.rank];
+            peer.slot_numbers.assign(setup_.shape.slots, 0);
+            peer.channel = one.channel;
+            if (peer.failure) peer.channel->fail(*peer.failure);
+          }
+          changed(one.rank);
+          return true;
+        }
         Endpoint endpoint;
         try {
           endpoint = Endpoint::decode(*record);
@@ -124,14 +137,11 @@ void Messages::connect_peers() {
                                    "Run the same ark_torch on all ranks, and let nothing else write to the store."});
         }
         one.channel->connect(endpoint, setup_.mtu);
-        {
-          const std::lock_guard relock(mutex_);
-          Peer& peer = peers_[one.rank];
-          peer.slot_numbers.assign(setup_.shape.slots, 0);
-          peer.channel = one.channel;
-          if (peer.failure) peer.channel->fail(*peer.failure);
-        }
-        changed(one.rank);
+        // A NIC drops what comes for a queue pair that cannot receive yet, and the sender's retry budget runs.
+        store_->set(key(setup_.rank, one.rank) + kReady, {1});
+        one.ready = true;
+        pause = std::chrono::milliseconds(1);
+        return false;
       } catch (const Error& why) {
         refuse(one.rank, why);
       }

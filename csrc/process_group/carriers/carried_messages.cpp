@@ -63,11 +63,13 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
   bool done = false;
   std::string failure;
+  ErrorKind kind = ErrorKind::peer_lost;
   std::string remedy = "Look at that rank's output; destroy the process group (or restart the job) before going on.";
   try {
     done = work->wait(std::clamp(left, least, most));
   } catch (const Error& error) {
     failure = error.message();
+    kind = error.kind();
     if (!error.context().remedy.empty()) remedy = error.context().remedy;
   } catch (const std::exception& error) {
     failure = error.what();
@@ -78,7 +80,7 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
   if (done) return work.reset();
-  throw Error(late ? ErrorKind::timeout : ErrorKind::peer_lost,
+  throw Error(late ? ErrorKind::timeout : kind,
               carrier_.name() + ", which carries this group between nodes, failed " +
                   (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
                   std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure),

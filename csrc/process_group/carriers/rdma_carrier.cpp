@@ -43,7 +43,8 @@ void RdmaCarrier::close(bool failed) {
   messages_->close(failed ? std::chrono::milliseconds(0) : kForWhatWasSent);
 }
 
-RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store, std::unique_ptr<KeyValueStore> own) {
+RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
+                            const std::function<std::unique_ptr<KeyValueStore>()>& own_store) {
   const std::string prefix = "rdma/" + question.start;
   const auto key = [&](int rank) { return prefix + "/offer/" + std::to_string(rank); };
   rdma::Offer offer;
@@ -93,9 +94,9 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store, 
   setup.prefix = prefix + "/endpoint";
   setup.timeout = question.timeout;
   const std::string text = decision.reason + "; here " + engine->device()->text();
-  return {std::make_shared<RdmaCarrier>(
-              std::make_shared<rdma::Messages>(std::move(engine), std::move(own), std::move(setup))),
-          text};
+  return {
+      std::make_shared<RdmaCarrier>(std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup))),
+      text};
 }
 
 }  // namespace ark

@@ -4,6 +4,8 @@
 // group goes by RDMA as a whole or not at all, and a rank without it never keeps the others waiting.
 #pragma once
 
+#include <functional>
+
 #include "dma/rdma/messages.hpp"
 #include "process_group/carriers/carrier.hpp"
 
@@ -35,8 +37,10 @@ struct RdmaQuestion {
   rdma::Options options;
   std::chrono::milliseconds timeout{0};
 };
-// Collective over the group's ranks. `own`: a store of this group's that the carrier keeps. Error(invalid_argument) on
-// all ranks where one insists on RDMA and it cannot be; Error(mismatch) for ranks of another ark_torch.
-RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store, std::unique_ptr<KeyValueStore> own);
+// Collective over the group's ranks. own_store: makes one that the carrier keeps and nobody else waits in.
+// Error(invalid_argument) on all ranks where one insists on RDMA and it cannot be; Error(mismatch) for ranks of another
+// ark_torch.
+RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
+                            const std::function<std::unique_ptr<KeyValueStore>()>& own_store);
 
 }  // namespace ark

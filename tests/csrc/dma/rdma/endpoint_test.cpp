@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace ark::rdma_test {
+namespace ark::rdma_records_test {
 namespace {
 
 using rdma::Endpoint;
@@ -134,4 +134,4 @@ TEST(RdmaDecisionTest, MixedMtusTakeTheLeastAndSaySo) {
 }
 
 }  // namespace
-}  // namespace ark::rdma_test
+}  // namespace ark::rdma_records_test
