@@ -105,7 +105,7 @@ def test_grouped_mm_of_transformers(name: str, compiled: Any) -> None:
     def run(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         return operator(x * 0.5, weight, ends) + 1
 
-    call, report = compiled(run, fallback=False)
+    call, report = compiled(run, dynamic=False, fallback=False)
     for weight, ends in (
         (w, torch.tensor([3, 3, 7, 9])),
         (w, torch.tensor([0, 0, 0, 11])),

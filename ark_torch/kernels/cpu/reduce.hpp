@@ -1,7 +1,8 @@
 // Reductions of a row: 16 running results, one a lane, put together at the end in an order that never changes.
 //
 // Which lane a column falls into depends on its position alone, and a row is reduced by one task, so the bits do not
-// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold.
+// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold; where
+// lanes are rows, add() for every column, then each().
 #pragma once
 
 #include <type_traits>
@@ -63,6 +64,7 @@ struct Sum {
   ARK_INLINE Lanes result() const {
     return splat(fold(total, [](auto a, auto b) { return a + b; }));
   }
+  ARK_INLINE Lanes each() const { return total; }
 };
 
 // In blocks, whose sums are added with what each addition rounds away (Knuth's two-sum): the error of a long sum does
@@ -88,10 +90,17 @@ struct Sum<Floats> {
   ARK_INLINE Floats result() const {
     Sum whole = *this;
     whole.close();
-    // Of infinities nothing is lost, and the difference of two is a NaN.
-    const Floats lost_here = whole.lost == whole.lost ? whole.lost : Floats{};
-    return splat(sum_of(whole.total) + sum_of(lost_here));
+    return splat(sum_of(whole.total) + sum_of(whole.lost_here()));
   }
+  ARK_INLINE Floats each() const {
+    Sum whole = *this;
+    whole.close();
+    return whole.total + whole.lost_here();
+  }
+
+ private:
+  // Of infinities nothing is lost, and the difference of two is a NaN.
+  ARK_INLINE Floats lost_here() const { return lost == lost ? lost : Floats{}; }
 };
 
 // The greatest; a NaN is greater than all.
@@ -108,6 +117,7 @@ struct Greatest<Floats> {
   ARK_INLINE Floats result() const {
     return splat(fold(best, [](float a, float b) { return a > b || a != a ? a : b; }));
   }
+  ARK_INLINE Floats each() const { return best; }
 };
 template <>
 struct Greatest<Ints> {
@@ -119,6 +129,7 @@ struct Greatest<Ints> {
   ARK_INLINE Ints result() const {
     return splat(fold(best, [](int64_t a, int64_t b) { return a > b ? a : b; }));
   }
+  ARK_INLINE Ints each() const { return best; }
 };
 template <>
 struct Greatest<Mask> {  // of booleans: whether any is true
@@ -128,6 +139,7 @@ struct Greatest<Mask> {  // of booleans: whether any is true
     some |= only(x, Mask{}, lanes);
   }
   ARK_INLINE Mask result() const { return splat(any_of(some)); }
+  ARK_INLINE Mask each() const { return some; }
 };
 
 // The least; a NaN is less than all.
@@ -146,6 +158,12 @@ struct Least {
       return -negated.result();
     else
       return ~negated.result();
+  }
+  ARK_INLINE Lanes each() const {
+    if constexpr (std::is_same_v<Lanes, Floats>)
+      return -negated.each();
+    else
+      return ~negated.each();
   }
 };
 
