@@ -342,6 +342,13 @@ VARIABLES = (
         maximum=1 << 14,
     ),
     Variable(
+        "ARK_DUMP_PASSES",
+        "folder",
+        "",
+        "Where the compiler writes what each of its passes leaves of each region, and checks it: for whoever works on "
+        "a pass. Unset: neither.",
+    ),
+    Variable(
         "ARK_NVRTC",
         "path",
         "",
@@ -401,6 +408,7 @@ class Settings:
     costs: str
     trace: str
     trace_mb: int
+    dump_passes: str
     nvrtc: str
     optimise: int
     cxx: str

@@ -116,12 +116,12 @@ class Calls:
     def _costs(self) -> dict[str, Any]:
         return VARIANTS[self._way] if self._way in VARIANTS else self._measured()
 
-    def _make(self, lowering: Any, name: str, threads: int, otherwise: Any, chained: bool, _: str) -> Alternatives:
+    def _make(self, lowering: Any, name: str, threads: int, otherwise: Any, multi_step: bool, _: str) -> Alternatives:
         regions = {}
         for way in self.under:
             self._way = way
             cache = way if way in POLICIES else "auto"
-            regions[way] = self._usual(lowering, name, threads, otherwise, chained, cache)
+            regions[way] = self._usual(lowering, name, threads, otherwise, multi_step, cache)
         self.alternatives.append(Alternatives(regions))
         return self.alternatives[-1]
 

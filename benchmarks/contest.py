@@ -1,18 +1,23 @@
 """Whether the default of torch.compile(backend="ark") is as fast as the fastest of what it chooses from, on a CPU.
 
-    python benchmarks/contest.py [--models llama t5 ...] [--seconds 90] [--output FOLDER]
+    python benchmarks/contest.py [--models llama t5 ...] [--seconds 90] [--resume] [--minutes 15] [--output FOLDER]
 
 A row is a small model (contest_models.py). With caches of its own, first plain torch.compile is called once in a
 process; then another calls ark's default until it has chosen, --seconds at most, and times it beside eager PyTorch,
 plain torch.compile and ark's regions alone ({"choose": "ark"}): in turns, round by round, the least median of a turn.
 The ratio is that of the default to the best of these three; of two that run the same code it is noise. First calls
 include torch._dynamo's tracing. On two cores that nobody else uses a row takes about half a minute.
+
+Each row is written as soon as it is there, with the machine's load before it. --resume goes on with the file that is
+there: models with a row stay as they are, what failed is tried again; rows of another machine or of other versions are
+dropped. With --minutes no model is begun later than that, and the same command goes on another time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -34,7 +39,7 @@ from ark_torch.tools.bench import report as bench
 FOLDER = Path(__file__).resolve().parent
 ROUNDS, TURN_S, MOST_CALLS = 7, 0.1, 200
 SETTLED_S = 1.0  # without a graph's choice: all graphs have theirs
-LIMIT_S = 900.0
+LIMIT_S = 900.0  # of one process
 
 Call = Callable[[], Any]
 
@@ -148,6 +153,8 @@ HEAD = """\
 
 
 def line(row: dict[str, Any]) -> str:
+    if "error" in row:
+        return f"| {row['model']} | {row['error']} |" + " |" * 7
     ms = row["milliseconds"]
     times = " | ".join(f"{ms[way]:.2f}" for way in ("eager", "inductor", "ark", "default"))
     firsts = f"{row['ark_first_s']:.1f} | {row['inductor_first_s']:.1f}"
@@ -156,34 +163,65 @@ def line(row: dict[str, Any]) -> str:
 
 def table(about: dict[str, Any]) -> str:
     """docs/performance-cpu.md's."""
-    rows = about["rows"]
-    worst = max(rows, key=lambda row: row["ratio"])
-    firsts = [row["ark_first_s"] / row["inductor_first_s"] for row in rows]
+    complete = [row for row in about["rows"] if "error" not in row]
+    worst = max(complete, key=lambda row: row["ratio"])
+    firsts = [row["ark_first_s"] / row["inductor_first_s"] for row in complete]
     told = (
         f"Worst default: {worst['ratio']:.2f} times the best ({worst['model']}). First call, default to plain: "
         f"{statistics.geometric_mean(firsts):.2f} (geometric mean), {max(firsts):.2f} at most."
     )
-    return f"{cpu_tables.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in rows) + f"\n{told}\n"
+    return f"{cpu_tables.origin(about)}.\n\n{HEAD}" + "".join(line(row) + "\n" for row in about["rows"]) + f"\n{told}\n"
+
+
+def kept(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a file that this run may go on with."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+
+    def same(one: dict[str, Any]) -> dict[str, Any]:
+        return {**one["versions"], **{name: one["machine"].get(name) for name in ("cpu", "cores", "vectors")}}
+
+    if same(before) != same(about):
+        print(f"{path} is of another machine or of other versions: all is measured anew", file=sys.stderr)
+        return []
+    return [row for row in before["rows"] if "error" not in row]
+
+
+def measured(name: str, limit: float) -> dict[str, Any]:
+    """A row, or why there is none: the other models are measured all the same."""
+    load = round(os.getloadavg()[0], 2)
+    try:
+        row = {**in_a_process(plain, name), **in_a_process(chosen, name, limit)}
+    except (TimeoutError, EOFError) as error:
+        row = {"model": name, "error": str(error) or "its process failed: see above"}
+    return {**row, "load_before": load, "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(contest_models.MODELS), choices=list(contest_models.MODELS))
     parser.add_argument("--seconds", type=float, default=90.0, help="at most, until the default has chosen")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there already")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no model later than that")
     parser.add_argument("--output", type=Path, default=FOLDER / "results")
     arguments = parser.parse_args()
     import transformers  # for all children
 
     about = bench.surroundings(bench.shown_command("benchmarks/contest.py"))
     about["versions"]["transformers"] = transformers.__version__
+    path = arguments.output / "contest.json"
+    deadline = time.monotonic() + 60 * arguments.minutes
+    rows = {row["model"]: row for row in (kept(path, about) if arguments.resume else [])}
     print(HEAD, end="", flush=True)
-    rows: list[dict[str, Any]] = []
     for name in arguments.models:
-        row = {**in_a_process(plain, name), **in_a_process(chosen, name, arguments.seconds)}
-        rows.append(row)
-        print(line(row), flush=True)
-        bench.write_json(arguments.output / "contest.json", about, rows)
-    return 0
+        if name not in rows and time.monotonic() < deadline:
+            rows[name] = measured(name, arguments.seconds)
+            ordered = [rows[model] for model in contest_models.MODELS if model in rows]
+            bench.write_json(path, about, ordered)
+        print(line(rows[name]) if name in rows else f"| {name} | not begun |" + " |" * 7, flush=True)
+    return 0 if all(name in rows and "error" not in rows[name] for name in arguments.models) else 1
 
 
 if __name__ == "__main__":

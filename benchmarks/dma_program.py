@@ -20,9 +20,7 @@ from ark_torch import _jit  # noqa: E402
 
 HEADERS = ("params.cuh", "kernels.cuh", "bulk_kernels.cuh")
 # What of the package the program needs: no torch.
-SOURCES = ("csrc/jit/*.cpp", "csrc/util/error.cpp", "csrc/cuda/device_memory.cpp", "csrc/util/json_writer.cpp",
-           "csrc/dma/request_server.cpp", "csrc/dma/proxy.cpp", "csrc/dma/copy_poster.cpp",
-           "benchmarks/dma/*.cpp")  # fmt: skip
+SOURCES = ("csrc/util/*.cpp", "csrc/cuda/d*.cpp", "csrc/jit/*.cpp", "csrc/dma/*.cpp", "benchmarks/dma/*.cpp")
 
 
 def stub() -> str:

@@ -140,8 +140,17 @@ def skeleton(load: Load) -> str:
     return f"{float(line.partition('launch: ')[2].partition(' us')[0]) / 1e3:.3f}"
 
 
+def passes() -> str:
+    """The compiler's pipeline as it runs (csrc/compiler/passes/pipeline.cpp)."""
+    from ark_torch import _C
+
+    lines = ["| pass | for | what holds afterwards |", "| --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| `{name}` | {on} | {leaves} |" for name, on, leaves in _C.plan.passes())])
+
+
 TABLES: dict[str, Callable[[Load], str]] = {
     "environment": lambda load: env.table(),
+    "passes": lambda load: passes(),
     "options": lambda load: options.table(),
     "headline-inference": headline_tables.inference,
     "headline-collectives": headline_tables.collectives,
@@ -168,6 +177,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),
     "contest": lambda load: _scripts("contest").table(load("contest")),
+    "convolutions": lambda load: _scripts("convolutions").table(load("convolutions")),
     "nodes": lambda load: _scripts("nodes").table(load("nodes")),
     "decode-h200": lambda load: real_sizes(load, "decode_h200"),
     "decode-compile-times-h200": lambda load: real_sizes(load, "decode_compile_times_h200"),

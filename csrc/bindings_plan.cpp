@@ -14,8 +14,10 @@
 #include <cstdlib>
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
+#include "compiler/inspect/json.hpp"
 #include "compiler/inspect/trace.hpp"
 #include "compiler/passes/cache_policy.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/region/region.hpp"
 #include "compiler/schedule/targets.hpp"
 #include "process_group/translate.hpp"
@@ -150,10 +152,11 @@ std::unique_ptr<ark::compiler::Region> make_region(const GraphBuilder& builder, 
   settings.workers = take(options, "threads", 0);
   settings.groups = take(options, "groups", settings.groups);
   settings.otherwise = take(options, "otherwise", settings.otherwise);
-  settings.chained = take(options, "chained", false);
+  settings.multi_step = take(options, "multi_step", false);
   settings.cache = ark::with_torch_errors([&] { return cache_choice(take(options, "cache", std::string("auto"))); });
   settings.caches = with_cache_costs({}, take(options, "caches", py::dict()));
   settings.measured_costs = take(options, "measured_costs", false);
+  settings.dump_passes = take(options, "dump_passes", settings.dump_passes);
   const ReleasedAtTheEndToo no_gil;
   return with_region_errors([&] {
     return std::make_unique<ark::compiler::Region>(builder.graph, builder.arguments, builder.results, settings);
@@ -267,6 +270,19 @@ void bind_plan(py::module_& m) {
   plan.def("stop_compilers", &ark::jit::stop_processes);
   plan.def("targets", &known_targets);
   plan.def(
+      "passes",
+      [] {
+        std::vector<std::tuple<std::string, std::string, std::string>> rows;
+        for (const ark::compiler::Pass& pass : ark::compiler::pipeline()) {
+          std::string when = pass.on == ark::compiler::Pass::On::gpu ? "GPUs" : "all";
+          if (pass.steps == ark::compiler::Pass::Steps::one) when += ", one step a launch";
+          if (pass.steps == ark::compiler::Pass::Steps::several) when += ", several steps a launch";
+          rows.emplace_back(pass.name, when, pass.leaves);
+        }
+        return rows;
+      },
+      "The pipeline: each pass, for which targets, and what it leaves.");
+  plan.def(
       "plan_for",
       [](const GraphBuilder& builder, const std::string& name, int workers, const std::string& cache) {
         py::gil_scoped_release no_gil;
@@ -281,7 +297,7 @@ void bind_plan(py::module_& m) {
       "A plan for a target that may not be here, as JSON and as a drawing.");
   plan.def(
       "cuda_source",
-      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool chained,
+      [](const GraphBuilder& builder, const std::string& arch, int multiprocessors, bool multi_step,
          const std::string& cache, const py::dict& caches) {
         Target target = gpu_target(arch, multiprocessors);
         target.caches = with_cache_costs(target.caches, caches);
@@ -289,10 +305,10 @@ void bind_plan(py::module_& m) {
         return ark::with_torch_errors([&] {
           ark::compiler::Graph graph = builder.graph;
           target.caching = cache_choice(cache);
-          return emit_cuda(make_plan(std::move(graph), target, chained)).text;
+          return emit_cuda(make_plan(std::move(graph), target, multi_step)).text;
         });
       },
-      py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("chained") = false,
+      py::arg("graph"), py::arg("arch"), py::arg("multiprocessors"), py::arg("multi_step") = false,
       py::arg("cache") = "auto", py::arg("caches") = py::dict(), "The loop kernel for a GPU that may not be here.");
   plan.def("trace_path", [] {
     const Trace* trace = Trace::current();
@@ -314,7 +330,7 @@ void bind_plan(py::module_& m) {
           },
           py::arg("inputs"))
       .def("steps", &run_steps, py::arg("inputs"), py::arg("most"),
-           "Many steps in one launch, of a chained region without results; how many were done.")
+           "Many steps in one launch, of a multi_step region without results; how many were done.")
       .def("function", &function_of, py::arg("otherwise"),
            "A function of the inputs as arguments that does the same, quicker; otherwise() where one is of a class "
            "derived from Tensor.")

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from ark_torch.compile.fast_call import Way
 from ark_torch.compile.report import log
-from ark_torch.compile.straight import Way
 from ark_torch.errors import UnsupportedGraph
 
 SHARED = "arguments share memory that the graph writes, and those that it was compiled for did not"

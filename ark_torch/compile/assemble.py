@@ -147,7 +147,7 @@ def _single(step: Step, taken: list[int], arguments: int) -> Boxed:
         def straight(args: list[Any]) -> Sequence[Any]:  # `run` may be an object that takes no attributes
             return run(args)
 
-        straight.runs = run  # type: ignore[attr-defined]  # nothing else happens: see ark_torch.compile.straight
+        straight.runs = run  # type: ignore[attr-defined]  # nothing else happens: see ark_torch.compile.fast_call
         return straight
     take = _taker(taken)
     return lambda args: run(take(args))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from ark_torch.compile import capture, choice, costs, progress, rest, serving, workers
+from ark_torch.compile import capture, choice, costs, inductor_fallback, progress, serving, workers
 from ark_torch.compile.build import Launcher, NotOneRegion
 from ark_torch.compile.capture import TRAINS, Captured, WholeGraph
 from ark_torch.compile.eager_values import Eager
@@ -85,7 +85,7 @@ def compile_graph(
         if report is not None:
             report.graphs.remove(graph_report)
         raise
-    return rest.whole(graph_module, example_inputs)
+    return inductor_fallback.whole(graph_module, example_inputs)
 
 
 def _complete(captured: Captured, title: str) -> Callable[..., Any]:
@@ -129,12 +129,12 @@ def _fastest(
     if "inductor" in names:
         try:
             with progress.shown(f"Inductor compiles {title}"):
-                copied = graph_module if len(names) == 1 else rest.copy_of(graph_module)
-                contestants["inductor"] = rest.whole(copied, example_inputs)
+                copied = graph_module if len(names) == 1 else inductor_fallback.copy_of(graph_module)
+                contestants["inductor"] = inductor_fallback.whole(copied, example_inputs)
         except Exception as error:
             if captured is None:
                 raise
-            log.warning("%s: Inductor does not compile it, ark does: %s", title, rest.first_line(error))
+            log.warning("%s: Inductor does not compile it, ark does: %s", title, inductor_fallback.first_line(error))
             return _complete(captured, title)
     if "eager" in names:
         contestants["eager"] = graph_module.forward

@@ -16,7 +16,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule, Node
 
-from ark_torch.compile import analysis, costs, regions, rest, workers
+from ark_torch import env
+from ark_torch.compile import analysis, costs, inductor_fallback, regions, workers
 from ark_torch.compile.assemble import Step, assemble
 from ark_torch.compile.ir import Strided, Unsupported
 from ark_torch.compile.lowering import CPU, Lowering
@@ -29,7 +30,7 @@ class NotOneRegion(Exception):
     """A graph that was to be one region is not; the text says why."""
 
 
-# What calls a region whose steps are chained: with the region and its inputs, instead of the region itself.
+# What calls a region whose steps are multi_step: with the region and its inputs, instead of the region itself.
 Launcher = Callable[[Any, list[Any]], Sequence[Any]]
 
 
@@ -92,9 +93,9 @@ class Builder:
                 fallback = self._options.fallback and self._launcher is None
                 otherwise = self._otherwise(lowering, number) if fallback else None
                 name = f"ark::{self._title} {number}"
-                chained = self._launcher is not None
+                multi_step = self._launcher is not None
                 self._regions[number] = make_region(
-                    lowering, name, self._threads, otherwise, chained, self._options.cache
+                    lowering, name, self._threads, otherwise, multi_step, self._options.cache
                 )
 
     @contextlib.contextmanager
@@ -105,10 +106,10 @@ class Builder:
             if stopped():
                 raise
             if self._launcher is not None:
-                raise NotOneRegion(rest.first_line(error)) from error
+                raise NotOneRegion(inductor_fallback.first_line(error)) from error
             if not self._options.fallback:
                 raise
-            self._failed[number] = rest.first_line(error)
+            self._failed[number] = inductor_fallback.first_line(error)
             log.warning("%s, piece %d falls back to Inductor: %s", self._title, number, self._failed[number])
 
     def to_assemble(self) -> int:
@@ -155,14 +156,14 @@ class Builder:
                 wanted.setdefault(analysis.root_of(node))
         for other, piece in enumerate(self._pieces):
             if other != number:
-                wanted.update(dict.fromkeys(rest.roots_read(piece.nodes)))
+                wanted.update(dict.fromkeys(inductor_fallback.roots_read(piece.nodes)))
         return [root for root in wanted if analysis.producer_of(root) in inside]
 
     def _rest_step(self, number: int, piece: regions.Piece, results: list[Node], reason: str = "") -> Step:
-        extracted, arguments = rest.extract(self._module, piece.nodes, results)
+        extracted, arguments = inductor_fallback.extract(self._module, piece.nodes, results)
         static = [i for i, node in enumerate(arguments) if node in self._static]
-        run, runs_on = rest.compile_piece(extracted, static)
-        run = rest.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
+        run, runs_on = inductor_fallback.compile_piece(extracted, static)
+        run = inductor_fallback.keep_apart(run, [i for i, node in enumerate(arguments) if node in self._mutated])
         self._report.pieces.append(
             PieceReport(f"piece {number}", runs_on, len(piece.nodes), operators_of(piece.nodes), reason)
         )
@@ -184,17 +185,17 @@ class Builder:
             run = functools.partial(launcher, region)
         return Step(run, lowering.inputs, lowering.outputs)
 
-    def _otherwise(self, lowering: Lowering, number: int) -> rest.Boxed | None:
+    def _otherwise(self, lowering: Lowering, number: int) -> inductor_fallback.Boxed | None:
         """Runs calls whose group turns out not to be carried by ark on a GPU: node by node."""
         if self._device.type == "cpu" or not lowering.graph.groups:
             return None
         piece, results = self._pieces[number], self._results(number)
 
         @functools.cache
-        def made() -> tuple[rest.Boxed, list[int], list[int]]:
-            extracted, arguments = rest.extract(self._module, piece.nodes, results)
+        def made() -> tuple[inductor_fallback.Boxed, list[int], list[int]]:
+            extracted, arguments = inductor_fallback.extract(self._module, piece.nodes, results)
             order = [lowering.inputs.index(node) for node in arguments]
-            return rest.interpreted(extracted), order, [results.index(node) for node in lowering.outputs]
+            return inductor_fallback.interpreted(extracted), order, [results.index(node) for node in lowering.outputs]
 
         def run(inputs: list[Any]) -> Sequence[Any]:
             interpreted, order, back = made()
@@ -217,12 +218,12 @@ def make_region(
     lowering: Lowering,
     name: str,
     threads: int,
-    otherwise: rest.Boxed | None = None,
-    chained: bool = False,
+    otherwise: inductor_fallback.Boxed | None = None,
+    multi_step: bool = False,
     cache: str = "auto",
 ) -> Any:
     """The C++ side: plans, validates, compiles (or takes from the cache) and loads. `otherwise` runs calls whose group
-    ark does not carry; `chained` makes a region that runs many steps a launch; `cache` is the option."""
+    ark does not carry; `multi_step` makes a region that runs many steps a launch; `cache` is the option."""
     from ark_torch import _C, _jit
     from ark_torch.compile import trace
 
@@ -238,10 +239,11 @@ def make_region(
         "device": lowering.device.index if lowering.device.type == "cuda" else -1,
         "groups": lowering.graph.groups,
         "otherwise": otherwise,
-        "chained": chained,
+        "multi_step": multi_step,
         "cache": cache,
         "caches": costs.of_caches(),
         "measured_costs": costs.are_measured(),
+        "dump_passes": env.read().dump_passes,
     }
     begin = time.perf_counter()
     region = plan.Region(graph, name, options)

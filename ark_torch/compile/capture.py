@@ -21,16 +21,18 @@ from ark_torch.compile import (
     aliasing,
     analysis,
     decompositions,
+    dense,
     embeddings,
+    fast_call,
     in_place,
+    inductor_fallback,
     products,
     regions,
-    rest,
-    straight,
 )
 from ark_torch.compile.build import Builder, Launcher, NotOneRegion
 from ark_torch.compile.eager_values import Eager
 from ark_torch.compile.lowering import CPU, reason_against
+from ark_torch.compile.operators import convolutions
 from ark_torch.compile.operators.contractions import skips_positions
 from ark_torch.compile.options import Options
 from ark_torch.compile.report import Fallback, GraphReport, fallback_of, log, title_of
@@ -68,7 +70,7 @@ class Captured:
         self._options, self._title = options, title_of(graph_module)
         self._builder: Builder | None = None
         self._assembled: Callable[..., Any] = self._not_yet
-        way: list[straight.Way] = []
+        way: list[fast_call.Way] = []
 
         def trains(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             raise WholeGraph(TRAINS)
@@ -80,7 +82,7 @@ class Captured:
                 self._builder = cut(graph, options, report, launcher)
                 self._builder.lower()
             self.has_collectives = self._builder.groups or any(map(_is_collective, graph.graph.nodes))
-            way.append(straight.Way(inputs))
+            way.append(fast_call.Way(inputs))
             return self._run
 
         try:
@@ -102,8 +104,8 @@ class Captured:
         except Exception as error:
             # What stops AOTAutograd stops Inductor too, and what it then raises is what users know.
             log.debug("capture failed", exc_info=True)
-            raise WholeGraph(f"it could not be captured ({rest.first_line(error)})") from error
-        self._is_open = straight.is_open(way, example_inputs)
+            raise WholeGraph(f"it could not be captured ({inductor_fallback.first_line(error)})") from error
+        self._is_open = fast_call.is_open(way, example_inputs)
         self.written = aliasing.written(way, example_inputs)
         if launcher is None:
             self._call = aliasing.around(
@@ -126,7 +128,7 @@ class Captured:
         with self.our_mistakes():
             self._assembled = self._made.assemble()
         self._builder = None
-        return straight.around(self._call, self._assembled, self._is_open)
+        return fast_call.around(self._call, self._assembled, self._is_open)
 
     @property
     def _made(self) -> Builder:
@@ -152,7 +154,7 @@ class Captured:
         except Exception as error:
             if stopped():
                 raise
-            told = rest.first_line(error)
+            told = inductor_fallback.first_line(error)
             if not self._options.fallback:
                 if isinstance(error, CompileError):
                     raise
@@ -221,12 +223,17 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
             log.info("%s: %s", title_of(graph_module), line)
     report.in_place = in_place.restore(graph_module)
     needed = analysis.dependencies(graph_module)
-    mutated = {root for node in needed for root in analysis.written_roots(node)}
     device = device_of(needed)
+    if device.type == "cpu" and dense.rewrite(graph_module):
+        needed = analysis.dependencies(graph_module)
+    mutated = {root for node in needed for root in analysis.written_roots(node)}
     with unset_fake_temporarily():  # views are worked out on meta tensors, which need no fake mode and are dear in one
         reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
         if options.nan == "exact":
             reasons.update((node, SKIPS) for node in needed if skips_positions(node))
+        if options.fallback and launcher is None and device.type == "cpu":
+            left = {node: why for node in needed if node not in reasons and (why := convolutions.slower(node))}
+            reasons.update(left)
     pieces, given = regions.cut(needed, lambda node: node not in reasons, options.minimum, analysis.waits(needed))
     report.nodes = len(needed)
     report.fallbacks = [fallback_of(node, reason) for node, reason in reasons.items()]

@@ -1,4 +1,5 @@
-"""What plans reckon with: what work costs on this machine, measured by csrc/compiler/schedule/costs.hpp at the first region."""
+"""What plans reckon with: what work costs on this machine, measured by csrc/compiler/runtime/costs.hpp at the first
+region."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def are_measured() -> bool:
 
 
 def of_caches() -> dict[str, Any]:
-    """What a GPU's caches were measured to gain (CacheCosts of csrc/compiler/schedule/plan.hpp); what is not there gains nothing."""
+    """What a GPU's caches were measured to gain (CacheCosts of csrc/compiler/schedule/plan.hpp); what is not there
+    gains nothing."""
     return {}
 
 

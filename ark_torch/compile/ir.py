@@ -1,4 +1,5 @@
-"""The lowered graph as Python holds it until it is handed to C++ (csrc/compiler/graph/graph.hpp says what each part means).
+"""The lowered graph as Python holds it until it is handed to C++ (csrc/compiler/graph/graph.hpp says what each part
+means).
 
 It is kept here first because three things are known only when a region is lowered whole: which buffers turn out to be
 results, how far into each buffer its values reach, and which nodes nobody reads. `emit` then makes the C++ graph;

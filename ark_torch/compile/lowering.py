@@ -34,6 +34,8 @@ from ark_torch.compile.views import view_of
 CPU = torch.device("cpu")
 Rule = Callable[["Lowering", Node], Operand | tuple[Operand | None, ...]]
 RULES: dict[Any, Rule] = {}
+# Of operators that another library registers, which need not be there: by their qualified name.
+NAMED_RULES: dict[str, Rule] = {}
 
 
 RuleType = TypeVar("RuleType", bound=Rule)
@@ -49,6 +51,13 @@ def lowers(*overloads: Any) -> Callable[[RuleType], RuleType]:
         return rule
 
     return register
+
+
+def rule_of(target: Any) -> Rule | None:
+    rule = RULES.get(target)
+    if rule is None and NAMED_RULES and isinstance(target, torch._ops.OpOverload):
+        rule = NAMED_RULES.get(f"{target._schema.name}.{target._overloadname}")
+    return rule
 
 
 def check_tensor(tensor: torch.Tensor, device: torch.device | None) -> None:
@@ -116,7 +125,7 @@ class Lowering:
         self.graph.drop_unread()
 
     def lower(self, node: Node) -> None:
-        rule = RULES.get(node.target)
+        rule = rule_of(node.target)
         if rule is None:
             own = getattr(node.target, "namespace", "") == "ark"
             raise Unsupported("a kernel of its own" if own else "no lowering for this operator")

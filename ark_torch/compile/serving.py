@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ark_torch.compile import background, choice, rest
+from ark_torch.compile import background, choice, inductor_fallback
 from ark_torch.compile.capture import Captured
 from ark_torch.compile.contest import PAUSE, Contest, Contestant, rehearse
 from ark_torch.compile.report import log
@@ -141,7 +141,7 @@ class Serving(_Served):
             self._stay()
         elif self._job.state == "done" and not background.active():
             try:
-                with rest.between_calls() as may_compile:
+                with inductor_fallback.between_calls() as may_compile:
                     if not may_compile:
                         return
                     if self._captured.to_assemble():
@@ -150,7 +150,7 @@ class Serving(_Served):
                         return
                     self._contestants["ark"] = self._captured.finish()
             except Exception as error:
-                log.warning("%s stays on Inductor: %s", self._title, rest.first_line(error))
+                log.warning("%s stays on Inductor: %s", self._title, inductor_fallback.first_line(error))
                 self._stay()
                 return
             self._captured = self._job = None

@@ -35,7 +35,8 @@ def one_shot(mail: Mail, ranks: list[int], size: float) -> Work:
 
 
 def two_shot(mail: Mail, ranks: list[int], size: float, in_turn: bool = False, gather: bool = True) -> Work:
-    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: collectives/cuda/copy_engine/copy_engine.cpp, one peer at a time).
+    """Parts to their owners, sums to all (cuda/two_shot.cuh; in_turn: collectives/cuda/copy_engine/copy_engine.cpp, one
+    peer at a time).
 
     gather: False for a reduce_scatter, which ends with the sums.
     """
@@ -166,7 +167,8 @@ def through_memory(
 
 
 def two_shot_through_memory(mail: Mail, ranks: list[int], size: float, chunk: float) -> Work:
-    """collectives/cpu/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one behind."""
+    """collectives/cpu/two_shot_reduce.cpp: inputs published one chunk ahead, own parts added, sums collected one
+    behind."""
     chunks = max(1, min(MOST_CHUNKS, -(-int(size) // max(1, int(chunk)))))
     each, n = size / chunks, len(ranks)
 

@@ -1,10 +1,9 @@
 """Collectives of ranks on several nodes.
 
-Processes (CPU tensors) do what process_group/carriers/carried_communicator.cpp and carried_line.cpp do. GPUs on several nodes
-are NCCL's in this project; what is simulated for them is the plan of its hierarchical algorithms, not its code: chunks
-go through a reduce-scatter in the node, an exchange among the ranks of one place in all nodes, each over its own rail,
-and an all-gather in the node, one chunk in each phase at a time.
-"""
+Processes (CPU tensors) do what process_group/carriers/carried_communicator.cpp and carried_line.cpp do. GPUs on several
+nodes are NCCL's in this project; what is simulated for them is the plan of its hierarchical algorithms, not its code:
+chunks go through a reduce-scatter in the node, an exchange among the ranks of one place in all nodes, each over its own
+rail, and an all-gather in the node, one chunk in each phase at a time."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/dtype.hpp"
 #include "health/group_health.hpp"
+#include "util/dtype.hpp"
 
 namespace ark {
 

@@ -22,8 +22,8 @@
 #include <mutex>
 #include <thread>
 
-#include "shm/local_socket.hpp"
 #include "util/error.hpp"
+#include "util/local_socket.hpp"
 #include "util/start_thread.hpp"
 
 namespace ark {

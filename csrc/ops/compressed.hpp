@@ -19,8 +19,8 @@
 #include <vector>
 
 #include "collectives/compressed/layout.hpp"
-#include "collectives/dtype.hpp"
 #include "process_group/process_group_ark.hpp"
+#include "util/dtype.hpp"
 
 namespace ark::ops {
 

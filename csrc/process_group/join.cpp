@@ -5,8 +5,8 @@
 #include "process_group/carriers/carried_communicator.hpp"
 #include "process_group/carriers/rdma_carrier.hpp"
 #include "process_group/process_group_ark.hpp"
-#include "shm/identity.hpp"
 #include "shm/rendezvous.hpp"
+#include "util/identity.hpp"
 
 namespace ark {
 

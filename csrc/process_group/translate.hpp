@@ -7,8 +7,8 @@
 #include <exception>
 #include <string>
 
-#include "collectives/dtype.hpp"
 #include "shm/key_value.hpp"
+#include "util/dtype.hpp"
 #include "util/error.hpp"
 
 namespace ark {

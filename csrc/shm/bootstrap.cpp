@@ -10,9 +10,9 @@
 #include <utility>
 
 #include "shm/exchange.hpp"
-#include "shm/identity.hpp"
 #include "shm/rendezvous.hpp"
 #include "util/error.hpp"
+#include "util/identity.hpp"
 
 namespace ark {
 

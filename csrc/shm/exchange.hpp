@@ -18,7 +18,7 @@
 
 #include "shm/bootstrap.hpp"
 #include "shm/handle.hpp"
-#include "shm/local_socket.hpp"
+#include "util/local_socket.hpp"
 
 namespace ark {
 

@@ -5,16 +5,15 @@
 // either checked or must be zero. The nonce ties a record to one incarnation of one group.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
 
-namespace ark {
+#include "util/identity.hpp"
 
-using Bytes16 = std::array<uint8_t, 16>;
+namespace ark {
 
 constexpr uint32_t kMaxRanks = 65536;                     // of one group; a sanity bound for untrusted numbers
 constexpr uint64_t kMaxSegmentBytes = uint64_t{1} << 46;  // what x86-64 can map, halved

@@ -6,8 +6,8 @@
 #include <thread>
 
 #include "protocol/atomics.hpp"
-#include "shm/local_socket.hpp"
 #include "util/error.hpp"
+#include "util/local_socket.hpp"
 
 namespace ark {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <thread>
 
-#include "shm/identity.hpp"
 #include "util/error.hpp"
+#include "util/identity.hpp"
 
 namespace ark {
 

@@ -350,6 +350,40 @@ def test_contest(tmp_path: Path) -> None:
     assert f"| {row['model']} | {row['milliseconds']['eager']:.2f} |" in contest.table(about)
 
 
+@pytest.mark.quick
+def test_a_contest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows stay, what failed is tried again, the time that is left is kept to; another machine's rows are dropped."""
+    import contest
+
+    times = {"eager": 2.0, "inductor": 1.5, "ark": 1.0, "default": 1.1}
+    begun: list[str] = []
+
+    def of_a_model(work: Any, name: str, *_: Any) -> dict[str, Any]:
+        if work is contest.plain:
+            begun.append(name)
+            return {"inductor_first_s": 2.0}
+        if name == "bert" and begun.count("bert") == 1:
+            raise EOFError
+        return {"model": name, "chosen": "ark", "milliseconds": times, "ratio": 1.1, "ark_first_s": 3.0}
+
+    monkeypatch.setattr(contest, "in_a_process", of_a_model)
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["contest.py", "--output", str(tmp_path), "--resume", *arguments])
+        return contest.main()
+
+    assert run("--models", "bert", "gpt2", "t5", "--minutes", "0") == 1 and not begun
+    assert run("--models", "gpt2", "bert") == 1 and begun == ["gpt2", "bert"]
+    assert run("--models", "gpt2", "bert", "t5") == 0 and begun == ["gpt2", "bert", "bert", "t5"]
+    file = tmp_path / "contest.json"
+    about = json.loads(file.read_text())
+    assert [row["model"] for row in about["rows"]] == ["bert", "gpt2", "t5"]  # in the order of all models
+    assert "Worst default: 1.10" in contest.table(about) and "1.50 at most" in contest.table(about)
+    file.write_text(file.read_text().replace('"cores": ', '"cores": 10'))
+    assert run("--models", "t5") == 0 and begun.count("t5") == 2
+    assert [row["model"] for row in json.loads(file.read_text())["rows"]] == ["t5"]
+
+
 @of_benchmarks
 def test_cache_policies(tmp_path: Path) -> None:
     """Small models under all four options: the same bits, table, picture and JSON; the plot from the JSON alone."""

@@ -28,7 +28,7 @@ from accuracy_inputs import (
     whole,
     wide,
 )
-from accuracy_products import products
+from accuracy_products import convolutions, products
 
 from ark_torch.compile.operators import loop
 
@@ -147,5 +147,5 @@ def reductions() -> Iterator[Case]:
 def cases(dtype: torch.dtype) -> list[Case]:
     """Of pointwise operators one layout each, in turn: it is the same function of 16 lanes in all of them."""
     pointwise = [group[i % len(group)] for i, group in enumerate([*functions(), *arithmetic()])]
-    every = (*pointwise, *reductions(), *products(), *indexed(), *moving())
+    every = (*pointwise, *reductions(), *products(), *indexed(), *moving(), *convolutions())
     return [one for one in every if dtype in one.dtypes]

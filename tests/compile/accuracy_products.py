@@ -39,6 +39,14 @@ def products() -> Iterator[Case]:
     yield case(aten._embedding_bag.default, "sum", *offsets, call=first(aten._embedding_bag.default))
 
 
+def convolutions() -> Iterator[Case]:
+    convolution = aten.convolution.default
+    wide = bound(convolution, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    yield case(convolution, "odd", normal(2, 19, 13, 11), normal(17, 19, 3, 3), normal(17), call=wide)
+    alone = bound(convolution, [1], [4], [1], False, [0], 33)
+    yield case(convolution, "depthwise", normal(1, 33, 101), normal(33, 1, 9), normal(33), call=alone)
+
+
 def _dots(a: Tensor, b: Tensor) -> list[Tensor]:
     return [aten.dot.default(x, y) for x, y in zip(a.unbind(0), b.unbind(0), strict=True)]
 

@@ -30,8 +30,8 @@ FULLY_OPTIMISED = ("test_models", "test_huggingface", "test_operators", "test_ho
 def fresh(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module = request.module.__name__
     monkeypatch.setenv("ARK_CACHE", str(tmp_path / "cache") if module in OF_THE_CACHE else os.environ["ARK_TEST_CACHE"])
-    # Plans that are the same on every machine, and nothing to measure in each fresh cache; csrc/plan/costs_test.cpp and
-    # test_costs.py measure.
+    # Plans that are the same on every machine, and nothing to measure in each fresh cache;
+    # tests/csrc/compiler/runtime/costs_test.cpp and test_costs.py measure.
     monkeypatch.setenv("ARK_COSTS", "assumed")
     if module not in FULLY_OPTIMISED or not request.config.getoption("--night"):
         monkeypatch.setenv("ARK_OPTIMISE", "1")

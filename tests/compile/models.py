@@ -185,11 +185,12 @@ class Decoder(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Convolutions, which fall back."""
+    """Two convolutions; transposed ones fall back."""
 
-    def __init__(self, channels: int = 8) -> None:
+    def __init__(self, channels: int = 8, transposed: bool = False) -> None:
         super().__init__()
-        self.c1, self.c2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+        self.c1, self.c2 = (kind(channels, channels, 3, padding=1, bias=False) for _ in range(2))
         self.b1, self.b2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:

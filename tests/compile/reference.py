@@ -1,9 +1,9 @@
 """A double of `_C.plan` that runs a lowered graph with PyTorch's own operators, independent of the C++ side.
 
-It holds what csrc/compiler/graph/graph.hpp says to the letter: values are strided views, floating types compute in float32 and
-integers in int64, results are rounded to the output's type. It is strict where C++ might be lenient: temporaries are
-poisoned, every value is written at most once and not read before, only mutated inputs are written, extents are checked.
-"""
+It holds what csrc/compiler/graph/graph.hpp says to the letter: values are strided views, floating types compute in
+float32 and integers in int64, results are rounded to the output's type. It is strict where C++ might be lenient:
+temporaries are poisoned, every value is written at most once and not read before, only mutated inputs are written,
+extents are checked."""
 
 from __future__ import annotations
 
@@ -108,13 +108,14 @@ class Region:
             "threads",
             "groups",
             "otherwise",
-            "chained",
+            "multi_step",
+            "dump_passes",
             "measured_costs",
             "device",
             "cache",
             "caches",
         }
-        assert options["threads"] > 0 and not options.get("chained")
+        assert options["threads"] > 0 and not options.get("multi_step")
         self.graph, self.name, self.calls = graph, name, 0
         self._check()
         Region.made.append(self)

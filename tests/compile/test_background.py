@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ark_torch import _C
-from ark_torch.compile import backend, background, build, choice, contest, progress, rest, serving
+from ark_torch.compile import backend, background, build, choice, contest, inductor_fallback, progress, serving
 from ark_torch.compile.report import log
 
 pytestmark = pytest.mark.limit(240)
@@ -144,15 +144,15 @@ def test_the_fastest_goes_on_alone(winner: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.nightly
 def test_pieces_of_inductor_are_compiled_one_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled_in: list[int] = []
-    compile_piece, calls = rest.compile_piece, [0]
+    compile_piece, calls = inductor_fallback.compile_piece, [0]
 
     def watched(*arguments: Any) -> Any:
         assert threading.current_thread() is threading.main_thread() and torch.compiler.is_compiling()
         compiled_in.append(calls[0])
         return compile_piece(*arguments)
 
-    monkeypatch.setattr(rest, "compile_piece", watched)
-    model = models.ResidualBlock().eval()
+    monkeypatch.setattr(inductor_fallback, "compile_piece", watched)
+    model = models.ResidualBlock(transposed=True).eval()
     compiled, x = torch.compile(model, backend="ark"), torch.randn(1, 8, 5, 5)
     while not choices() and calls[0] < 5000:
         calls[0] += 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ark_torch import _C
-from ark_torch.compile import backend, choice, contest, options, rest, serving
+from ark_torch.compile import backend, choice, contest, inductor_fallback, options, serving
 from ark_torch.compile.contest import Contest
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
@@ -106,14 +106,14 @@ def test_what_was_chosen_is_all_that_is_made(winner: str, compiled: Any, monkeyp
     given: list[Any] = []
     monkeypatch.setattr(choice, "recall", lambda name: choice.Choice(winner))
     monkeypatch.setattr(backend, "Captured", lambda *_: pytest.fail("captured"))
-    whole = rest.whole
+    whole = inductor_fallback.whole
 
     def watched(graph_module: Any, example_inputs: Any) -> Any:
         made = whole(graph_module, example_inputs)
         given.append(made)
         return made
 
-    monkeypatch.setattr(rest, "whole", watched)
+    monkeypatch.setattr(inductor_fallback, "whole", watched)
     chosen = options.parse(None, None)
     made: list[Any] = []
 

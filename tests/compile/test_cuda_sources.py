@@ -65,17 +65,17 @@ class Sources:
         name: str,
         threads: int,
         otherwise: Any = None,
-        chained: bool = False,
+        multi_step: bool = False,
         cache: str = "auto",
     ) -> Any:
         self.graph = graph = _C.plan.Graph()
         lowering.graph.emit(graph)
-        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, chained, cache))
-        if chained:  # which the reference does not know
-            return self._plain(lowering, name, threads, otherwise, chained, cache)
+        self.found.append(_C.plan.cuda_source(graph, self.arch, MULTIPROCESSORS, multi_step, cache))
+        if multi_step:  # which the reference does not know
+            return self._plain(lowering, name, threads, otherwise, multi_step, cache)
         double = reference.Graph()
         lowering.graph.emit(double)
-        return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "chained": chained})
+        return reference.Region(double, name, {"threads": threads, "otherwise": otherwise, "multi_step": multi_step})
 
     def stages(self) -> list[str]:
         """Of the last region's plan."""
@@ -118,6 +118,21 @@ def sources(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     made = Sources(monkeypatch)
     made.arch = str(request.param)
     return made
+
+
+def test_the_plan_that_is_shown_is_the_plan_that_runs(sources: Sources, compiled: Any) -> None:
+    """explain(target="sm_90a") plans as the emitter does: as many tasks, events and loads."""
+    if sources.arch != "sm_90a":
+        pytest.skip("plans are shown for sm_90a")
+    model = models.Llama(models.Config(256, 1, 4, 2, 512, 64, 256)).eval()
+    call, _ = compiled(model, dynamic=False, fallback=False)
+    call(torch.randint(0, 64, (1, 1)), torch.tensor([5]))
+    plan = json.loads(_C.plan.plan_for(sources.graph, sources.arch, MULTIPROCESSORS)[0])
+    [source] = sources.found
+    emitted = source.partition("kTasks[] = {\n")[2].partition("    {}};")[0].count("\n")
+    assert emitted == len(plan["tasks"]) - sum("head" in task for task in plan["tasks"])
+    stages = [line for line in source.splitlines() if re.search(r"// \d+: stage \d+, ", line)]
+    assert len(stages) >= len(plan["stages"])
 
 
 @pytest.mark.nightly

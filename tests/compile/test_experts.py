@@ -87,6 +87,69 @@ def test_sorted_experts(plan: str, compiled: Any) -> None:
         assert {"experts", "select", "scan", "gather", "scatter"} <= kinds
 
 
+def fallback_of_transformers() -> Any:
+    """The operator that Hugging Face's experts use where `torch._grouped_mm` is not for them."""
+    pytest.importorskip("transformers.integrations.moe", reason="this transformers has no grouped experts")
+    return torch.ops.transformers.grouped_mm_fallback
+
+
+@pytest.mark.by_day("float32")
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_grouped_mm_of_transformers(name: str, compiled: Any) -> None:
+    """An expert without rows, rows behind the last, ends of either type, weights in both orders: one region."""
+    operator, dtype = fallback_of_transformers(), getattr(torch, name)
+    x, w = torch.randn(11, 24).to(dtype), torch.randn(4, 24, 20).to(dtype)
+    turned = w.transpose(1, 2).contiguous().transpose(1, 2)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+
+    def run(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        return operator(x * 0.5, weight, ends) + 1
+
+    call, report = compiled(run, dynamic=False, fallback=False)
+    for weight, ends in (
+        (w, torch.tensor([3, 3, 7, 9])),
+        (w, torch.tensor([0, 0, 0, 11])),
+        (turned, torch.tensor([0, 5, 11, 11], dtype=torch.int32)),
+    ):
+        torch.testing.assert_close(call(x, weight, ends), run(x, weight, ends), **near)
+    assert len(report.regions) == 2 and not report.fallbacks
+
+
+def test_grouped_mm_of_transformers_refuses_what_eager_refuses(compiled: Any) -> None:
+    operator = fallback_of_transformers()
+    call, _ = compiled(lambda x, w, ends: operator(x, w, ends) + 1)
+    x, w, ends = torch.randn(6, 8), torch.randn(3, 8, 5), torch.tensor([2, 4, 6])
+    for given, said in (
+        ((x, w, ends.float()), "integer tensor"),
+        ((x, w[:2], ends), "number of experts"),
+        ((x[:, :7], w, ends), "input_dim mismatch"),
+    ):
+        with pytest.raises(Exception, match=said):
+            call(*given)
+
+
+def test_mixtral_by_groups_is_one_region(compiled: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: Mixtral is not tested")
+    fallback_of_transformers()
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=4,
+        vocab_size=60,
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.set_experts_implementation("grouped_mm")
+    ids = torch.randint(0, 60, (2, 9))
+    call, report = compiled(model, fallback=False)
+    right = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(call(input_ids=ids, use_cache=False).logits, right, rtol=1e-4, atol=1e-5)
+    assert len(report.regions) == 1 and not report.fallbacks
+    assert "experts" in {stage["kind"] for stage in json.loads(report.regions[0].region.json())["stages"]}
+
+
 def test_loops_over_experts_fall_back(compiled: Any) -> None:
     """Rows picked by nonzero() have sizes that only the data say: eager's numbers, whoever runs what."""
 

@@ -148,9 +148,9 @@ def test_decoder(plan: str, compiled: Any) -> None:
     assert len(report.regions) == 1
 
 
-def test_convolutions_fall_back(plan: str, compiled: Any) -> None:
+def test_transposed_convolutions_fall_back(plan: str, compiled: Any) -> None:
     """The convolutions run on Inductor, what lies between them on ark."""
-    model = models.ResidualBlock().eval()
+    model = models.ResidualBlock(transposed=True).eval()
     call, report = compiled(model)
     x = torch.randn(2, 8, 9, 9)
     torch.testing.assert_close(call(x), model(x), rtol=1e-4, atol=1e-5)

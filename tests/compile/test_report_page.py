@@ -96,7 +96,7 @@ def test_the_schedule_is_the_plans(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_what_falls_back_has_module_and_line() -> None:
-    report = ark_torch.explain(models.ResidualBlock().eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
+    report = ark_torch.explain(models.ResidualBlock(transposed=True).eval(), torch.randn(1, 8, 5, 5), ark_options=ARK)
     reader, _ = read(report_page(report))
     for fallback in report.fallbacks:
         place = reader.cells.index(f"{fallback.file}:{fallback.line}")

@@ -76,7 +76,7 @@ def test_every_task_of_every_step(file: Path, compiled: Any) -> None:
 
 def test_regions_and_models_share_a_file(file: Path, compiled: Any) -> None:
     run(compiled, steps=1)
-    call, _ = compiled(models.ResidualBlock().eval(), minimum=1)
+    call, _ = compiled(models.ResidualBlock(transposed=True).eval(), minimum=1)
     call(torch.randn(1, 8, 5, 5))
     _C.plan.flush_trace()
     regions = {step.region for step in steps_of(merge([read(file)]))}

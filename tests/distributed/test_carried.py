@@ -285,7 +285,7 @@ def _leaves_early(rank: Rank) -> None:
     rank.wait_for("go")
     dist.broadcast(x, 1)
     assert x.tolist() == [2.0] * 3
-    with pytest.raises(RuntimeError, match="rank 1|gloo, which carries this group"):
+    with pytest.raises(RuntimeError, match=r"rank 1|gloo, which carries this group"):
         dist.barrier()
 
 

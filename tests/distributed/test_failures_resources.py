@@ -189,3 +189,30 @@ def test_row_10_out_of_memory_inside() -> None:
         assert str((16 << 20) * 4) in poor.message, f"names no size: {poor.message}"
         check_message(other, 1, "all_reduce")
         record("10", "no memory for a copy", f"T + {SLACK_S} s", other.ended - poor.ended, poor.message)
+
+
+def _no_thread_for_messages(rank: Rank) -> None:
+    """A recv that raises leaves nothing behind: its tensor is not written, and the message is the next recv's."""
+    rank.init(timeout=TIMEOUT_S)
+    if rank.rank == 1:
+        rank.wait_for("go")
+        dist.send(torch.arange(50_000.0), 0)
+        return
+    first, second = torch.full((50_000,), -1.0), torch.empty(50_000)
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, usual[1]))  # less than there is: nothing more can be mapped
+    try:
+        with pytest.raises(RuntimeError, match=r"cannot start the thread that makes send and recv progress.*ulimit"):
+            dist.irecv(first, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
+    rank.report("refused")
+    dist.recv(second, 1)
+    assert torch.equal(second, torch.arange(50_000.0)) and bool((first == -1).all())
+
+
+def test_row_10_no_thread_for_messages() -> None:
+    with Job(_no_thread_for_messages, 2) as job:
+        job.wait_event(0, "refused", timeout=20)
+        job.go(1, "go")
+        job.values(20)

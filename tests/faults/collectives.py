@@ -95,11 +95,11 @@ FAULTS = (
     ),
     fault(
         "collectives.dtype_size",
-        HERE + "dtype.cpp",
+        "csrc/util/dtype.cpp",
         '{"float8_e8m0fnu", 1}',
         '{"float8_e8m0fnu", 2}',
         "a table has the wrong size of a type",
-        "collectives.dtype_test",
+        "util.dtype_test",
     ),
     fault(
         "collectives.bf16_ties",

@@ -76,7 +76,7 @@ FAULTS = (
     ),
     fault(
         "region.history_forgets",
-        "csrc/compiler/graph/box_history.cpp",
+        "csrc/compiler/schedule/box_history.cpp",
         "(old.stage != stage || old.step != step) && covers(record.whole, old.whole);",
         "(old.stage != stage || old.step != step) && overlap(record.whole, old.whole);",
         "a write of a part hides what others had written beside it, from the scheduler and the validator alike",
@@ -200,11 +200,11 @@ FAULTS = (
     ),
     fault(
         "loop.costs_of_another",
-        "csrc/compiler/schedule/costs.cpp",
+        "csrc/compiler/runtime/costs.cpp",
         "{compiler.key(kMeasuredSource), processor(), std::to_string(target.workers)}",
         "{compiler.key(kMeasuredSource), processor()}",
         "costs that were measured with another number of workers are taken",
-        "compiler/schedule.costs_test",
+        "compiler/runtime.costs_test",
     ),
     fault(
         "loop.caches_of_a_choice",

@@ -4,9 +4,9 @@
 #include <cstdlib>
 
 #include "driver.hpp"
-#include "util/error.hpp"
 #include "shm/handle.hpp"
 #include "shm/hello_message.hpp"
+#include "util/error.hpp"
 
 namespace {
 

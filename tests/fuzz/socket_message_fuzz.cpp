@@ -9,9 +9,9 @@
 #include <cstring>
 
 #include "driver.hpp"
-#include "util/error.hpp"
 #include "shm/hello_message.hpp"
-#include "shm/local_socket.hpp"
+#include "util/error.hpp"
+#include "util/local_socket.hpp"
 
 namespace {
 

@@ -16,10 +16,10 @@
 #include <iostream>
 #include <random>
 
-#include "collectives/cuda/cuda_communicator.hpp"
-#include "collectives/cuda/registration.hpp"
 #include "collectives/cpu/reduce/reduce.hpp"
 #include "collectives/cpu/shm_communicator.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "collectives/cuda/registration.hpp"
 #include "cuda/driver.hpp"
 #include "jit/settings.hpp"
 #include "support/processes.hpp"

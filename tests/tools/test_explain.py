@@ -48,7 +48,7 @@ def test_another_target(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert explain.main([f"{model}:small", "--target", "sm_90a", "--output", str(tmp_path / "out")]) == 0
     assert "planned for sm_90a: 132 workers" in capsys.readouterr().out
     (plan,) = (tmp_path / "out").glob("*.sm_90a.json")
-    assert json.loads(plan.read_text())["frame"]["loader"]["bytes_in_flight"] == 32768
+    assert json.loads(plan.read_text())["frame"]["loader"]["bytes_in_flight"] == 6 * 16384
     assert explain.main([f"{model}:small", "--target", "abacus"]) == 2
     assert "known are cpu, sm_90a" in capsys.readouterr().err
 

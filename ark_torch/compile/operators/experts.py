@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Strided, Unsupported
-from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
+from ark_torch.compile.lowering import NAMED_RULES, Lowering, contiguous_strides, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
 
@@ -124,6 +124,16 @@ def _try(low: Lowering, out: Strided, a: Strided, b: Strided) -> bool:
     result = out._replace(shape=(*lengths, width), strides=(*(s for *_, s in lead), of_out))
     low.node("experts", [rows, table, chosen], result)
     return True
+
+
+def grouped_mm_fallback(low: Lowering, node: Node) -> Strided:
+    """Hugging Face's operator for the same, of any floating type; a GPU's products of it stay its own."""
+    if low.device.type != "cpu":
+        raise Unsupported("no lowering for this operator")
+    return grouped_mm(low, node)
+
+
+NAMED_RULES["transformers::grouped_mm_fallback.default"] = grouped_mm_fallback
 
 
 @lowers(aten._grouped_mm.default)

@@ -1,4 +1,5 @@
-"""Pointwise operators. The tables say which ATen overload is which operator of the graph (csrc/plan/pointwise).
+"""Pointwise operators. The tables say which ATen overload is which operator of the graph
+(csrc/compiler/graph/pointwise).
 
 Types are PyTorch's: `elementwise_dtypes` gives the type in which an operator computes. The graph computes floating
 types in float32 and integers in int64, so an operand is cast only where its kind differs (an int64 that meets a

@@ -16,6 +16,9 @@ inline constexpr int kKeyVectors = kKeys / kLanes;
 #if defined(__AVX512F__)
 inline constexpr int kRowGroup = 4;       // query rows that share what was loaded,
 inline constexpr int kVectorsAtOnce = 4;  // and vectors of a row: 16 sums in registers
+#elif defined(__AVX__)
+inline constexpr int kRowGroup = 4;
+inline constexpr int kVectorsAtOnce = 2;
 #else
 inline constexpr int kRowGroup = 2;
 inline constexpr int kVectorsAtOnce = 2;
@@ -44,63 +47,55 @@ struct Positions {
   int64_t row, column;
 };
 
+template <int... Lane>
+struct Lanes {
+  // Of every `2 * Size` lanes of a and b the lower half, or the upper one.
+  template <int Size, bool kUpper>
+  static ARK_INLINE Floats halves(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b, (Lane / Size * 2 * Size + Lane % Size + (kUpper ? Size : 0))...);
+  }
+  // In turns `Size` lanes of a and of b: the lower half of every `2 * Size` of both, or the upper one.
+  template <int Size, bool kUpper>
+  static ARK_INLINE Floats in_turns(Floats a, Floats b) {
+    return __builtin_shufflevector(a, b,
+                                   ((Lane / Size % 2 == 0 ? Lane : Lane - Size + kLanes) + (kUpper ? Size : 0))...);
+  }
+};
+using AllLanes = Lanes<ARK_LANES>;
+
+template <int Size>
+ARK_INLINE void fold_each(Floats (&parts)[kLanes]) {
+  ARK_UNROLL for (int i = 0; i < Size; ++i) {
+    const Floats a = parts[2 * i], b = parts[2 * i + 1];
+    parts[i] = AllLanes::halves<Size, false>(a, b) + AllLanes::halves<Size, true>(a, b);
+  }
+}
+
 // Lane i: the sum of all lanes of parts[i]. Neighbours are folded into halves, then quarters, ...
 ARK_INLINE Floats sum_each(Floats (&parts)[kLanes]) {
-#define ARK_LOW8 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23
-#define ARK_HIGH8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
-#define ARK_LOW4 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
-#define ARK_HIGH4 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
-#define ARK_LOW2 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29
-#define ARK_HIGH2 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31
-#define ARK_LOW1 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ARK_HIGH1 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
-#define ARK_FOLD(n, size)                                                                                    \
-  ARK_UNROLL for (int i = 0; i < n; ++i) {                                                                   \
-    const Floats a = parts[2 * i], b = parts[2 * i + 1];                                                     \
-    parts[i] = __builtin_shufflevector(a, b, ARK_LOW##size) + __builtin_shufflevector(a, b, ARK_HIGH##size); \
-  }
-  ARK_FOLD(8, 8)
-  ARK_FOLD(4, 4)
-  ARK_FOLD(2, 2)
-  ARK_FOLD(1, 1)
-#undef ARK_FOLD
-#undef ARK_LOW8
-#undef ARK_HIGH8
-#undef ARK_LOW4
-#undef ARK_HIGH4
-#undef ARK_LOW2
-#undef ARK_HIGH2
-#undef ARK_LOW1
-#undef ARK_HIGH1
+  if constexpr (kLanes == 16) fold_each<8>(parts);
+  fold_each<4>(parts);
+  fold_each<2>(parts);
+  fold_each<1>(parts);
   return parts[0];
+}
+
+template <int Size>
+ARK_INLINE void exchange(Floats (&parts)[kLanes]) {
+  ARK_UNROLL for (int i = 0; i < kLanes; ++i) {
+    if ((i & Size) != 0) continue;
+    const Floats a = parts[i], b = parts[i + Size];
+    parts[i] = AllLanes::in_turns<Size, false>(a, b);
+    parts[i + Size] = AllLanes::in_turns<Size, true>(a, b);
+  }
 }
 
 // parts[i][j] becomes parts[j][i]: blocks of 8, 4, 2 and 1 change places.
 ARK_INLINE void transpose(Floats (&parts)[kLanes]) {
-#define ARK_EXCHANGE(size, ...)                                                       \
-  ARK_UNROLL for (int i = 0; i < kLanes; ++i) {                                       \
-    if ((i & size) != 0) continue;                                                    \
-    const Floats a = parts[i], b = parts[i + size];                                   \
-    parts[i] = __builtin_shufflevector(a, b, ARK_TAKE##size(0, 16));                  \
-    parts[i + size] = __builtin_shufflevector(a, b, ARK_TAKE##size(size, 16 + size)); \
-  }
-#define ARK_TAKE8(x, y) \
-  x, x + 1, x + 2, x + 3, x + 4, x + 5, x + 6, x + 7, y, y + 1, y + 2, y + 3, y + 4, y + 5, y + 6, y + 7
-#define ARK_TAKE4(x, y) \
-  x, x + 1, x + 2, x + 3, y, y + 1, y + 2, y + 3, x + 8, x + 9, x + 10, x + 11, y + 8, y + 9, y + 10, y + 11
-#define ARK_TAKE2(x, y) \
-  x, x + 1, y, y + 1, x + 4, x + 5, y + 4, y + 5, x + 8, x + 9, y + 8, y + 9, x + 12, x + 13, y + 12, y + 13
-#define ARK_TAKE1(x, y) \
-  x, y, x + 2, y + 2, x + 4, y + 4, x + 6, y + 6, x + 8, y + 8, x + 10, y + 10, x + 12, y + 12, x + 14, y + 14
-  ARK_EXCHANGE(8)
-  ARK_EXCHANGE(4)
-  ARK_EXCHANGE(2)
-  ARK_EXCHANGE(1)
-#undef ARK_EXCHANGE
-#undef ARK_TAKE8
-#undef ARK_TAKE4
-#undef ARK_TAKE2
-#undef ARK_TAKE1
+  if constexpr (kLanes == 16) exchange<8>(parts);
+  exchange<4>(parts);
+  exchange<2>(parts);
+  exchange<1>(parts);
 }
 
 // A score where the mask lets the row look; what it hides may be anything, NaN as well.

@@ -60,7 +60,7 @@ struct Launch {
   uint64_t* wait_ends;  // by step and place in the table of waits, of which there are `waits`; there when stamps are
   uint64_t stamped, waits;
   uint64_t step;        // from 1: the first of this launch
-  uint64_t steps;       // at most; 1 where the plan is not chained
+  uint64_t steps;       // at most; 1 where the plan is not multi-step
   uint64_t timeout_ns;  // for all waits of a step together; 0: none
   // Runs the collective of a node of the graph on the thread that called; false: it failed.
   bool (*collective)(void* host, int32_t node, const void* input, void* output);

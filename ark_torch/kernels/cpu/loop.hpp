@@ -1,4 +1,4 @@
-// The loop that a worker runs: its queue of tasks, from the plan's tables, once through; in resident mode (a chained
+// The loop that a worker runs: its queue of tasks, from the plan's tables, once through; in resident mode (a multi-step
 // plan) `steps` times, until a task has said stop.
 //
 // A step. The host fills in a Launch, wakes the workers, and every one of them calls run_worker with its number. A task

@@ -2,9 +2,9 @@
 //
 // Written out, since libm's take one number at a time, and without -ffast-math: infinities and NaN are values (masks
 // are made of -inf). Largest error found over all of the range, in units of the last place and checked against double
-// by tests/csrc/compiler/emit/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt 1.5; libm's
-// own for those that call it lane by lane. A number of a row goes through the same code as 16 lanes do, so that it does
-// not matter for the bits which of the two a value is.
+// by tests/csrc/compiler/emit/cpu_math_test.cpp: exp 1, log 1, tanh 1.5, erf 1, sin and cos 1.5, sigmoid 2.5, rsqrt
+// 1.5; libm's own for those that call it lane by lane. A number of a row goes through the same code as 16 lanes do, so
+// that it does not matter for the bits which of the two a value is.
 #pragma once
 
 #include "cpu/types.hpp"

@@ -30,7 +30,7 @@ struct NoBias {};
 #if defined(__AVX512F__)
 inline constexpr int kTileRows = 6, kTileColumns = 4;  // 24 of 32 registers
 #elif defined(__AVX__)
-inline constexpr int kTileRows = 2, kTileColumns = 2;  // 8 of 16, two for each
+inline constexpr int kTileRows = 4, kTileColumns = 3;  // 12 of 16
 #else
 inline constexpr int kTileRows = 1, kTileColumns = 2;
 #endif

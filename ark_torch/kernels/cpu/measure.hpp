@@ -1,5 +1,5 @@
-// What the costs of a machine are measured with (csrc/compiler/schedule/measure.cpp): the inner loops of the kernels that plans
-// call, as tasks, and no more, since a compiler spends its time on whatever else stands here.
+// What the costs of a machine are measured with (csrc/compiler/runtime/measure.cpp): the inner loops of the kernels
+// that plans call, as tasks, and no more, since a compiler spends its time on whatever else stands here.
 #pragma once
 
 #include "cpu/matmul.hpp"

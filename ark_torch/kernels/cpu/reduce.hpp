@@ -1,7 +1,8 @@
 // Reductions of a row: 16 running results, one a lane, put together at the end in an order that never changes.
 //
 // Which lane a column falls into depends on its position alone, and a row is reduced by one task, so the bits do not
-// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold.
+// depend on tiles or workers. Each is used as: add() for every 16 columns, then result(), which all lanes hold; where
+// lanes are rows, add() for every column, then each().
 #pragma once
 
 #include <type_traits>
@@ -19,8 +20,29 @@ ARK_INLINE auto fold(const Lanes& lanes, Combine&& combine) {
     for (int i = 0; i < half; ++i) all[i] = combine(all[i], all[i + half]);
   return all[0];
 }
+// The order of fold, and its bits, in registers.
 ARK_INLINE float sum_of(Floats x) {
-  return fold(x, [](float a, float b) { return a + b; });
+  using Four = float __attribute__((vector_size(16)));
+#if defined(__AVX__)
+  using Eight = float __attribute__((vector_size(32)));
+#endif
+#if defined(__AVX512F__)
+  const Eight eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+                      __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif defined(__AVX__)
+  const Eight eight = x;
+#endif
+#if defined(__AVX__)
+  const Four four =
+      __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+#else
+  Four parts[kLanes / 4];
+  std::memcpy(parts, &x, sizeof(x));
+  static_assert(kLanes == 16);
+  const Four four = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+#endif
+  const Four two = four + __builtin_shufflevector(four, four, 2, 3, 0, 1);
+  return two[0] + two[1];
 }
 
 template <class Lanes, class Count>
@@ -42,6 +64,7 @@ struct Sum {
   ARK_INLINE Lanes result() const {
     return splat(fold(total, [](auto a, auto b) { return a + b; }));
   }
+  ARK_INLINE Lanes each() const { return total; }
 };
 
 // In blocks, whose sums are added with what each addition rounds away (Knuth's two-sum): the error of a long sum does
@@ -67,10 +90,17 @@ struct Sum<Floats> {
   ARK_INLINE Floats result() const {
     Sum whole = *this;
     whole.close();
-    // Of infinities nothing is lost, and the difference of two is a NaN.
-    const Floats lost_here = whole.lost == whole.lost ? whole.lost : Floats{};
-    return splat(sum_of(whole.total) + sum_of(lost_here));
+    return splat(sum_of(whole.total) + sum_of(whole.lost_here()));
   }
+  ARK_INLINE Floats each() const {
+    Sum whole = *this;
+    whole.close();
+    return whole.total + whole.lost_here();
+  }
+
+ private:
+  // Of infinities nothing is lost, and the difference of two is a NaN.
+  ARK_INLINE Floats lost_here() const { return lost == lost ? lost : Floats{}; }
 };
 
 // The greatest; a NaN is greater than all.
@@ -87,6 +117,7 @@ struct Greatest<Floats> {
   ARK_INLINE Floats result() const {
     return splat(fold(best, [](float a, float b) { return a > b || a != a ? a : b; }));
   }
+  ARK_INLINE Floats each() const { return best; }
 };
 template <>
 struct Greatest<Ints> {
@@ -98,6 +129,7 @@ struct Greatest<Ints> {
   ARK_INLINE Ints result() const {
     return splat(fold(best, [](int64_t a, int64_t b) { return a > b ? a : b; }));
   }
+  ARK_INLINE Ints each() const { return best; }
 };
 template <>
 struct Greatest<Mask> {  // of booleans: whether any is true
@@ -107,6 +139,7 @@ struct Greatest<Mask> {  // of booleans: whether any is true
     some |= only(x, Mask{}, lanes);
   }
   ARK_INLINE Mask result() const { return splat(any_of(some)); }
+  ARK_INLINE Mask each() const { return some; }
 };
 
 // The least; a NaN is less than all.
@@ -125,6 +158,12 @@ struct Least {
       return -negated.result();
     else
       return ~negated.result();
+  }
+  ARK_INLINE Lanes each() const {
+    if constexpr (std::is_same_v<Lanes, Floats>)
+      return -negated.each();
+    else
+      return ~negated.each();
   }
 };
 

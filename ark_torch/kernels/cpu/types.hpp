@@ -1,7 +1,8 @@
-// Types of the CPU's device library: elements as they lie in memory, and vectors of 16 lanes as they are computed with.
+// Types of the CPU's device library: elements as they lie in memory, and vectors of lanes as they are computed with.
 //
-// A 16-lane vector is GCC's and clang's vector extension, so one text serves every instruction set: a register where
-// there is AVX-512, two with AVX2, four with SSE or NEON. Floating types compute as Floats, integers as Ints (64 bits),
+// A vector is GCC's and clang's extension, so one text serves every instruction set: 16 lanes of float, or 8 with AVX,
+// where GCC has no registers for more and would keep every vector in memory; with SSE or NEON it does. What says 16 in
+// comments means the lanes of a vector. Floating types compute as Floats, integers as Ints (64 bits),
 // bool as Mask (32-bit lanes of all ones or all zeros, which is what a comparison of Floats gives).
 #pragma once
 
@@ -23,7 +24,13 @@
 
 namespace ark::cpu {
 
+#if defined(__AVX__) && !defined(__AVX512F__)
+#define ARK_LANES 0, 1, 2, 3, 4, 5, 6, 7
+inline constexpr int kLanes = 8;
+#else
+#define ARK_LANES 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 inline constexpr int kLanes = 16;
+#endif
 
 using Floats = float __attribute__((vector_size(kLanes * 4)));
 using Mask = int32_t __attribute__((vector_size(kLanes * 4)));
@@ -88,8 +95,8 @@ ARK_INLINE Ints select(Mask mask, Ints a, Ints b) {
   return __builtin_convertvector(mask, Ints) ? a : b;
 }
 
-inline constexpr Shorts kIota32 = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-inline constexpr Ints kIota = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+inline constexpr Shorts kIota32 = {ARK_LANES};
+inline constexpr Ints kIota = {ARK_LANES};
 
 ARK_INLINE Mask active(All) {
   return ~Mask{};

@@ -32,22 +32,12 @@ ARK_INLINE Halves narrow(Floats x, f16) {
 using HalfFloats = float __attribute__((vector_size(32)));
 using HalfHalves = int16_t __attribute__((vector_size(16)));
 inline constexpr int kToNearest = 0;  // ties to even
+static_assert(kLanes == 8);
 ARK_INLINE Floats widen(Halves bits, f16) {
-  HalfHalves halves[2];
-  std::memcpy(halves, &bits, sizeof(bits));
-  const HalfFloats parts[2] = {__builtin_ia32_vcvtph2ps256(halves[0]), __builtin_ia32_vcvtph2ps256(halves[1])};
-  Floats x;
-  std::memcpy(&x, parts, sizeof(x));
-  return x;
+  return same_bits<Floats>(__builtin_ia32_vcvtph2ps256(same_bits<HalfHalves>(bits)));
 }
 ARK_INLINE Halves narrow(Floats x, f16) {
-  HalfFloats parts[2];
-  std::memcpy(parts, &x, sizeof(x));
-  const HalfHalves halves[2] = {__builtin_ia32_vcvtps2ph256(parts[0], kToNearest),
-                                __builtin_ia32_vcvtps2ph256(parts[1], kToNearest)};
-  Halves bits;
-  std::memcpy(&bits, halves, sizeof(bits));
-  return bits;
+  return same_bits<Halves>(__builtin_ia32_vcvtps2ph256(same_bits<HalfFloats>(x), kToNearest));
 }
 #else
 // A float's exponent has 127 for 1, a half's 15. Multiplying by 2^112 moves the one to the other, subnormals included.
@@ -268,7 +258,7 @@ template <class T, class Lanes>
 ARK_INLINE void store_past(T* p, Lanes x, All) {
   constexpr int kSize = sizeof(Raw<T>), kPiece = kSize < kPastBytes ? kSize : kPastBytes;
   const Raw<T> raw = to_raw(x, T{});
-  if (reinterpret_cast<uintptr_t>(p) % kPiece != 0) {
+  if (kPiece < 16 || reinterpret_cast<uintptr_t>(p) % kPiece != 0) {
     std::memcpy(p, &raw, sizeof(raw));
     return;
   }

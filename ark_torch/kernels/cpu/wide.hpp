@@ -1,4 +1,4 @@
-// 16 lanes as registers hold them: one vector with AVX-512, two with AVX, four with SSE or NEON.
+// Lanes as registers hold them: one vector with AVX-512 or AVX, four with SSE or NEON.
 //
 // GCC has no registers for a vector that is wider than the machine's: it keeps it in memory, and reads and writes it at
 // every use. So what a loop adds up in is Wide where the machine's vectors are narrower than Floats.

@@ -1,6 +1,6 @@
 // Element types and reduce operations as device code names them, and the layouts of the small float formats.
 //
-// The values are those of csrc/collectives/dtype.hpp, which includes <cstdint> and so cannot go through NVRTC;
+// The values are those of csrc/util/dtype.hpp, which includes <cstdint> and so cannot go through NVRTC;
 // tests/csrc/kernels/reduce_test.cpp asserts that they are equal. They may reach a kernel as arguments, or as constants
 // of its source: then the compiler folds every switch on them.
 #pragma once

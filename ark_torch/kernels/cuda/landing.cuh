@@ -1,7 +1,8 @@
 // Landings: where memory that the sender reaches itself takes the place of a ring. The receiver of a message says where
-// the bytes are to go, as the sender sees that memory (registered memory, csrc/memory); the sender stores them there
-// and says when all are there. A receiver whose memory is not registered says so by a null address, and the message
-// goes by the ring: every pair decides for itself, in the kernel, and no host needs to know what a peer passed.
+// the bytes are to go, as the sender sees that memory (registered memory, csrc/collectives/cuda/registration.hpp); the
+// sender stores them there and says when all are there. A receiver whose memory is not registered says so by a null
+// address, and the message goes by the ring: every pair decides for itself, in the kernel, and no host needs to know
+// what a peer passed.
 //
 // Both words are the lane's: the address comes as a packet with an epoch (packet.cuh), the sender's "done" is a count.
 // Both ends count the messages that began so; a message is announced only where both ends know that it will be

@@ -9,8 +9,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "collectives/dtype.hpp"
 #include "protocol/quantize.hpp"
+#include "util/dtype.hpp"
 
 namespace ark::compressed {
 

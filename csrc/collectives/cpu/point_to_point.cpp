@@ -52,6 +52,9 @@ void PointToPoint::post(TransferPtr transfer) {
   Finished finished;
   {
     std::lock_guard lock(mutex_);
+    // Before the transfer is queued: where no thread can start, the caller sees a failure, and its tensor stays alone.
+    if (!background_.joinable() && !stopping_)
+      background_ = start_thread("the thread that makes send and recv progress", [this] { background(); });
     ++pending_;
     try {
       health_.check_alive(transfer->context);
@@ -73,9 +76,6 @@ void PointToPoint::post(TransferPtr transfer) {
   finish(finished);
   if (transfer->finished.load(std::memory_order_acquire)) return;
   std::lock_guard lock(mutex_);
-  if (!background_.joinable() && !stopping_) {
-    background_ = start_thread("the thread that makes send and recv progress", [this] { background(); });
-  }
   wake_background_.notify_one();
 }
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "collectives/cuda/launcher.hpp"
-#include "cuda/shared_pinned_memory.hpp"
+#include "shm/shared_pinned_memory.hpp"
 #include "shm/symmetric_memory.hpp"
 
 namespace ark {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/dtype.hpp"
 #include "protocol/quantize.hpp"
+#include "util/dtype.hpp"
 
 namespace ark {
 

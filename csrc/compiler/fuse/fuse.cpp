@@ -14,7 +14,6 @@
 #include "compiler/fuse/fuse_single.hpp"
 #include "compiler/graph/graph_check.hpp"
 #include "compiler/graph/stage.hpp"
-#include "compiler/passes/scatter_fusion.hpp"
 
 namespace ark::compiler {
 
@@ -170,7 +169,7 @@ std::vector<Stage> make_stages(Graph& graph) {
     if (!draft) fail_node(graph.nodes()[nodes.front()], "cannot be computed row by row");
     stages.push_back(finish_rows(graph, *draft));
   }
-  return fuse_scatters(graph, std::move(stages));
+  return stages;
 }
 
 }  // namespace ark::compiler

@@ -142,7 +142,7 @@ bool overlap(const Box& a, const Box& b) {
   if (a.empty() || b.empty()) return false;
   int steps = 2000;
   return sub_boxes_overlap({a.dimensions.data(), a.depth, a.offset, a.width},
-                       {b.dimensions.data(), b.depth, b.offset, b.width}, steps);
+                           {b.dimensions.data(), b.depth, b.offset, b.width}, steps);
 }
 
 bool covers(const Box& outer, const Box& inner) {

@@ -82,7 +82,7 @@ using Attributes = std::map<std::string, Attribute>;
 //                ...);
 //                                           ranks (int: of the group; GPUs need it);
 //                                           input_splits, output_splits (ints; all_to_all; empty: even)
-//   stop         one element                -         where steps are chained: no step follows where it is not zero
+//   stop         one element                -         where steps are multi-step: no step follows where it is not zero
 struct Node {
   std::string op;
   std::vector<int> inputs;

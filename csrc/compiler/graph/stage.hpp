@@ -187,8 +187,8 @@ struct CollectiveStage {
   int64_t place = 0, half = 0;  // in the memory that ranks share: where its packets lie, and those of every other step
 };
 
-// The end of a loop of steps, in chained plans: every worker looks at a number once a step, on its queue wherever that
-// is, and begins no other step where it was not zero. A replica on every worker; nobody may write the number again
+// The end of a loop of steps, in multi-step plans: every worker looks at a number once a step, on its queue wherever
+// that is, and begins no other step where it was not zero. A replica on every worker; nobody may write the number again
 // before all have looked, so all workers end after the same step.
 struct StopStage {
   int value = -1;  // one element

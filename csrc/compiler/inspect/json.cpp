@@ -4,9 +4,9 @@
 #include <string>
 
 #include "compiler/graph/scalar_type.hpp"
+#include "compiler/inspect/json.hpp"
 #include "compiler/inspect/json_frame.hpp"
 #include "compiler/passes/cache_policy.hpp"
-#include "compiler/schedule/plan.hpp"
 #include "util/json_writer.hpp"
 
 namespace ark::compiler {
@@ -91,7 +91,6 @@ void write_buffers(JsonWriter& json, const Plan& plan) {
       const Placement& placement = plan.placements[index];
       json.field("arena", placement.own ? "own" : "shared").field("offset", placement.offset);
       if (placement.packets) json.flag("packets", true);
-      if (placement.parity) json.flag("parity", true);
     }
     json.close('}');
   }
@@ -159,7 +158,7 @@ std::string to_json(const Plan& plan) {
   JsonWriter json;
   json.open('{');
   write_target(json, plan.target);
-  json.key("estimated_us").real(plan.estimated_us).flag("chained", plan.chained);
+  json.key("estimated_us").real(plan.estimated_us).flag("multi_step", plan.multi_step);
   json.field("arena_bytes", plan.arena_bytes).field("own_bytes", plan.own_bytes);
   json.field("eager_peak_bytes", plan.eager_peak_bytes);
   write_frame(json, plan);

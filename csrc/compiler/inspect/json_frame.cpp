@@ -72,7 +72,7 @@ void write_frame(JsonWriter& json, const Plan& plan) {
     waits += static_cast<int64_t>(task.waits.size());
     for (const int event : task.waits) waits_for_packets += plan.events[static_cast<size_t>(event)].packets ? 1 : 0;
   }
-  Share by_packets, by_parity, of_one_phase, of_each_worker;
+  Share by_packets, of_one_phase, of_each_worker;
   for (size_t index = 0; index < plan.placements.size(); ++index) {
     const Placement& placement = plan.placements[index];
     if (placement.offset < 0) continue;
@@ -84,7 +84,6 @@ void write_frame(JsonWriter& json, const Plan& plan) {
     } else {
       of_one_phase.add(bytes);
     }
-    if (placement.parity) by_parity.add(bytes);
   }
   json.key("frame").open('{');
   json.field("workers", static_cast<int64_t>(plan.queues.size())).field("phases", int64_t{phases(plan)});
@@ -93,10 +92,9 @@ void write_frame(JsonWriter& json, const Plan& plan) {
   json.field("counters", static_cast<int64_t>(plan.events.size()) - packets).close('}');
   json.key("waits").open('{').field("packets", waits_for_packets).field("counters", waits - waits_for_packets);
   json.close('}').key("temporaries").open('{');
-  write_share(json, "packets", by_packets);        // bytes as packets; shared with nobody
-  write_share(json, "arena", of_one_phase);        // placed by lifetime
-  write_share(json, "own", of_each_worker);        // of every worker
-  write_share(json, "by_step_parity", by_parity);  // two copies that take turns
+  write_share(json, "packets", by_packets);  // bytes as packets; shared with nobody
+  write_share(json, "arena", of_one_phase);  // placed by lifetime
+  write_share(json, "own", of_each_worker);  // of every worker
   json.close('}').close('}');
 }
 

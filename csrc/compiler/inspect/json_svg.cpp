@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "compiler/inspect/json.hpp"
 #include "compiler/schedule/events_order.hpp"
-#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 

@@ -1,5 +1,6 @@
 // The conditions behind cache_hints.hpp: those that kernels/cuda/loop/ chooses among its kernels by.
 #include "compiler/passes/cache_hints.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <array>

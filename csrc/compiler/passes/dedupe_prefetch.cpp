@@ -82,7 +82,7 @@ std::vector<Page> pages_of(const std::vector<Asked>& all) {
 
 }  // namespace
 
-std::vector<Queue> dedupe_prefetch(const Plan& plan) {
+void dedupe_prefetch(Plan& plan) {
   std::vector<std::vector<char>> asks(plan.queues.size());
   for (size_t queue = 0; queue < asks.size(); ++queue) asks[queue].resize(plan.queues[queue].loads.size(), 0);
   const std::vector<Asked> all = asked_of(plan);
@@ -96,13 +96,10 @@ std::vector<Queue> dedupe_prefetch(const Plan& plan) {
       asks[one.queue][one.load] = 1;
     }
   }
-  std::vector<Queue> shared;
-  for (size_t queue = 0; queue < asks.size(); ++queue) {
-    shared.push_back({plan.queues[queue].tasks, {}});
+  plan.prefetches.assign(plan.queues.size(), {});
+  for (size_t queue = 0; queue < asks.size(); ++queue)
     for (size_t i = 0; i < asks[queue].size(); ++i)
-      if (asks[queue][i] != 0) shared.back().loads.push_back(plan.queues[queue].loads[i]);
-  }
-  return shared;
+      if (asks[queue][i] != 0) plan.prefetches[queue].push_back(plan.queues[queue].loads[i]);
 }
 
 }  // namespace ark::compiler

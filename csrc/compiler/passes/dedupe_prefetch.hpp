@@ -11,7 +11,7 @@
 
 namespace ark::compiler {
 
-// The plan's queues with the loads that each of them asks for.
-std::vector<Queue> dedupe_prefetch(const Plan& plan);
+// Sets `prefetches`, from the queues' loads.
+void dedupe_prefetch(Plan& plan);
 
 }  // namespace ark::compiler

@@ -1,5 +1,6 @@
 // See epilogue_fusion.hpp.
 #include "compiler/passes/epilogue_fusion.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -85,7 +86,7 @@ Value finished(const Graph& graph, const MatmulStage& product, const Elementwise
 
 }  // namespace
 
-std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages) {
+std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages, const Target&) {
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     if (!std::holds_alternative<MatmulStage>(stages[at].body)) continue;
     const int by = finisher(graph, stages, at);

@@ -7,12 +7,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values to the graph. For GPUs, where many rows are multiplied in tiles; others stay as they are.
-std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages);
+std::vector<Stage> fuse_epilogues(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -120,7 +120,7 @@ class Keeper {
 
 }  // namespace
 
-std::vector<Stage> fp32_intermediates(Graph& graph, std::vector<Stage> stages, int /*workers*/) {
+std::vector<Stage> fp32_intermediates(Graph& graph, std::vector<Stage> stages, const Target&) {
   const std::vector<int> buffers = Small(graph, stages).buffers();
   Keeper keeper(graph, buffers);
   for (Stage& stage : stages) keeper.keep(stage);

@@ -10,12 +10,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values and buffers to the graph. Before stages are merged or joined.
-std::vector<Stage> fp32_intermediates(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> fp32_intermediates(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

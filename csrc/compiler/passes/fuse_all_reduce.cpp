@@ -1,5 +1,6 @@
 // See fuse_all_reduce.hpp.
 #include "compiler/passes/fuse_all_reduce.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -63,7 +64,8 @@ std::vector<PushedSum> candidates(const Graph& graph, const std::vector<Stage>& 
     const auto product = std::find_if(products.begin(), products.end(), [&](const MatmulStage& one) {
       return graph.values()[one.out].buffer == in.buffer;
     });
-    if (product == products.end() || rows_of(maker) < 0 || !maker.tail.empty() || !product->finish.empty()) continue;
+    if (product == products.end() || few_rows_of(maker) < 0 || !maker.tail.empty() || !product->finish.empty())
+      continue;
     Value out = graph.values()[product->out];
     if (box_of(out) != box_of(in) || out.elements() != in.elements()) continue;
     out.offset += sum.offset - in.offset;
@@ -115,14 +117,6 @@ std::vector<Stage> fuse_all_reduce(Graph& graph, std::vector<Stage> stages, cons
     if (std::erase_if(sums, [&](const PushedSum& one) { return plain[one.out.buffer] != 0; }) == 0) return pushed;
   }
   return stages;
-}
-
-std::vector<Push> pushed_buffers(const Graph& graph, const std::vector<Stage>& stages) {
-  std::vector<Push> found(graph.buffers().size());
-  for (const Stage& stage : stages)
-    for (const MatmulStage& one : matmuls_of(stage))
-      if (one.push.ranks > 0) found[graph.values()[one.out].buffer] = one.push;
-  return found;
 }
 
 }  // namespace ark::compiler

@@ -19,7 +19,4 @@ namespace ark::compiler {
 // parts of all ranks), and those that take turns in their places, stay.
 std::vector<Stage> fuse_all_reduce(Graph& graph, std::vector<Stage> stages, const Target& target);
 
-// By buffer: what lies there.
-std::vector<Push> pushed_buffers(const Graph& graph, const std::vector<Stage>& stages);
-
 }  // namespace ark::compiler

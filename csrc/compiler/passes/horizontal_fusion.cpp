@@ -44,7 +44,7 @@ void merge_into(Stage& to, const Stage& from) {
 
 }  // namespace
 
-std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, int workers) {
+std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, const Target& target) {
   for (size_t first = 0; first < stages.size(); ++first) {
     const MatmulStage* const product = mergeable(graph, stages[first]);
     if (product == nullptr) continue;
@@ -56,7 +56,7 @@ std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, in
       const MatmulStage* const other = mergeable(graph, stages[next]);
       if (other == nullptr || !alike(graph, leader, *other)) continue;
       const int64_t common = std::gcd(extent, other->n);
-      if ((common < workers && (extent != common || other->n != common)) ||
+      if ((common < target.workers && (extent != common || other->n != common)) ||
           !apart_from(graph, stages[next], stages, first, next))
         continue;
       extent = common;

@@ -8,12 +8,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // After tile_matmuls().
-std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> fuse_horizontally(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,5 +1,6 @@
 // See kv_append.hpp.
 #include "compiler/passes/kv_append.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <optional>
@@ -201,12 +202,8 @@ void Appender::append(size_t first, size_t last) {
 
 }  // namespace
 
-std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, int) {
+std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target&) {
   return Appender(graph, std::move(stages)).run();
-}
-
-const AttentionStage* attention_of(const Stage& stage) {
-  return std::get_if<AttentionStage>(&(stage.tail.empty() ? stage : stage.tail.back()).body);
 }
 
 }  // namespace ark::compiler

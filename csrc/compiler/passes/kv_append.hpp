@@ -9,15 +9,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // After split_queries(). Adds values and buffers to the graph.
-std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, int workers);
-
-// The stage's attention, where it is one or ends with one; else nullptr.
-const AttentionStage* attention_of(const Stage& stage);
+std::vector<Stage> fuse_kv_append(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

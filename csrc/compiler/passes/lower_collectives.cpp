@@ -68,7 +68,7 @@ int64_t places_for(int64_t count, int64_t bytes) {
 
 }  // namespace
 
-std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages) {
+std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, const Target&) {
   std::vector<Stage*> spread;
   int64_t bytes = 0;  // of a place
   for (Stage& stage : stages) {

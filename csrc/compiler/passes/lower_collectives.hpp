@@ -10,19 +10,14 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values to the graph. Collectives whose node has no attribute `ranks` stay as they are, for the host to run.
 // Throws Error(invalid_argument) for what cannot be spread.
-std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages);
-
-inline bool is_spread(const Stage& stage) {
-  const auto* body = std::get_if<CollectiveStage>(&stage.body);
-  return body != nullptr && body->ranks > 0;
-}
+std::vector<Stage> lower_collectives(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 // What the ranks of the group that all spread collectives are of must have in common. `ranks` 0: there are none.
 struct Exchanges {

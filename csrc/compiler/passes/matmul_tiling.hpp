@@ -10,26 +10,13 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values to the graph. Other stages stay as they are, and so do products that are cut by batch. A tile's shape
 // that is chosen already is kept.
-std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, int workers);
-
-// Whether it becomes blocks of rows in tiles.
-bool multiplied_in_tiles(const MatmulStage& product);
-
-// The tile's shape that the product should have beside `parts` - 1 others like it, and when all are done.
-struct ChosenTile {
-  int64_t rows = 0, columns = 0;
-  double us = 0;
-};
-ChosenTile choose_tile(const Graph& graph, const MatmulStage& product, int workers, int64_t parts = 1);
-
-// What so many columns of a product take whose tiles are chosen.
-double product_tiles_us(const Graph& graph, const MatmulStage& product, int64_t columns);
+std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,5 +1,6 @@
 // See prologue_fusion.hpp.
 #include "compiler/passes/prologue_fusion.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -20,7 +21,7 @@ bool may_fail(const RowProgram& program) {
 bool may_begin(const Graph& graph, const Stage& first, const Stage& then) {
   const auto* rows = std::get_if<RowProgram>(&first.body);
   if (rows == nullptr ? !std::holds_alternative<CombineStage>(first.body) : may_fail(*rows)) return false;
-  const int read = rows_of(then);
+  const int read = few_rows_of(then);
   return read >= 0 && first.tail.empty() &&
          std::any_of(first.accesses.begin(), first.accesses.end(), [&](const Access& access) {
            return access.write && graph.values()[access.value].buffer == graph.values()[read].buffer;
@@ -34,16 +35,6 @@ bool touches(const Graph& graph, const Stage& stage, int buffer, bool write) {
 }
 
 }  // namespace
-
-int rows_of(const Stage& stage) {
-  constexpr int64_t kMostRows = 4;  // kFewRows of cuda/loop/matmul.cuh for halves
-  if (const auto* several = std::get_if<ProductsStage>(&stage.body))
-    return several->products.at(0).m <= kMostRows ? several->products[0].a : -1;
-  const auto* one = std::get_if<MatmulStage>(&stage.body);
-  const bool few = one != nullptr && one->batch == 1 && one->m <= kMostRows &&
-                   one->axis == MatmulStage::Axis::columns && one->tile_columns == 0;
-  return few ? one->a : -1;
-}
 
 void fuse_prologues(Plan& plan) {
   for (const Queue& queue : plan.queues) {

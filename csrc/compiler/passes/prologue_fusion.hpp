@@ -9,10 +9,6 @@
 
 namespace ark::compiler {
 
-// The rows' value where kernels for a product's few rows read it and write the result element by element, from and to
-// anywhere; -1: the stage is none of these.
-int rows_of(const Stage& stage);
-
 // When all events are known. What a second half waited for its first half waits for from now on, and what that one
 // signalled the second half signals.
 void fuse_prologues(Plan& plan);

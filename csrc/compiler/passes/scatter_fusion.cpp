@@ -159,7 +159,7 @@ class ScatterFuser {
 
 }  // namespace
 
-std::vector<Stage> fuse_scatters(Graph& graph, std::vector<Stage> stages) {
+std::vector<Stage> fuse_scatters(Graph& graph, std::vector<Stage> stages, const Target&) {
   return ScatterFuser(graph, std::move(stages)).run();
 }
 

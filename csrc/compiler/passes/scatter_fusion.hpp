@@ -4,10 +4,11 @@
 #include <vector>
 
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // One position, as a decoding step writes its keys: of several the last must win, which takes an order.
-std::vector<Stage> fuse_scatters(Graph& graph, std::vector<Stage> stages);
+std::vector<Stage> fuse_scatters(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,5 +1,7 @@
 // See split_k.hpp.
 #include "compiler/passes/split_k.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
 
 #include <algorithm>
 #include <map>
@@ -108,12 +110,12 @@ void read_parts(Graph& graph, Stage& reader, const Value& result, int sums, int6
 
 }  // namespace
 
-std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, int workers) {
+std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
   for (int at = 0; at < static_cast<int>(stages.size()); ++at) {
     const auto* product = std::get_if<MatmulStage>(&stages[at].body);
     const bool divisible = product != nullptr && has_parts(graph, *product);
-    const DepthParts parts = divisible ? choose_parts(graph, *product, workers) : DepthParts{};
+    const DepthParts parts = divisible ? choose_parts(graph, *product, target.workers) : DepthParts{};
     const int reader = parts.count > 1 ? only_reader(graph, stages, at, graph.values()[product->out].buffer) : -1;
     if (reader < 0) {
       split.push_back(std::move(stages[at]));

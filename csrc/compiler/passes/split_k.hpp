@@ -8,12 +8,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values and buffers to the graph. Only what one row program alone reads is cut; other stages stay as they are.
-std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> split_k(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,5 +1,6 @@
 // See split_kv.hpp.
 #include "compiler/passes/split_kv.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <utility>
@@ -11,7 +12,6 @@ namespace ark::compiler {
 namespace {
 
 constexpr int64_t kMostParts = 16;     // that are combined: lanes of half a warp
-constexpr int64_t kRowsInWarps = 16;   // query rows of a head up to which warps share out positions
 constexpr int64_t kPassBytes = 32768;  // of keys, which the threads of a block load at once
 
 // Positions of a part: enough to keep a block of threads busy, and no more parts than give every worker a tile.
@@ -74,17 +74,12 @@ Stage combine_stage(Graph& graph, const Stage& attention, const Value& sums, con
 
 }  // namespace
 
-bool takes_few_rows(const Graph& graph, const AttentionStage& attention) {
-  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
-  return q.shape[1] / k.shape[1] * q.shape[2] <= kRowsInWarps;
-}
-
-std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, int workers) {
+std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
   for (Stage& stage : stages) {
     const auto* attention = std::get_if<AttentionStage>(&stage.body);
     const int64_t positions = attention == nullptr ? 0 : graph.values()[attention->k].shape[2];
-    const int64_t step = attention == nullptr ? 0 : positions_of_part(graph, stage, *attention, workers);
+    const int64_t step = attention == nullptr ? 0 : positions_of_part(graph, stage, *attention, target.workers);
     if (step >= positions) {
       split.push_back(std::move(stage));
       continue;

@@ -9,15 +9,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
-// Whether the query rows that share a head of keys are so few that a GPU's warps share out positions.
-bool takes_few_rows(const Graph& graph, const AttentionStage& attention);
-
 // Adds values and buffers to the graph. Other stages stay as they are.
-std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> split_kv(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "compiler/fuse/fuse_views.hpp"
-#include "compiler/passes/split_kv.hpp"
 
 namespace ark::compiler {
 
@@ -35,12 +34,12 @@ int64_t block_rows(const Graph& graph, const Stage& stage, const AttentionStage&
 
 }  // namespace
 
-std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, int workers) {
+std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const Target& target) {
   std::vector<Stage> split;
   for (Stage& stage : stages) {
     const auto* attention = std::get_if<AttentionStage>(&stage.body);
     const int64_t queries = attention == nullptr ? 0 : graph.values()[attention->q].shape[2];
-    const int64_t rows = attention == nullptr ? 0 : block_rows(graph, stage, *attention, workers);
+    const int64_t rows = attention == nullptr ? 0 : block_rows(graph, stage, *attention, target.workers);
     if (rows >= queries) {
       split.push_back(std::move(stage));
       continue;
@@ -66,7 +65,7 @@ std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, int wo
       split.push_back(std::move(block));
     }
   }
-  return split_kv(graph, std::move(split), workers);
+  return split;
 }
 
 }  // namespace ark::compiler

@@ -6,12 +6,12 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // Adds values to the graph. Other stages stay as they are, and so does attention with enough heads or few rows.
-std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> split_queries(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -150,7 +150,7 @@ class Joiner {
 
 }  // namespace
 
-std::vector<Stage> fuse_tails(Graph& graph, std::vector<Stage> stages, int) {
+std::vector<Stage> fuse_tails(Graph& graph, std::vector<Stage> stages, const Target&) {
   return Joiner(graph, std::move(stages)).run();
 }
 

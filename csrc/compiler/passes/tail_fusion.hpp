@@ -5,13 +5,13 @@
 
 #include <vector>
 
-#include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
+#include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {
 
 // After fuse_horizontally(). What such a stage reads beside the product's results must be older than the product's
 // rows, so that it delays nothing.
-std::vector<Stage> fuse_tails(Graph& graph, std::vector<Stage> stages, int workers);
+std::vector<Stage> fuse_tails(Graph& graph, std::vector<Stage> stages, const Target& target);
 
 }  // namespace ark::compiler

@@ -1,6 +1,8 @@
 // How a region is made (box.hpp): planned, compiled, its collectives bound to their groups. Its calls are in
 // region_calls.cpp, the checks of their inputs in region_inputs.cpp.
 #include "compiler/region/region.hpp"
+#include "compiler/inspect/dump_passes.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/from_blob.h>
@@ -12,7 +14,7 @@
 #include <map>
 #include <utility>
 
-#include "compiler/schedule/costs.hpp"
+#include "compiler/runtime/costs.hpp"
 #include "compiler/schedule/targets.hpp"
 #include "jit/host_compiler.hpp"
 #include "jit/kernel.hpp"
@@ -83,7 +85,9 @@ void prepare_costs() {
 Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
   graph.check();
-  plan_ = make_plan(std::move(graph), target_of(options), options.chained);
+  PassObserver observer;
+  if (!options.dump_passes.empty()) observer = pass_dumper(options.dump_passes, options.name);
+  plan_ = make_plan(std::move(graph), target_of(options), options.multi_step, observer);
   for (const int value : arguments) inputs_.push_back(spec_of(value));
   for (const int value : results) outputs_.push_back(spec_of(value));
   for (size_t i = 0; i < inputs_.size(); ++i) {

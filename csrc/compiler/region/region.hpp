@@ -36,9 +36,10 @@ struct RegionOptions {
   std::vector<std::string> groups;  // what the graph's collectives number: names that PyTorch knows process groups by
   // What runs a call whose group ark does not carry on GPUs; none: such a call is an error.
   std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> otherwise;
-  bool chained = false;  // for run_steps()
+  bool multi_step = false;  // for run_steps()
   CacheChoice cache = CacheChoice::automatic;
   CacheCosts caches = {};       // what was measured; `bytes` is the device's
+  std::string dump_passes;      // a folder for what each pass leaves; empty: none
   bool measured_costs = false;  // planned with what work costs on this machine, instead of assumed figures
 };
 
@@ -62,7 +63,7 @@ class Region {
   // The same, but where inputs share memory that the region writes, nothing is done and nothing given.
   std::optional<std::vector<at::Tensor>> run_apart(const std::vector<at::Tensor>& inputs);
 
-  // A chained region without results: `most` steps in one launch, each on what the one before left in the inputs, or
+  // A multi-step region without results: `most` steps in one launch, each on what the one before left in the inputs, or
   // until its graph says stop; how many were done. `interrupted` is asked now and then on this thread: true ends the
   // launch in the middle of a step (on a GPU after one), with Error(aborted), and aborts the groups, whose ranks would
   // wait for this one.

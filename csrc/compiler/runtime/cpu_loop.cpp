@@ -108,9 +108,9 @@ void CpuLoop::run(const void* const* inputs, void* const* outputs, StepStamps* s
 }
 
 uint64_t CpuLoop::run_steps(const void* const* inputs, void* const* outputs, const Steps& steps, StepStamps* stamps) {
-  if (steps.most < 1 || (steps.most > 1 && !plan_.chained))
+  if (steps.most < 1 || (steps.most > 1 && !plan_.multi_step))
     throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(steps.most) + " steps of a plan that is " +
-                                                 (plan_.chained ? "" : "not ") + "chained");
+                                                 (plan_.multi_step ? "" : "not ") + "multi_step");
   size_t waits = 0;
   const uint64_t stamped = stamps == nullptr ? 0 : std::min(steps.most, steps.stamped);
   if (stamps != nullptr) {

@@ -1,7 +1,7 @@
 // A plan on the CPU: emitted, compiled, loaded, and run by worker threads, step after step.
 //
-// A chained plan may run many steps in one launch (resident mode). The thread that calls run() is worker 0. Memory of a
-// step (arena, own arenas, scratch, events) is a set that is made on first use and taken again by the next call;
+// A multi-step plan may run many steps in one launch (resident mode). The thread that calls run() is worker 0. Memory
+// of a step (arena, own arenas, scratch, events) is a set that is made on first use and taken again by the next call;
 // callers at the same time have a set each. A step that fails leaves nothing behind: its set begins anew.
 #pragma once
 
@@ -29,8 +29,8 @@ class CpuLoop {
   // `stamps`, where given, is filled in.
   void run(const void* const* inputs, void* const* outputs, StepStamps* stamps = nullptr);
 
-  // A chained plan's steps, at most so many, until a task says stop: how many were done. `interrupted`, where given, is
-  // asked now and then on this thread; true ends the launch with Error(aborted), in the middle of a step.
+  // A multi-step plan's steps, at most so many, until a task says stop: how many were done. `interrupted`, where given,
+  // is asked now and then on this thread; true ends the launch with Error(aborted), in the middle of a step.
   struct Steps {
     uint64_t most = 1;
     uint64_t stamped = 64;  // so many of them, where stamps are asked for

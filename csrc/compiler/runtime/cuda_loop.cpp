@@ -163,9 +163,9 @@ void CudaLoop::run(const void* const* inputs, void* const* outputs, CUstream str
 
 CudaLoop::Launched CudaLoop::launch_steps(const void* const* inputs, CUstream stream, uint32_t most,
                                           const loop::Ranks* ranks) {
-  if (most < 1 || !plan_.chained || capture_of(stream).id != 0)
+  if (most < 1 || !plan_.multi_step || capture_of(stream).id != 0)
     throw Error(ErrorKind::invalid_argument, "a launch of " + std::to_string(most) + " steps of a plan that is " +
-                                                 (plan_.chained ? "" : "not ") + "chained" +
+                                                 (plan_.multi_step ? "" : "not ") + "multi_step" +
                                                  (capture_of(stream).id != 0 ? ", under graph capture" : ""));
   raise_if_failed();
   const std::shared_ptr<StepMemory> memory = memories_.of(stream);

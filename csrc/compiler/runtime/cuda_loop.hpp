@@ -6,7 +6,7 @@
 // A plan with collectives has one set of it: its launches follow each other, in the order that all ranks issue, since
 // they are operations of the group; the count of steps is the packets' epoch.
 //
-// A chained plan runs many steps a launch, for a host that waits for it (ark_torch.resident).
+// A multi-step plan runs many steps a launch, for a host that waits for it (ark_torch.resident).
 //
 // Nothing is zeroed between steps: events and the count of steps only grow, on the device. A launch that failed leaves
 // its set as it was; before the next one it begins anew.
@@ -46,8 +46,8 @@ class CudaLoop {
   void run(const void* const* inputs, void* const* outputs, CUstream stream, StepStamps* stamps = nullptr,
            const loop::Ranks* ranks = nullptr);
 
-  // A chained plan's steps, at most so many (or until a task says stop), in one launch; not under capture. To be waited
-  // for with what it returns, on a stream that comes after, before the next launch.
+  // A multi-step plan's steps, at most so many (or until a task says stop), in one launch; not under capture. To be
+  // waited for with what it returns, on a stream that comes after, before the next launch.
   struct Launched {
     loop::Report* report = nullptr;
     uint32_t most = 0;                  // steps

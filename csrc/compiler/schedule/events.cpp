@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 
 namespace ark::compiler {
 

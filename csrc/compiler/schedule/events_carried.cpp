@@ -1,4 +1,4 @@
-// What a step waits for of the step before, in chained plans. See events.hpp.
+// What a step waits for of the step before, in multi-step plans. See events.hpp.
 //
 // Two steps are enough to look at: what a task conflicts with two steps back, it conflicts with in the step between too
 // (it is the same plan), and its own queue orders that one before.
@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/schedule/events.hpp"
 #include "compiler/schedule/events_order.hpp"
 

@@ -6,10 +6,8 @@
 #include <vector>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
-#include "compiler/passes/fuse_all_reduce.hpp"
-#include "compiler/passes/kv_append.hpp"
-#include "compiler/passes/prologue_fusion.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/schedule/events.hpp"
 
 namespace ark::compiler {
@@ -21,7 +19,7 @@ constexpr int64_t most_packet_bytes = 32768;
 
 // What kernels write and poll where the target says so (Target::packets_of_rows).
 bool writes_packets(const Graph& graph, const Stage& stage, const Access& access) {
-  return rows_of(stage) >= 0 && is_floating(graph.values()[access.value].type);
+  return few_rows_of(stage) >= 0 && is_floating(graph.values()[access.value].type);
 }
 bool polls_packets(const Graph& graph, const Stage& stage, const Access& access, ScalarType written) {
   const Value& value = graph.values()[access.value];
@@ -37,7 +35,7 @@ bool polls_packets(const Graph& graph, const Stage& stage, const Access& access,
     return source.buffer == value.buffer && graph.values()[scatter->index].buffer != value.buffer && !scatter->along &&
            !scatter->accumulate && source.shape[static_cast<size_t>(scatter->dim)] == 1;
   }
-  if (rows_of(stage) != access.value) return false;
+  if (few_rows_of(stage) != access.value) return false;
   // Each element by one thread, where the depth of `b` is adjacent.
   const auto products = matmuls_of(stage);
   return std::all_of(products.begin(), products.end(), [&](const MatmulStage& one) {
@@ -85,7 +83,7 @@ std::vector<char> plain_buffers(const Graph& graph, const std::vector<Stage>& st
 
 std::vector<bool> choose_packets(const Plan& plan, const std::vector<bool>& own) {
   std::vector<bool> chosen(plan.graph.buffers().size(), false);
-  if (!plan.target.packets || plan.chained) return chosen;
+  if (!plan.target.packets || plan.multi_step) return chosen;
   std::vector<char> plain = plain_buffers(plan.graph, plan.stages, plan.target);
   for (size_t buffer = 0; buffer < own.size(); ++buffer)
     if (own[buffer]) plain[buffer] = 1;

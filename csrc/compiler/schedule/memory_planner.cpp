@@ -1,5 +1,6 @@
 // See memory_planner.hpp.
 #include "compiler/schedule/memory_planner.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -7,7 +8,6 @@
 #include <limits>
 #include <numeric>
 
-#include "compiler/passes/fuse_all_reduce.hpp"
 #include "compiler/schedule/events_order.hpp"
 
 namespace ark::compiler {
@@ -120,7 +120,7 @@ int64_t eager_peak(const Graph& graph) {
 }
 
 int64_t placed_bytes(const Buffer& buffer, const Placement& placement) {
-  return buffer.bytes * (placement.packets ? 2 : 1) * (placement.parity ? 2 : 1);
+  return buffer.bytes * (placement.packets ? 2 : 1);
 }
 
 void plan_memory(Plan& plan, const std::vector<bool>& own, const std::vector<bool>& packets) {

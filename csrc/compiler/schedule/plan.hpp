@@ -6,11 +6,12 @@
 //
 // Packets (small results that cross workers, where the target has them) carry their own signal: an event of packets
 // stands for polling the data, and brings its waiter these results and nothing else. A buffer of packets is written by
-// one stage and shares bytes with nobody, so that the epoch alone says which step a word is of. Chained plans have
+// one stage and shares bytes with nobody, so that the epoch alone says which step a word is of. Multi-step plans have
 // none yet: a step's packets may only be overwritten when all of their readers have read, which takes counters.
 //
-// Between two steps the launch boundary orders everything. Where there is none (resident mode: `chained`) a worker may
-// start step s + 1 while another is still in step s: a task's `carried` events are waited for with (s - 1) * threshold.
+// Between two steps the launch boundary orders everything. Where there is none (resident mode: `multi_step`) a worker
+// may start step s + 1 while another is still in step s: a task's `carried` events are waited for with (s - 1) *
+// threshold.
 //
 // The loader: what no dependency guards (parameters) is known before the first task; `loads` lists it in the order of
 // the queue, in pages of the ring. On a GPU one warp walks that list ahead of the tasks with at most `in_flight` pages
@@ -49,7 +50,7 @@ struct Target {
   int workers = 1;
   int64_t page_bytes = 16384;
   int pages = 10;                    // in the ring of each worker
-  int in_flight = 2;                 // pages asked for and not yet landed
+  int in_flight = 2;                 // pages asked for ahead of the tasks that read them
   bool packets = false;              // small results travel as {value, epoch} packets instead of data and a counter
   bool packets_of_rows = false;      // of these only what kernels write and poll: results of products of few rows
   double flops_per_us = 2e4;         // of one worker, in products
@@ -70,7 +71,7 @@ struct Task {
   bool replica = false;      // one of the copies of a replicated stage: its results are the worker's own
   int head = -1;             // the task before it in its queue, where one run does both; see prologue_fusion.hpp
   std::vector<int> waits;    // events
-  std::vector<int> carried;  // events of the step before; only in chained plans
+  std::vector<int> carried;  // events of the step before; only in multi-step plans
   std::vector<int> signals;  // events
   double cost_us = 0;        // estimated
 };
@@ -98,7 +99,6 @@ struct Placement {
   int64_t offset = -1;   // -1: not a temporary, or one that no stage touches
   bool own = false;      // one copy a worker (replicated stages)
   bool packets = false;  // {value, epoch} packets: twice the bytes, shared with no other buffer in the step
-  bool parity = false;   // two copies that take turns, step by step
   Push pushed = {};      // packets of all ranks, in the memory that they share: no place in the arena
 };
 
@@ -109,27 +109,13 @@ struct Plan {
   std::vector<Task> tasks;  // in an order that is valid to execute
   std::vector<Event> events;
   std::vector<Queue> queues;
-  std::vector<Placement> placements;  // by buffer
-  bool chained = false;               // one launch runs many steps
+  std::vector<std::vector<Load>> prefetches;  // by queue: the loads that its worker asks for; empty: its own (a CPU's)
+  std::vector<Placement> placements;          // by buffer
+  bool multi_step = false;                    // one launch runs many steps
   int64_t arena_bytes = 0;
   int64_t own_bytes = 0;         // of each worker
   int64_t eager_peak_bytes = 0;  // what one buffer a result, freed after its last use, would take
   double estimated_us = 0;
 };
-
-Plan make_plan(Graph graph, const Target& target, bool chained = false);
-// The same from stages made elsewhere (tests).
-Plan plan_stages(Graph graph, std::vector<Stage> stages, const Target& target, bool chained = false);
-
-// Throws Error(invalid_argument) that names the offending task: a cycle, a wait that cannot be met, a buffer written
-// or reused while it is alive, a value read before it is written, a queue for no worker, tiles that do not cover a
-// stage once, a ring that does not hold a task's pages.
-void validate(const Plan& plan);
-
-// When each task starts, in microseconds, if all takes what was estimated.
-std::vector<double> estimated_starts(const Plan& plan);
-std::string to_json(const Plan& plan);
-// A drawing of the estimated schedule.
-std::string to_svg(const Plan& plan);
 
 }  // namespace ark::compiler

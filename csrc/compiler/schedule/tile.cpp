@@ -1,12 +1,12 @@
 // See tile.hpp.
 #include "compiler/schedule/tile.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <utility>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
-#include "compiler/passes/lower_collectives.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/schedule/tile_cuts.hpp"
 #include "compiler/schedule/tile_ready.hpp"
 #include "compiler/schedule/tile_replicas.hpp"

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/passes/kv_append.hpp"
-#include "compiler/passes/matmul_tiling.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/matmul_tile.hpp"
 #include "compiler/schedule/tile.hpp"
 
 namespace ark::compiler {

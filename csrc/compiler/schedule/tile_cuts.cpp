@@ -1,10 +1,10 @@
 // See tile_cuts.hpp.
 #include "compiler/schedule/tile_cuts.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/passes/lower_collectives.hpp"
 #include "compiler/schedule/tile.hpp"
 
 namespace ark::compiler {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {

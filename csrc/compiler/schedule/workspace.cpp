@@ -1,10 +1,10 @@
 // See workspace.hpp.
 #include "compiler/schedule/workspace.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <variant>
 
-#include "compiler/passes/kv_append.hpp"
 #include "cuda/loop/group.cuh"
 
 namespace ark::compiler {

@@ -1,11 +1,11 @@
 // The structure of a plan: every index within its list, every task on the queue of its worker once, every event with as
 // many signals as it counts. See validator.hpp.
 #include "compiler/verify/validator.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <string>
 
-#include "compiler/passes/lower_collectives.hpp"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -35,34 +35,6 @@ void check_target(const Plan& plan) {
   }
 }
 
-void check_stages(const Plan& plan) {
-  const auto values = static_cast<int>(plan.graph.values().size());
-  for (size_t index = 0; index < plan.stages.size(); ++index) {
-    const Stage& stage = plan.stages[index];
-    const std::string name = "stage " + to_string(index) + " '" + (stage.name.empty() ? stage.kind : stage.name) + "'";
-    if (stage.extent < 0 || stage.grain < 1) {
-      structure_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
-    }
-    std::vector<Access> accesses = stage.accesses;
-    for (const Stage& next : stage.tail) accesses.insert(accesses.end(), next.accesses.begin(), next.accesses.end());
-    for (const Access& access : accesses) {
-      if (access.value < 0 || access.value >= values || plan.graph.values()[access.value].is_literal()) {
-        structure_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
-      }
-      const Value& value = plan.graph.values()[access.value];
-      if (access.axis >= static_cast<int>(value.shape.size())) {
-        structure_error(name + " cuts dimension " + to_string(access.axis) + " of value " + to_string(access.value) +
-                        ", which has " + to_string(value.shape.size()));
-      }
-      if (access.write && plan.graph.buffers()[value.buffer].kind == Buffer::Kind::input &&
-          !plan.graph.buffers()[value.buffer].mutated) {
-        structure_error(name + " writes value " + to_string(access.value) +
-                        ", which lies on an input that is not to change");
-      }
-    }
-  }
-}
-
 void check_task(const Plan& plan, int index) {
   const Task& task = plan.tasks[index];
   const auto name = [&] { return describe(plan, index); };
@@ -79,7 +51,7 @@ void check_task(const Plan& plan, int index) {
   if (task.worker < 0 || task.worker >= plan.target.workers) {
     structure_error(name() + " is for a worker that is not there: there are " + to_string(plan.target.workers));
   }
-  if (!task.carried.empty() && !plan.chained) {
+  if (!task.carried.empty() && !plan.multi_step) {
     structure_error(name() + " waits for the step before, in a plan whose steps are launches of their own");
   }
   if (std::holds_alternative<CollectiveStage>(stage.body) &&
@@ -179,6 +151,34 @@ void check_events(const Plan& plan) {
 
 }  // namespace
 
+void check_stages(const Plan& plan) {
+  const auto values = static_cast<int>(plan.graph.values().size());
+  for (size_t index = 0; index < plan.stages.size(); ++index) {
+    const Stage& stage = plan.stages[index];
+    const std::string name = "stage " + to_string(index) + " '" + (stage.name.empty() ? stage.kind : stage.name) + "'";
+    if (stage.extent < 0 || stage.grain < 1) {
+      structure_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
+    }
+    std::vector<Access> accesses = stage.accesses;
+    for (const Stage& next : stage.tail) accesses.insert(accesses.end(), next.accesses.begin(), next.accesses.end());
+    for (const Access& access : accesses) {
+      if (access.value < 0 || access.value >= values || plan.graph.values()[access.value].is_literal()) {
+        structure_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
+      }
+      const Value& value = plan.graph.values()[access.value];
+      if (access.axis >= static_cast<int>(value.shape.size())) {
+        structure_error(name + " cuts dimension " + to_string(access.axis) + " of value " + to_string(access.value) +
+                        ", which has " + to_string(value.shape.size()));
+      }
+      if (access.write && plan.graph.buffers()[value.buffer].kind == Buffer::Kind::input &&
+          !plan.graph.buffers()[value.buffer].mutated) {
+        structure_error(name + " writes value " + to_string(access.value) +
+                        ", which lies on an input that is not to change");
+      }
+    }
+  }
+}
+
 void check_structure(const Plan& plan) {
   check_target(plan);
   check_stages(plan);
@@ -195,7 +195,7 @@ void validate(const Plan& plan) {
   check_placements(plan);
   check_loads(plan);
   check_order(plan);
-  if (plan.chained) check_steps(plan);
+  if (plan.multi_step) check_steps(plan);
 }
 
 }  // namespace ark::compiler

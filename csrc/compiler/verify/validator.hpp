@@ -1,4 +1,4 @@
-// What validate() (plan.hpp) consists of. Each check throws Error(invalid_argument) that names the offending task.
+// The checks of a plan. Each throws Error(invalid_argument) that names the offending task.
 #pragma once
 
 #include "compiler/schedule/events_order.hpp"
@@ -6,6 +6,14 @@
 
 namespace ark::compiler {
 
+// All of the below: a cycle, a wait that cannot be met, a buffer written or reused while it is alive, a value read
+// before it is written, a queue for no worker, tiles that do not cover a stage once, a ring that does not hold a task's
+// pages.
+void validate(const Plan& plan);
+
+// Stages by themselves: that they touch values that are there, along dimensions that these have, and write no constant
+// input.
+void check_stages(const Plan& plan);
 // validator.cpp: that all indices lie within their lists; everything after may rely on it.
 void check_structure(const Plan& plan);
 // validator_tiles.cpp: that tiles cover each stage once, replicas, placements.
@@ -21,7 +29,7 @@ void check_loads(const Plan& plan);
 void check_order(const Plan& plan);
 // validator_memory.cpp: part of it: own copies, and temporaries that share bytes.
 void check_memory(const Plan& plan, const Order& order);
-// validator_steps.cpp: the same across two steps of a chained plan.
+// validator_steps.cpp: the same across two steps of a multi-step plan.
 void check_steps(const Plan& plan);
 
 }  // namespace ark::compiler

@@ -2,6 +2,7 @@
 // nothing else. See validator.hpp.
 #include <algorithm>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "compiler/graph/box.hpp"
@@ -98,6 +99,38 @@ void check_loads_of_task(const Plan& plan, int worker, int index, const std::vec
   }
 }
 
+// What is asked for ahead: of each queue's own loads, in their order, and of each page one.
+void check_prefetches(const Plan& plan) {
+  if (plan.prefetches.empty()) return;
+  if (plan.prefetches.size() != plan.queues.size())
+    loads_error("there are prefetches for " + to_string(plan.prefetches.size()) + " of " +
+                to_string(plan.queues.size()) + " queues");
+  const auto what = [](const Load& load) {
+    return std::tie(load.value, load.offset, load.bytes, load.rows, load.stride);
+  };
+  const auto same = [&](const Load& a, const Load& b) { return a.task == b.task && what(a) == what(b); };
+  std::vector<Load> read, asked;
+  for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
+    const std::vector<Load>& loads = plan.queues[worker].loads;
+    read.insert(read.end(), loads.begin(), loads.end());
+    auto next = loads.begin();
+    for (const Load& load : plan.prefetches[worker]) {
+      next = std::find_if(next, loads.end(), [&](const Load& one) { return same(one, load); });
+      if (next == loads.end())
+        loads_error("the load of " + to_string(load.bytes) + " bytes of value " + to_string(load.value) +
+                    " that worker " + to_string(worker) + " asks for ahead is not the next that its tasks read");
+      ++next;
+      asked.push_back(load);
+    }
+  }
+  const auto less = [&](const Load& a, const Load& b) { return what(a) < what(b); };
+  std::sort(asked.begin(), asked.end(), less);
+  for (const Load& load : read)
+    if (!std::binary_search(asked.begin(), asked.end(), load, less))
+      loads_error(describe(plan, load.task) + " reads " + to_string(load.bytes) + " bytes of value " +
+                  to_string(load.value) + ", which no worker asks for ahead");
+}
+
 }  // namespace
 
 void check_loads(const Plan& plan) {
@@ -118,6 +151,7 @@ void check_loads(const Plan& plan) {
       loads_error(name_of_load(plan, worker, next) + " is not in the order of that worker's queue");
     }
   }
+  check_prefetches(plan);
 }
 
 }  // namespace ark::compiler

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/verify/validator.hpp"
 #include "util/error.hpp"
 
@@ -165,8 +165,7 @@ void OrderChecker::check_defined() const {
       if (access.write || plan_.graph.buffers()[buffer].kind == Buffer::Kind::input) continue;
       const Box box = box_of(plan_.graph.values()[access.value]);
       const std::vector<Box>& parts = written[buffer];
-      if (box.empty() ||
-          std::any_of(parts.begin(), parts.end(), [&](const Box& part) { return covers(part, box); })) {
+      if (box.empty() || std::any_of(parts.begin(), parts.end(), [&](const Box& part) { return covers(part, box); })) {
         continue;
       }
       // Several writes together: byte by byte where that is little work, else by their sum.

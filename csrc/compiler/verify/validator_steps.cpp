@@ -1,9 +1,9 @@
-// Chained plans: two steps in a row without a launch between them. See validator.hpp.
+// Multi-step plans: two steps in a row without a launch between them. See validator.hpp.
 #include <algorithm>
 #include <string>
 
 #include "compiler/graph/box.hpp"
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 #include "compiler/verify/validator.hpp"
 #include "util/error.hpp"
 
@@ -52,8 +52,7 @@ void check_steps(const Plan& plan) {
         const int buffer = plan.graph.values()[access.value].buffer;
         if (step == 0 || !history.may_conflict(buffer)) continue;
         for (const int task : tasks_of[stage]) {
-          const Box box =
-              box_of(plan.graph, plan.stages[stage], access, plan.tasks[task].begin, plan.tasks[task].end);
+          const Box box = box_of(plan.graph, plan.stages[stage], access, plan.tasks[task].begin, plan.tasks[task].end);
           history.conflicts(buffer, box, access.write, [&](const BoxHistory::Record& record, int before) {
             if (record.step == 1 || order.before(before, task, 0, 1)) return;
             steps_error(describe(plan, task) + (access.write ? " writes" : " reads") + " value " +

@@ -40,7 +40,7 @@ void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) 
 
 // Everybody must hear of the end.
 void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
-  if (!plan.chained) tiles_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
+  if (!plan.multi_step) tiles_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
   for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
     const auto here = [&](int index) { return plan.tasks[index].worker == static_cast<int>(worker); };
     if (std::none_of(tasks.begin(), tasks.end(), here)) {
@@ -93,7 +93,7 @@ void check_placements(const Plan& plan) {
     const Placement& placement = plan.placements[buffer];
     if (const Push& pushed = placement.pushed; pushed.ranks > 0) {
       const int64_t bytes = 2 * buffers[buffer].bytes;
-      if (!placement.packets || placement.own || placement.offset != -1 || plan.chained)
+      if (!placement.packets || placement.own || placement.offset != -1 || plan.multi_step)
         tiles_error("buffer " + to_string(buffer) + " is pushed by ranks, but is no packets, or has a place here too");
       if (bytes > pushed.apart || pushed.place + pushed.ranks * pushed.apart > pushed.half)
         tiles_error("buffer " + to_string(buffer) + " is pushed by ranks beyond its place");

@@ -1,7 +1,7 @@
 // What ranks tell each other through the store about RDMA: fixed-size records that are trusted in nothing.
 //
 // An Offer says what a rank could use; all ranks read all of them and decide alike. An Endpoint is one rank's end of
-// the connection to one peer. Both are written field by field, as memory/handle.hpp does: every byte is checked or
+// the connection to one peer. Both are written field by field, as shm/handle.hpp does: every byte is checked or
 // zero.
 #pragma once
 

@@ -35,9 +35,9 @@
 #include <cerrno>
 #include <chrono>
 
-#include "collectives/dtype.hpp"
 #include "health/flight/flight_record.hpp"
 #include "health/flight/flight_record_impl.hpp"
+#include "util/dtype.hpp"
 #include "util/json_writer.hpp"
 
 namespace ark {

@@ -10,8 +10,8 @@
 
 #include "shm/handle.hpp"
 #include "shm/hello_message.hpp"
-#include "shm/local_socket.hpp"
 #include "shm/support.hpp"
+#include "util/local_socket.hpp"
 
 namespace ark::test {
 namespace bootstrap_intruders_test {

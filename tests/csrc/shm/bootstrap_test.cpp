@@ -5,8 +5,8 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
-#include "shm/identity.hpp"
 #include "shm/support.hpp"
+#include "util/identity.hpp"
 
 namespace ark::test {
 namespace {

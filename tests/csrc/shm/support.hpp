@@ -8,8 +8,8 @@
 
 #include "shm/bootstrap.hpp"
 #include "shm/handle.hpp"
-#include "shm/identity.hpp"
 #include "support/processes.hpp"
+#include "util/identity.hpp"
 
 namespace ark::test {
 

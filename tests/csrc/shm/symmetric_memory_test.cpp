@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "cuda/shareable_pool.hpp"
-#include "cuda/shared_pinned_memory.hpp"
+#include "shm/shared_pinned_memory.hpp"
 #include "shm/support.hpp"
 #include "support/pretended_driver.hpp"
 

@@ -6,9 +6,10 @@
 // used as they land: which column is which of a product's depth, and which value column which of its rows, is free to
 // choose. Products are transposed (keys times queries), so that eight rows fill a tile.
 //
-// Where every warp has one block at most, as of a part of the positions (compiler/passes/split_kv.hpp), all loads are under
-// way at once, the mask's among them. What it hides is read in vain then, but nothing waits for two loads in a row.
-// The text is run once or twice, out of a cold instruction cache: it is kept short, and its loops are not unrolled.
+// Where every warp has one block at most, as of a part of the positions (compiler/passes/split_kv.hpp), all loads are
+// under way at once, the mask's among them. What it hides is read in vain then, but nothing waits for two loads in a
+// row. The text is run once or twice, out of a cold instruction cache: it is kept short, and its loops are not
+// unrolled.
 #pragma once
 
 #include "cuda/loop/attention_rows.cuh"

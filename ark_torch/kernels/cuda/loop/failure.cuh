@@ -2,7 +2,8 @@
 // the host (Report), and all workers leave by the abort word.
 //
 // Memory order. Who claims the report by a compare-and-swap of the system's scope writes it alone, and releases
-// `failure`, which the host acquires (csrc/compiler/runtime/step_memory.cpp). The abort word is polled, and orders nothing.
+// `failure`, which the host acquires (csrc/compiler/runtime/step_memory.cpp). The abort word is polled, and orders
+// nothing.
 #pragma once
 
 #include "cuda/loop/task.cuh"

@@ -11,8 +11,8 @@ namespace ark::loop {
 inline constexpr int kWarps = 16;  // of a block; 128 registers a thread
 inline constexpr int kThreads = kWarps * 32;
 
-// Bytes of shared memory that a task may use as it likes: of plans that need no more (csrc/compiler/schedule/workspace.hpp) the
-// fewer, so that the first-level cache is larger.
+// Bytes of shared memory that a task may use as it likes: of plans that need no more
+// (csrc/compiler/schedule/workspace.hpp) the fewer, so that the first-level cache is larger.
 inline constexpr int kSmallWorkspaceBytes = 36 * 1024;
 #if defined(ARK_LOOP_SMALL_WORKSPACE)
 inline constexpr int kWorkspaceBytes = kSmallWorkspaceBytes;
@@ -23,7 +23,8 @@ inline constexpr int kWorkspaceAlignment = 1024;  // tile_group.cuh needs it
 // The same in kernels where groups of warps multiply: for the ring of tiles alone, so that enough is under way.
 inline constexpr int kGroupWorkspaceBytes = 192 * 1024;
 
-// Of shared memory where what a task's first half computes stays for its second (csrc/compiler/passes/prologue_fusion.hpp).
+// Of shared memory where what a task's first half computes stays for its second
+// (csrc/compiler/passes/prologue_fusion.hpp).
 inline constexpr int kKeptBytes = 8 * 1024;
 
 #if defined(__CUDACC__)

@@ -1,4 +1,5 @@
-// Loads and stores that tell caches what becomes of the bytes: the plan chooses (csrc/compiler/passes/cache_policy.hpp).
+// Loads and stores that tell caches what becomes of the bytes: the plan chooses
+// (csrc/compiler/passes/cache_policy.hpp).
 //
 // The second-level cache is told by a policy in a register, which is made where it is used (createpolicy, compute
 // capability 8.0), the first-level cache by the instruction. A hint changes no bit and no order: loads are as weak as

@@ -52,7 +52,7 @@ ARK_LOOP bool is_misaligned(const Operand& one, const char* at) {
 }
 
 template <class Plan>
-struct Clerk {
+struct Prefetcher {
   Lookahead& to;
   char* const* bases;
   int self, count;  // the thread's number; the tasks of the queue

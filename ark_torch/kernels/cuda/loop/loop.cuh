@@ -1,8 +1,8 @@
 // The loop kernel: one block an SM runs its queue of tasks from the plan's tables, once through each step.
 //
 // All threads run a task together: wait for its events, call its function, bump its events. Before they wait they ask
-// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be brought into the
-// second-level cache: memory streams while tasks wait for each other.
+// for the parameters of tasks to come, as the plan's tables say (csrc/compiler/emit/common/emit_tables.hpp), to be
+// brought into the second-level cache: memory streams while tasks wait for each other.
 //
 // Memory order. A task's stores come before the barrier sync(), behind which a thread bumps the task's events by a
 // release at GPU scope: stores of all threads of the block happen before it (barriers and releases are cumulative in
@@ -15,7 +15,7 @@
 //
 // Small results may be polled themselves instead (packets.cuh): for those nothing is awaited or bumped here.
 //
-// Many steps a launch (resident mode, chained plans): all workers meet between two steps, at an event that the last
+// Many steps a launch (resident mode, multi-step plans): all workers meet between two steps, at an event that the last
 // task of each bumps, so a step sees all of the one before, as the next launch would. Each worker has looked by itself
 // whether the graph says stop. Whether the host does, one worker asks when it begins a step, and leaves the answer
 // where the others look when they have met: all end after the same step.
@@ -130,7 +130,7 @@ struct Turn {
 inline constexpr int kStepDone = -1, kLeave = -2;
 
 template <class Plan, int kPointers>
-ARK_LOOP Clerk<Plan> clerk_of(int self) {
+ARK_LOOP Prefetcher<Plan> prefetcher_of(int self) {
   Shared<kPointers>& here = shared<kPointers>();
   return {here.ahead, here.bases.at, self, read_now(worker().task_count)};
 }
@@ -160,16 +160,16 @@ template <class Plan, int kPointers>
 static __device__ __noinline__ Turn next_task() {
   Shared<kPointers>& here = shared<kPointers>();
   const int self = thread(), last = here.positions[self], position = last + 1;
-  const Clerk<Plan> clerk = clerk_of<Plan, kPointers>(self);
+  const Prefetcher<Plan> prefetcher = prefetcher_of<Plan, kPointers>(self);
   if (last >= 0) {
-    clerk.landed();
+    prefetcher.landed();
     if (sync_any(read_now(here.leave) != 0)) return {kLeave, {}, {}};
     const TaskEntry& ended = here.ahead.entries[last % kEntries];
     stamp(self, ended, &Stamp::end_ns);
     bump_all(self, ended, here.ahead.slots[last % 4]);
   }
   here.positions[self] = position;
-  if (position >= clerk.count) {
+  if (position >= prefetcher.count) {
     if (Plan::kClosing < 0) end_launch<Plan>(self);
     return {kStepDone, {}, {}};
   }
@@ -177,20 +177,20 @@ static __device__ __noinline__ Turn next_task() {
   const TaskSlot& slot = here.ahead.slots[position % 4];
   stamp(self, task, &Stamp::came_ns);
   if (Plan::kPackets && self == 0) *const_cast<const TaskEntry* volatile*>(&worker().task) = &task;
-  clerk.ahead(position);
+  prefetcher.ahead(position);
   if (fetches(self))
-    fetch<Plan::kHintedLoads>(self, clerk.bases,
+    fetch<Plan::kHintedLoads>(self, prefetcher.bases,
                               in_slot(slot.loads, kSlotLoads, worker().loads, task.loads, task.load_count),
                               task.load_count);
   if (!await_all(self, task, slot)) return {kLeave, {}, {}};
   stamp(self, task, &Stamp::begin_ns);
-  const auto found = clerk.operands(position);
+  const auto found = prefetcher.operands(position);
   return {task.function + (found.aligned ? 0 : Plan::kFunctions), {shared_address(&task)}, found.operands};
 }
 
 template <class Plan, int kPointers>
 static __device__ __noinline__ void begin_step() {
-  clerk_of<Plan, kPointers>(thread()).begin();
+  prefetcher_of<Plan, kPointers>(thread()).begin();
   shared<kPointers>().positions[thread()] = -1;
 }
 

@@ -12,7 +12,7 @@
 
 #include <cstddef>
 
-#include "collectives/dtype.hpp"
+#include "util/dtype.hpp"
 
 namespace ark {
 

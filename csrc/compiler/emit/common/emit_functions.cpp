@@ -1,5 +1,6 @@
 // See emit_functions.hpp.
 #include "compiler/emit/common/emit_functions.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <type_traits>

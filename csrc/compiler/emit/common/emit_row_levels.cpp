@@ -67,6 +67,7 @@ RowEmitter::Registers RowEmitter::needed(int when, bool& any) const {
 std::set<int> RowEmitter::worth_keeping(int when, const Registers& need) const {
   std::set<int> keep;
   if (to_.cuda() && turns_ == 0) return keep;
+  if (nest_.across_rows()) return keep;  // a row's columns for every lane are more than a cache holds
   for (int later = when + 1; later <= last_level_; ++later) {
     bool any = false;
     const Registers again = needed(later, any);

@@ -41,6 +41,7 @@ class RowEmitter {
 
   // emit_cpu_rows.cpp.
   void open_rows();
+  void open_vector();
   void close_rows();
   void define(int i, const std::string& expression);
   std::string stored(const Instruction& one) const;
@@ -49,7 +50,7 @@ class RowEmitter {
   void accumulator(int i);
   std::string reduced_lanes(const Instruction& one) const;
   void pass(const Registers& need, const std::set<int>& keep);
-  std::string place(const Instruction& one, const std::string& further = "");
+  std::string place(const Instruction& one, const std::string& further = "", bool columns = true);
   bool passes_caches(const Instruction& one) const;
   std::string fits(const Instruction& one, int i);
   static std::string further(const Instruction& one, int i);

@@ -38,9 +38,7 @@ class CpuEmitter {
     ErrorContext context;
     context.remedy = "This is a defect of the planner: please report it.";
     for (const Placement& placement : plan.placements)
-      if (placement.packets || placement.parity)
-        throw Error(ErrorKind::invalid_argument, "the CPU target has neither packets nor copies that take turns",
-                    context);
+      if (placement.packets) throw Error(ErrorKind::invalid_argument, "the CPU target has no packets", context);
     if (plan.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
     return plan;
   }

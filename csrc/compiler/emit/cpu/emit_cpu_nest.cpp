@@ -106,6 +106,7 @@ void RowNest::choose_vector() {
     best = adjacent;
     vector_ = i;
   }
+  if (best == 0 && choose_rows()) return;
   if (best >= 0) return;
   // Rows of one column.
   RowLoop loop;
@@ -114,6 +115,26 @@ void RowNest::choose_vector() {
   loop.end = "1";
   vector_ = loops_.size();
   loops_.push_back(loop);
+}
+
+// Where nothing is adjacent along the columns: a loop of rows along which most accesses are. Sums of a lane have the
+// order of columns, whatever the tile is.
+bool RowNest::choose_rows() {
+  constexpr int64_t kFewest = 8;
+  if (to_.cuda() || !reduces_ || positions_) return false;
+  for (const Instruction& one : program_.code)
+    if (one.kind == Kind::store && one.args.size() > 1) return false;  // through an index
+  int best = 0;
+  for (size_t i = 0; i < loops_.size(); ++i) {
+    int adjacent = 0;
+    if (loops_[i].column || loops_[i].size < kFewest) continue;
+    for (const Instruction& one : program_.code)
+      adjacent += one.kind == Kind::load && stride(one, loops_[i]) == 1 ? 1 : 0;
+    if (adjacent <= best) continue;
+    best = adjacent;
+    vector_ = i;
+  }
+  return best > 0;
 }
 
 int64_t RowNest::rows() const {

@@ -1,9 +1,10 @@
 // The loops that walk a row program's index space; part of emit_cpu_rows.cpp.
 //
 // Dimensions that all loads and stores step through as through one become one loop. Loops of rows stand outside of
-// those of columns; one of the latter goes 16 at a time. A row that nothing is reduced over may as well be all there
-// is. For a GPU there are no loops but one of rows, over the groups of threads that take one each, and one of columns,
-// over a group's threads; indices are taken apart from their number.
+// those of columns; one of the latter goes 16 at a time, or one of rows where only rows lie side by side (a sum over
+// the first dimension): each lane is then a row. A row that nothing is reduced over may as well be all there is. For a
+// GPU there are no loops but one of rows, over the groups of threads that take one each, and one of columns, over a
+// group's threads; indices are taken apart from their number.
 #pragma once
 
 #include <string>
@@ -30,6 +31,8 @@ class RowNest {
   const RowLoop& vector() const { return loops_[vector_]; }
   // Whether the loop goes 16 at a time, its index left out of addresses.
   bool is_vector(const RowLoop& loop) const { return !to_.cuda() && &loop == &loops_[vector_]; }
+  // Whether the lanes are rows: what is one number a row differs from lane to lane.
+  bool across_rows() const { return !to_.cuda() && !loops_[vector_].column; }
   bool has_numbers() const { return reduces_ || numbers_; }  // something is one number a row
   int64_t columns() const;
 
@@ -55,6 +58,7 @@ class RowNest {
   bool continues(const RowLoop& loop, int d, int64_t size, bool column) const;
   void make_loops();
   void choose_vector();
+  bool choose_rows();
   int rank() const { return static_cast<int>(program_.shape.size()); }
   std::vector<const RowLoop*> fastest_first(bool columns) const;
 

@@ -1,6 +1,7 @@
 // Row programs as loops: over rows, and within a row over columns, 16 at a time, once for each level of reductions.
 //
-// A number of the row is held in all lanes, so that the same functions serve both.
+// A number of the row is held in all lanes, so that the same functions serve both; where lanes are rows, each in its
+// own.
 #include "compiler/emit/common/emit_row_program.hpp"
 
 #include <algorithm>
@@ -22,7 +23,14 @@ void RowEmitter::emit() {
 void RowEmitter::open_rows() {
   if (to_.cuda()) return open_threads();
   for (const RowLoop& loop : nest_.loops())
-    if (!loop.column) nest_.open(loop);
+    if (!loop.column && !nest_.is_vector(loop)) nest_.open(loop);
+  if (nest_.across_rows()) open_vector();
+}
+
+void RowEmitter::open_vector() {
+  const RowLoop& vector = nest_.vector();
+  to_.open("for_columns(" + vector.begin + ", " + vector.end + ", [&](int64_t " + vector.name +
+           ", auto lanes) ARK_BODY");
 }
 
 void RowEmitter::close_rows() {
@@ -30,8 +38,9 @@ void RowEmitter::close_rows() {
     if (nest_.has_numbers() || turns_ > 0) to_.close("});");
     return;
   }
+  if (nest_.across_rows()) to_.close("});");
   for (const RowLoop& loop : nest_.loops())
-    if (!loop.column) to_.close();
+    if (!loop.column && !nest_.is_vector(loop)) to_.close();
   if (std::any_of(code_.begin(), code_.end(), [&](const Instruction& one) { return passes_caches(one); }))
     to_.line("end_stores_past();");
 }
@@ -59,16 +68,21 @@ void RowEmitter::numbers(int when) {
     const Instruction& one = at(i);
     if (level(i) != when) continue;
     if (one.kind == Kind::reduce) {
-      std::string result = "s" + std::to_string(i) + ".result()";
+      std::string result = "s" + std::to_string(i) + (nest_.across_rows() ? ".each()" : ".result()");
       if (one.name == "mean") result += " / " + std::to_string(nest_.columns()) + ".0f";
       define(i, RowExpressions::rounded(one, result));
     } else if (one.kind == Kind::store && stores_number(one)) {
       if (to_.cuda())
         to_.line("if (Group::rank() == 0) store_one(" + nest_.base(one, false) + ", " + stored(one) + ");");
+      else if (nest_.across_rows())
+        to_.line(std::string("store") + form(one) + place(one, "", false) + ", " + stored(one) + ", lanes);");
       else
         to_.line("store_one(" + nest_.base(one, false) + ", one(" + stored(one) + "));");
     } else if (one.scalar && one.kind == Kind::load) {
-      define(i, "splat(load_one(" + nest_.base(one, false) + "))");
+      if (nest_.across_rows() && step(one) != 0)
+        define(i, std::string("load") + form(one) + place(one, "", false) + ", lanes)");
+      else
+        define(i, "splat(load_one(" + nest_.base(one, false) + "))");
     } else if (one.scalar && one.kind == Kind::index) {
       define(i, nest_.position(one.args.at(0)));
     } else if (one.scalar && one.kind == Kind::op) {
@@ -133,17 +147,15 @@ void RowEmitter::pass(const Registers& need, const std::set<int>& keep) {
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)] && kept_.count(i) == 0 && at(i).kind == Kind::load && step(at(i)) == 0)
       define(i, "splat(load_one(" + nest_.base(at(i), true) + "))");
-  const RowLoop& vector = nest_.vector();
-  to_.open("for_columns(" + vector.begin + ", " + vector.end + ", [&](int64_t " + vector.name +
-           ", auto lanes) ARK_BODY");
+  if (!nest_.across_rows()) open_vector();
   for (int i = 0; i < count(); ++i)
     if (need[static_cast<size_t>(i)]) column_instruction(i, keep);
-  to_.close("});");
+  if (!nest_.across_rows()) to_.close("});");
 }
 
 // Where 16 columns lie, and behind it how far apart they are, unless adjacent.
-std::string RowEmitter::place(const Instruction& one, const std::string& further) {
-  const std::string begin = nest_.base(one, true) + further + " + " + nest_.vector().name;
+std::string RowEmitter::place(const Instruction& one, const std::string& further, bool columns) {
+  const std::string begin = nest_.base(one, columns) + further + " + " + nest_.vector().name;
   return step(one) == 1 ? begin : begin + " * " + std::to_string(step(one)) + ", " + std::to_string(step(one));
 }
 

@@ -1,5 +1,6 @@
 // Tables and the kernel's frame behind emit_cuda.hpp.
 #include "compiler/emit/cuda/emit_cuda.hpp"
+#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
 #include <map>
@@ -9,7 +10,6 @@
 
 #include "compiler/emit/common/emit_functions.hpp"
 #include "compiler/emit/common/emit_tables.hpp"
-#include "compiler/passes/dedupe_prefetch.hpp"
 #include "compiler/passes/kv_append.hpp"
 #include "compiler/passes/prologue_fusion.hpp"
 #include "compiler/schedule/workspace.hpp"
@@ -20,30 +20,27 @@ namespace ark::compiler {
 
 namespace {
 
-// Pages asked for ahead, and by a task that loads as much itself. More than that queues up in front of what tasks wait
-// for (a decoding step of Llama-1B on an H200: 0.790 ms, as with 2 to 8 ahead; 0.796 with 4 beside, 0.812 with none at
-// all or none beside). A task's own pages when its turn comes, or pieces of its several weights by turns, cost more
-// than they bring: 0.801 with 2 more pages, 0.90 with halves of a page by turns.
-constexpr int64_t kPagesAhead = 6, kPagesBeside = 2;
+// Pages asked for ahead by a task that loads as much itself (Target::in_flight by others). More than that queues up in
+// front of what tasks wait for (a decoding step of Llama-1B on an H200: 0.790 ms, as with 2 to 8 ahead; 0.796 with 4
+// beside, 0.812 with none at all or none beside). A task's own pages when its turn comes, or pieces of its several
+// weights by turns, cost more than they bring: 0.801 with 2 more pages, 0.90 with halves of a page by turns.
+constexpr int64_t kPagesBeside = 2;
 
 const Plan& checked(const Plan& plan) {
   ErrorContext context;
   context.remedy = "This is a defect of the planner: please report it.";
-  for (const Placement& placement : plan.placements)
-    if (placement.parity)
-      throw Error(ErrorKind::invalid_argument, "the CUDA target has no copies that take turns yet", context);
   if (plan.queues.empty()) throw Error(ErrorKind::invalid_argument, "a plan without queues", context);
   return plan;
 }
 
-// Of a chained plan: the event that all workers' last tasks bump, how many they are, and one of them.
+// Of a multi-step plan: the event that all workers' last tasks bump, how many they are, and one of them.
 struct Closing {
   int event = -1, workers = 0, leader = 0;
 };
 
 Closing closing_of(const Plan& plan) {
   Closing closing;
-  for (size_t worker = plan.queues.size(); plan.chained && worker-- > 0;) {
+  for (size_t worker = plan.queues.size(); plan.multi_step && worker-- > 0;) {
     if (plan.queues[worker].tasks.empty()) continue;
     const Task& first = plan.tasks.at(static_cast<size_t>(plan.queues[worker].tasks.front()));
     closing.event = first.carried.at(0);
@@ -153,10 +150,9 @@ class CudaEmitter {
         << "// Tile, function, task and stage; first and number of operands, of waits, of signals, of "
            "loads.\n__device__ const TaskEntry kTasks[] = {\n";
     std::ostringstream queues, loads;
-    const std::vector<Queue> asking = dedupe_prefetch(plan_);
     size_t task_count = 0, load_count = 0;
-    for (const Queue& all : asking) {
-      const Queue queue = in_one_go(plan_, all);
+    for (size_t worker = 0; worker < plan_.queues.size(); ++worker) {
+      const Queue queue = in_one_go(plan_, {plan_.queues[worker].tasks, plan_.prefetches.at(worker)});
       queues << "    {" << task_count << ", " << queue.tasks.size() << "},\n";
       const std::vector<int> asked = write_loads(queue, loads);
       for (size_t position = 0; position < queue.tasks.size(); ++position) {
@@ -181,7 +177,7 @@ class CudaEmitter {
   std::vector<int> write_loads(const Queue& queue, std::ostream& out) const {
     std::vector<int> asked;
     const int64_t page = plan_.target.page_bytes;
-    for (const std::vector<Load>& some : loads_ahead(queue, kPagesAhead * page, kPagesBeside * page)) {
+    for (const std::vector<Load>& some : loads_ahead(queue, plan_.target.in_flight * page, kPagesBeside * page)) {
       asked.push_back(static_cast<int>(some.size()));
       for (const Load& load : some) {
         // Its offset is of the value's buffer.

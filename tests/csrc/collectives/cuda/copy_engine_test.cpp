@@ -4,8 +4,8 @@
 namespace ark {
 namespace {
 
-using test::Group;
 using test::Collective;
+using test::Group;
 using test::Queues;
 
 class CopyEngineTest : public testing::TestWithParam<std::tuple<int, bool>> {};
@@ -36,8 +36,10 @@ TEST_P(CopyEngineOneQueueTest, AllKindsInManyPiecesAndInOne) {
   for (uint64_t seed = 1; seed <= 4; ++seed) {
     Group group(ranks, seed, windows, Queues::shared);
     test::g_capturing = seed == 2;
-    for (Collective kind : {Collective::all_reduce, Collective::reduce_scatter, Collective::all_gather, Collective::broadcast, Collective::all_to_all}) {
-      const uint64_t many = kind == Collective::all_reduce ? 60'000 : 92'160 / (2 * ranks - 1);  // more pieces than slots
+    for (Collective kind : {Collective::all_reduce, Collective::reduce_scatter, Collective::all_gather,
+                            Collective::broadcast, Collective::all_to_all}) {
+      const uint64_t many =
+          kind == Collective::all_reduce ? 60'000 : 92'160 / (2 * ranks - 1);  // more pieces than slots
       for (uint64_t count : {many, uint64_t{500}})
         group.prepare({kind, count, count != many, static_cast<int>(seed) % ranks, seed * 10 + (count == many),
                        windows && kind != Collective::all_to_all && seed % 2 != 0});

@@ -9,8 +9,8 @@ namespace ark {
 namespace {
 
 using std::chrono::milliseconds;
-using test::Group;
 using test::Collective;
+using test::Group;
 
 // One rank's health and watch; its peers are there, and silent. What it logs asks the driver, as a group does that
 // looks at its events.

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/runtime/cpu_loop.hpp"
 #include "compiler/schedule/plan.hpp"
 #include "cpu/ops.hpp"

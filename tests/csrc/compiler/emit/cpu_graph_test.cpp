@@ -8,6 +8,7 @@
 
 #include "compiler/emit/cpu_case.hpp"
 #include "compiler/graph/random_graph.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/verify/interpreter.hpp"
 
 namespace ark::compiler::test {

@@ -34,13 +34,14 @@ void expect_close(const char* name, double most, Function&& function, Reference&
       if (const double error = ulps(y[i], reference(static_cast<double>(x[i]))); error > worst)
         worst = error, where = x[i];
   };
-  for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += 16 * 8191) {
+  for (uint64_t bits = 0; bits < uint64_t{1} << 32; bits += kLanes * 8191) {
     Words words{};
     for (int i = 0; i < kLanes; ++i) words[i] = static_cast<uint32_t>(bits + static_cast<uint64_t>(i) * 8191);
     look(same_bits<Floats>(words));
   }
-  look(Floats{0.0f, -0.0f, kInfinity, -kInfinity, kNan, 1.0f, -1.0f, 0x1p-126f, 0x1p-149f, -0x1p-149f, 0x1.fffffep127f,
-              88.7f, 88.8f, -87.4f, -103.9f, -104.1f});
+  for (const float special : {0.0f, -0.0f, kInfinity, -kInfinity, kNan, 1.0f, -1.0f, 0x1p-126f, 0x1p-149f, -0x1p-149f,
+                              0x1.fffffep127f, 88.7f, 88.8f, -87.4f, -103.9f, -104.1f})
+    look(splat(special));
   EXPECT_LE(worst, most) << name << " at " << where;
 }
 #define EXPECT_ULPS(name, most) \
@@ -176,6 +177,51 @@ TEST(CpuMathTest, ReductionsIgnoreLanesThatDoNotCount) {
     EXPECT_EQ(least.result()[0], *std::min_element(row.begin(), row.end()));
     EXPECT_EQ(where.result()[0], std::max_element(row.begin(), row.end()) - row.begin());
     EXPECT_EQ(least_int.result()[0], 1);
+  }
+}
+
+// Lanes that are rows keep to themselves: a NaN, infinities, and sums that only their own terms decide.
+TEST(CpuMathTest, LanesThatAreRowsKeepToThemselves) {
+  Sum<Floats> sum;
+  Sum<Ints> count;
+  Greatest<Floats> most;
+  Least<Floats> least;
+  Greatest<Mask> any;
+  constexpr int kColumns = 1000;
+  for (int c = 0; c < kColumns; ++c) {
+    Floats x;
+    for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>((c * 7 + i * 3) % 101 - 50);
+    if (c == 13) x[1] = kNan;
+    if (c == 70) x[2] = kInfinity;
+    sum.add(x, All{});
+    count.add(kIota, All{});
+    most.add(x, All{});
+    least.add(x, All{});
+    any.add(x > 49.5f, First{kLanes - 1});
+  }
+  for (int i = 0; i < kLanes; ++i) {
+    double expected = 0;
+    float greatest = -kInfinity, smallest = kInfinity;
+    bool large = false;
+    for (int c = 0; c < kColumns; ++c) {
+      const auto x = static_cast<float>((c * 7 + i * 3) % 101 - 50);
+      expected += x;
+      greatest = std::max(greatest, x);
+      smallest = std::min(smallest, x);
+      large = large || x > 49.5f;
+    }
+    EXPECT_EQ(count.each()[i], i * kColumns);
+    EXPECT_EQ(any.each()[i] != 0, (large || i == 2) && i != kLanes - 1) << i;
+    if (i == 1) {
+      EXPECT_TRUE(std::isnan(sum.each()[i]) && std::isnan(most.each()[i]) && std::isnan(least.each()[i]));
+    } else if (i == 2) {
+      EXPECT_EQ(sum.each()[i], kInfinity);
+      EXPECT_EQ(most.each()[i], kInfinity);
+    } else {
+      EXPECT_EQ(sum.each()[i], static_cast<float>(expected));
+      EXPECT_EQ(most.each()[i], greatest);
+      EXPECT_EQ(least.each()[i], smallest);
+    }
   }
 }
 

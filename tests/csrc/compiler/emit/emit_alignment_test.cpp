@@ -7,6 +7,7 @@
 
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/graph/graph_builder.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/targets.hpp"
 
 namespace ark::compiler {

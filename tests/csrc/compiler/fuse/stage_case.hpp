@@ -11,14 +11,8 @@
 #include <vector>
 
 #include "compiler/graph/graph_builder.hpp"
-#include "compiler/passes/epilogue_fusion.hpp"
-#include "compiler/passes/fp32_intermediates.hpp"
-#include "compiler/passes/horizontal_fusion.hpp"
-#include "compiler/passes/kv_append.hpp"
-#include "compiler/passes/matmul_tiling.hpp"
-#include "compiler/passes/split_k.hpp"
-#include "compiler/passes/split_queries.hpp"
-#include "compiler/passes/tail_fusion.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/schedule/targets.hpp"
 #include "compiler/verify/interpreter.hpp"
 
 namespace ark::compiler {
@@ -45,13 +39,13 @@ inline std::string describe(const Graph& graph, const std::vector<Stage>& stages
 
 // As plans for a GPU with so many workers have them; 1: for the CPU.
 inline std::vector<Stage> stages_for(Graph& graph, int workers) {
-  std::vector<Stage> stages = make_stages(graph);
-  if (workers == 1) return stages;
-  stages = fuse_epilogues(graph, std::move(stages));
-  for (const auto pass :
-       {split_queries, fuse_kv_append, fp32_intermediates, split_k, tile_matmuls, fuse_horizontally, fuse_tails})
-    stages = pass(graph, std::move(stages), workers);
-  return stages;
+  Compilation now;
+  now.plan.target = workers == 1 ? target_named("cpu") : gpu_target("sm_90a", workers);
+  now.plan.graph = std::move(graph);
+  for (const Pass& pass : pipeline())
+    if (pass.phase == Pass::Phase::stages && pass.takes(now.plan)) pass.run(now);
+  graph = std::move(now.plan.graph);
+  return std::move(now.plan.stages);
 }
 
 // Both ways, from the same inputs; every buffer that the caller sees must agree.

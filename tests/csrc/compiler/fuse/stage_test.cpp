@@ -206,7 +206,7 @@ TEST(Stages, KeysGoStraightIntoTheCache) {
             memory.cells[1][i] = one == Case::wrapped ? -3 : 5 - static_cast<double>(i / 8);
         },
         3);
-    const auto stages = make_stages(builder.graph);
+    const auto stages = stages_for(builder.graph, 1);
     const bool fused = one == Case::plain || one == Case::wrapped || one == Case::by_halves;
     const auto scatters = std::count_if(stages.begin(), stages.end(), [](const Stage& stage) {
       return std::holds_alternative<ScatterStage>(stage.body);

@@ -3,7 +3,9 @@
 
 #include <string>
 
+#include "compiler/inspect/json.hpp"
 #include "compiler/passes/llama_stages.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/plan.hpp"
 
 namespace ark::compiler {

@@ -1,5 +1,6 @@
 // Which policy each access gets, by next use, kind and what the machine gains.
 #include "compiler/passes/cache_policy.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>
 

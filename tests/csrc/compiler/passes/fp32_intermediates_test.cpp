@@ -1,5 +1,6 @@
 // Which results fp32_intermediates keeps in float32; and that stages still compute what the nodes do.
 #include "compiler/passes/fp32_intermediates.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>
 
@@ -29,7 +30,7 @@ std::vector<ScalarType> written(GraphBuilder& builder) {
   expect_same(
       graph, [&](Memory& memory) { fill_inputs(memory, graph); }, 3, kWorkers);
   EXPECT_NO_THROW(make_plan(graph, gpu_target("sm_90a", kWorkers)));
-  const std::vector<Stage> stages = fp32_intermediates(graph, make_stages(graph), kWorkers);
+  const std::vector<Stage> stages = fp32_intermediates(graph, make_stages(graph), gpu_target("sm_90a", kWorkers));
   std::vector<ScalarType> types;
   for (const Stage& stage : stages)
     for (const Access& access : stage.accesses)
@@ -82,7 +83,7 @@ TEST(KeepFloat, WhatIsSeenIsRoundedForOthersToo) {
   builder.copy_out(builder.pointwise("add", {sum, linear(builder, normed, 24)}, kHalf));
   Graph& graph = builder.graph;
   int both = 0;
-  for (const Stage& stage : fp32_intermediates(graph, make_stages(graph), kWorkers)) {
+  for (const Stage& stage : fp32_intermediates(graph, make_stages(graph), gpu_target("sm_90a", kWorkers))) {
     const auto* program = std::get_if<RowProgram>(&stage.body);
     if (program == nullptr) continue;
     std::map<int, std::set<ScalarType>> stored;  // by register

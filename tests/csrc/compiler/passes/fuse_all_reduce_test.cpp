@@ -1,6 +1,9 @@
 // Sums over ranks that products push to the ranks and readers add: when there are such, where they lie, what is
 // emitted.
 #include "compiler/passes/fuse_all_reduce.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/verify/validator.hpp"
 
 #include <gtest/gtest.h>
 
@@ -28,7 +31,7 @@ struct Form {
   bool sum_is_result = false;  // of the step
   bool sum_is_rows = false;    // of a product
   bool merged = false;         // with a product of the same rows
-  bool chained = false;
+  bool multi_step = false;
 };
 
 // A product, its sum over two ranks, what reads the sum: a residual with a reduction, and the next product.
@@ -49,7 +52,7 @@ Plan summed(const Form& form) {
   const int moved = make.pointwise("add", {x, sum}, type);
   const int mean = make.reduce("mean", make.pointwise("mul", {moved, moved}, type), {1}, true, type);
   make.copy_out(linear(make.pointwise("mul", {moved, make.pointwise("rsqrt", {mean}, type)}, type)));
-  return make_plan(make.graph, gpu_target("sm_90a", 6), form.chained);
+  return make_plan(make.graph, gpu_target("sm_90a", 6), form.multi_step);
 }
 
 // Stages that are collectives, and buffers that hold pushed sums.
@@ -71,7 +74,7 @@ TEST(PushSums, WhatFewRowsMakeAndReadersPoll) {
   EXPECT_EQ(counts(summed({.part_is_read = true})), not_pushed);
   EXPECT_EQ(counts(summed({.sum_is_result = true})), not_pushed);
   EXPECT_EQ(counts(summed({.sum_is_rows = true})), not_pushed);
-  EXPECT_EQ(counts(summed({.chained = true})), not_pushed);
+  EXPECT_EQ(counts(summed({.multi_step = true})), not_pushed);
 }
 
 TEST(PushSums, LieInTheMemoryOfAllRanks) {

@@ -1,5 +1,7 @@
 // What fuse_horizontally and fuse_tails make one stage of, and what not; and that it computes what the nodes compute.
 #include "compiler/passes/horizontal_fusion.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/verify/validator.hpp"
 
 #include <gtest/gtest.h>
 

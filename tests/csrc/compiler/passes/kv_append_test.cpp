@@ -1,6 +1,9 @@
 // Which attentions of a GPU's plan make their queries and a new position themselves, and which do not; that it computes
 // what the nodes compute; and that the validator looks at whose rows a task reads.
 #include "compiler/passes/kv_append.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/verify/validator.hpp"
 
 #include <gtest/gtest.h>
 
@@ -107,8 +110,8 @@ TEST(AppendedPositions, ByTheTasksThatLookAtThem) {
     EXPECT_EQ(appended(stages).size(), !wanted ? 0u : one == Case::one_block ? 1u : 2u) << static_cast<int>(one);
     for (const Stage& stage : stages)
       EXPECT_FALSE(wanted && std::holds_alternative<ScatterStage>(stage.body)) << static_cast<int>(one);
-    for (const bool chained : {false, true}) {
-      const Plan plan = make_plan(decoding(one).builder.graph, gpu_target("sm_90a", kWorkers), chained);
+    for (const bool multi_step : {false, true}) {
+      const Plan plan = make_plan(decoding(one).builder.graph, gpu_target("sm_90a", kWorkers), multi_step);
       EXPECT_EQ(emit_cuda(plan).text.find("return index_fits(") != std::string::npos, wanted);
     }
     EXPECT_TRUE(appended(make_plan(decoding(one).builder.graph, target_named("cpu", kWorkers)).stages).empty());

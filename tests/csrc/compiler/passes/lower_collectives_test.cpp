@@ -1,6 +1,9 @@
 // Collectives as tasks of a GPU's loop kernel: how they are cut, where their packets lie, what the ranks compare, and
 // what is refused.
 #include "compiler/passes/lower_collectives.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/verify/validator.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,8 @@
 // Which tasks of a GPU's plan begin with another (Task::head), what of theirs stays on the SM, and that the validator
 // refuses what one run could not do.
 #include "compiler/passes/prologue_fusion.hpp"
+#include "compiler/passes/pipeline.hpp"
+#include "compiler/verify/validator.hpp"
 
 #include <gtest/gtest.h>
 
@@ -31,13 +33,13 @@ int linear(GraphBuilder& builder, int a) {
 }
 
 // Two norms, each in front of a product; the second adds to what the first has added up.
-Plan two_norms(int64_t rows, const std::string& target = "sm_90a", bool chained = false) {
+Plan two_norms(int64_t rows, const std::string& target = "sm_90a", bool multi_step = false) {
   GraphBuilder builder;
   const int a = linear(builder, builder.input({rows, kWidth}));
   const auto [sum, normed] = norm(builder, a, builder.input({rows, kWidth}));
   builder.copy_out(linear(builder, norm(builder, linear(builder, normed), sum).second));
   return make_plan(builder.graph, target == "cpu" ? target_named("cpu", kWorkers) : gpu_target(target, kWorkers),
-                   chained);
+                   multi_step);
 }
 
 int joined(const Plan& plan) {
@@ -56,8 +58,8 @@ std::string verdict(const Plan& plan) {
 }
 
 TEST(JoinedTasks, NormsAreTheFirstHalvesOfTheirProducts) {
-  for (const bool chained : {false, true}) {
-    const Plan plan = two_norms(1, "sm_90a", chained);
+  for (const bool multi_step : {false, true}) {
+    const Plan plan = two_norms(1, "sm_90a", multi_step);
     EXPECT_EQ(joined(plan), 2 * kWorkers);
     for (const Queue& queue : plan.queues) {
       const Queue runs = in_one_go(plan, queue);

@@ -1,5 +1,6 @@
 // Which products split_k cuts; and that the parts, added up by who reads them, are what the nodes compute.
 #include "compiler/passes/split_k.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>
 

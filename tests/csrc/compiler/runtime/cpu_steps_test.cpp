@@ -1,5 +1,5 @@
-// Many steps from one launch: chained plans in CpuLoop. What one step leaves, tiles of other workers read in the next,
-// so that a wait which is missing is a race (ThreadSanitizer) and a wrong number.
+// Many steps from one launch: multi-step plans in CpuLoop. What one step leaves, tiles of other workers read in the
+// next, so that a wait which is missing is a race (ThreadSanitizer) and a wrong number.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "compiler/emit/cpu_case.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/runtime/cpu_loop.hpp"
 
 namespace ark::compiler::test {
@@ -69,10 +70,10 @@ class Loop {
     made.stage(StopStage{over}, {{over, -1, false}}, 1).replicable = true;
   }
 
-  Plan plan(int workers, bool chained = true) {
+  Plan plan(int workers, bool multi_step = true) {
     Target target;
     target.workers = workers;
-    return plan_stages(made.graph, made.stages, target, chained);
+    return plan_stages(made.graph, made.stages, target, multi_step);
   }
 
   CpuCase made{1};

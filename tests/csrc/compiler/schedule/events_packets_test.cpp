@@ -8,6 +8,7 @@
 #include "compiler/emit/common/emit_tables.hpp"
 #include "compiler/emit/cuda/emit_cuda.hpp"
 #include "compiler/graph/graph_builder.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/targets.hpp"
 
 namespace ark::compiler {
@@ -22,7 +23,7 @@ struct Made {
 
 // Products: the first one's result is multiplied by a matrix across whose depth elements are adjacent, the second one's
 // by one along it, and the third one's is normed before it is.
-Made some_products(int64_t rows, ScalarType type, bool chained = false) {
+Made some_products(int64_t rows, ScalarType type, bool multi_step = false) {
   GraphBuilder builder;
   const auto linear = [&](int a, bool turned = true) {
     const int weights = builder.parameter({kWidth, kWidth}, type);
@@ -31,7 +32,7 @@ Made some_products(int64_t rows, ScalarType type, bool chained = false) {
   const int across = linear(builder.input({rows, kWidth}, type)), along = linear(across, false), normed = linear(along);
   const int mean = builder.reduce("mean", builder.pointwise("mul", {normed, normed}, type), {1}, true, type);
   builder.copy_out(linear(builder.pointwise("mul", {normed, builder.pointwise("rsqrt", {mean}, type)}, type)));
-  Made made{make_plan(builder.graph, gpu_target("sm_90a", 6), chained), -1, -1, -1};
+  Made made{make_plan(builder.graph, gpu_target("sm_90a", 6), multi_step), -1, -1, -1};
   std::vector<int> results;  // of products, in order
   for (const Stage& stage : made.plan.stages)
     if (const auto* product = std::get_if<MatmulStage>(&stage.body))

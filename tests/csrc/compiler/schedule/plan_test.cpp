@@ -1,5 +1,6 @@
 // Plans run right in any order that their queues and events allow, take no more memory than eager, and are made fast.
 #include "compiler/schedule/plan.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>
 

@@ -7,7 +7,7 @@
 
 #include "compiler/emit/common/emit_tables.hpp"
 #include "compiler/graph/graph_builder.hpp"
-#include "compiler/passes/dedupe_prefetch.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/targets.hpp"
 
 namespace {
@@ -96,9 +96,9 @@ TEST(LoadsAhead, TasksShareWhatTheyAllRead) {
   int64_t before = 0;
   for (const Queue& queue : plan.queues)
     for (const Load& load : queue.loads) before += load.bytes * load.rows;
-  for (const Queue& queue : dedupe_prefetch(plan)) {
+  for (const std::vector<Load>& loads : plan.prefetches) {
     std::set<int> here;
-    for (const Load& load : queue.loads) {
+    for (const Load& load : loads) {
       std::vector<int>& bytes = asked[load.value];
       bytes.resize(static_cast<size_t>(plan.graph.buffer_of(load.value).bytes), 0);
       for (int64_t row = 0; row < load.rows; ++row)

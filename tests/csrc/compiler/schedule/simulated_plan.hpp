@@ -144,11 +144,10 @@ class SimulatedPlan {
     arena_.assign(plan_.arena_bytes, mixed(poison, 5));
     own_.assign(plan_.queues.size(), Words(plan_.own_bytes, mixed(poison, 6)));
   }
-  uint64_t& word(int buffer, int64_t byte, const Task& task, int step) {
+  uint64_t& word(int buffer, int64_t byte, const Task& task) {
     const Placement& placement = plan_.placements[buffer];
     if (!placed_ || plan_.graph.buffers()[buffer].kind != Buffer::Kind::temporary) return memory_[buffer][byte];
-    const int64_t copy = placement.parity && step % 2 == 1 ? plan_.graph.buffers()[buffer].bytes : 0;
-    return (placement.own ? own_[task.worker] : arena_).at(placement.offset + copy + byte);
+    return (placement.own ? own_[task.worker] : arena_).at(placement.offset + byte);
   }
   uint64_t read(int index, int step) {
     const Task& task = plan_.tasks[index];
@@ -158,7 +157,7 @@ class SimulatedPlan {
       if (access.write) continue;
       const int buffer = plan_.graph.values()[access.value].buffer;
       each_byte(plan_.graph, stage, access, task.begin, task.end,
-                [&](int64_t byte) { hash = mixed(hash, word(buffer, byte, task, step)); });
+                [&](int64_t byte) { hash = mixed(hash, word(buffer, byte, task)); });
     }
     return hash;
   }
@@ -170,7 +169,7 @@ class SimulatedPlan {
       if (!access.write) continue;
       const int buffer = plan_.graph.values()[access.value].buffer;
       each_byte(plan_.graph, stage, access, task.begin, task.end,
-                [&](int64_t byte) { word(buffer, byte, task, step) = mixed(hash, byte); });
+                [&](int64_t byte) { word(buffer, byte, task) = mixed(hash, byte); });
     }
   }
   std::vector<Words> visible() const {

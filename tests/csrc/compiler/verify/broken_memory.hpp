@@ -175,6 +175,31 @@ inline std::vector<Mutation> memory_mutations() {
          queue.loads.insert(queue.loads.begin() + at, Load(queue.loads[at]));
          return true;
        }},
+      {"prefetch that no worker asks for", false,
+       [](Plan& plan, std::mt19937_64& random) {
+         const bool any =
+             std::any_of(plan.prefetches.begin(), plan.prefetches.end(), [](auto& one) { return !one.empty(); });
+         if (!any) return false;
+         std::vector<Load>* asked = &any_of(plan.prefetches, random);
+         while (asked->empty()) asked = &any_of(plan.prefetches, random);
+         asked->erase(asked->begin() + random() % asked->size());
+         return true;
+       }},
+      {"prefetch by a worker that does not read it", true,
+       [](Plan& plan, std::mt19937_64& random) {
+         if (plan.prefetches.size() < 2) return false;
+         std::vector<Load>& from = any_of(plan.prefetches, random);
+         std::vector<Load>& to = any_of(plan.prefetches, random);
+         if (from.empty() || &from == &to) return false;
+         to.push_back(from.back());
+         return true;
+       }},
+      {"prefetches of too few workers", true,
+       [](Plan& plan, std::mt19937_64&) {
+         if (plan.prefetches.empty()) return false;
+         plan.prefetches.pop_back();
+         return true;
+       }},
       {"ring without pages", true,
        [](Plan& plan, std::mt19937_64& random) {
          switch (random() % 4) {

@@ -134,14 +134,14 @@ inline std::vector<Mutation> order_mutations() {
        }},
       {"carried in a plan of single steps", true,
        [](Plan& plan, std::mt19937_64& random) {
-         if (plan.events.empty() || plan.chained) return false;
+         if (plan.events.empty() || plan.multi_step) return false;
          any_of(plan.tasks, random).carried.push_back(static_cast<int>(random() % plan.events.size()));
          return true;
        }},
   };
 }
 
-// Of chained plans.
+// Of multi-step plans.
 inline std::vector<Mutation> step_mutations() {
   const auto carries = [](const Task& task) { return !task.carried.empty(); };
   return {
@@ -186,7 +186,7 @@ inline std::vector<Mutation> step_mutations() {
          list.push_back(event);
          return true;
        }},
-      {"dropped wait of a chained plan", false, order_mutations().front().apply},
+      {"dropped wait of a multi_step plan", false, order_mutations().front().apply},
       {"an event that may count two steps together", true,
        [](Plan& plan, std::mt19937_64& random) {
          const Order order(plan, 2);
@@ -272,7 +272,7 @@ inline std::vector<Mutation> packet_mutations() {
        }},
       {"carried packets", true,
        [](Plan& plan, std::mt19937_64& random) {
-         plan.chained = true;
+         plan.multi_step = true;
          for (size_t event = 0; event < plan.events.size(); ++event) {
            if (!plan.events[event].packets) continue;
            any_of(plan.tasks, random).carried.push_back(static_cast<int>(event));

@@ -6,11 +6,14 @@
 #include <string>
 
 #include "compiler/fuse/random_stages.hpp"
+#include "compiler/passes/dedupe_prefetch.hpp"
+#include "compiler/passes/pipeline.hpp"
 #include "compiler/schedule/plan.hpp"
 #include "compiler/schedule/simulated_plan.hpp"
 #include "compiler/verify/broken_memory.hpp"
 #include "compiler/verify/broken_order.hpp"
 #include "compiler/verify/broken_tiles.hpp"
+#include "compiler/verify/validator.hpp"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -21,7 +24,7 @@ using test::RandomStages;
 using test::SimulatedPlan;
 using test::StageGraph;
 
-enum class Steps { single, chained, packets };
+enum class Steps { single, multi_step, packets };
 
 Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
   StageGraph made = RandomStages(seed).make(static_cast<int>(seed % 13) + 3);
@@ -29,8 +32,10 @@ Plan random_plan(uint64_t seed, Steps steps = Steps::single) {
   target.workers = static_cast<int>(seed % 4) + 2;
   target.page_bytes = 256;
   target.packets = steps == Steps::packets;
-  if (steps == Steps::chained && seed % 2 == 0) test::add_stop(made);
-  return plan_stages(std::move(made.graph), std::move(made.stages), target, steps == Steps::chained);
+  if (steps == Steps::multi_step && seed % 2 == 0) test::add_stop(made);
+  Plan plan = plan_stages(std::move(made.graph), std::move(made.stages), target, steps == Steps::multi_step);
+  dedupe_prefetch(plan);  // as for a GPU
+  return plan;
 }
 
 // What validate() says; empty: accepted.
@@ -53,7 +58,7 @@ bool names_an_offender(const std::string& text) {
 }
 
 void try_mutations(const std::vector<Mutation>& mutations, uint64_t plans, Steps how) {
-  const int steps = how == Steps::chained ? 3 : 1;
+  const int steps = how == Steps::multi_step ? 3 : 1;
   for (const Mutation& mutation : mutations) {
     int tried = 0, rejected = 0, harmless = 0;
     for (uint64_t seed = 1; seed <= plans; ++seed) {
@@ -88,7 +93,7 @@ TEST(ValidatorTest, AcceptsWhatMakePlanMakes) {
 }
 
 TEST(ValidatorTest, AcceptsChainedPlans) {
-  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::chained)), "");
+  for (uint64_t seed = 1; seed <= 100; ++seed) EXPECT_EQ(verdict(random_plan(seed, Steps::multi_step)), "");
 }
 
 TEST(ValidatorTest, RejectsBrokenOrder) {
@@ -109,7 +114,7 @@ TEST(ValidatorTest, RejectsBrokenPackets) {
   try_mutations(test::packet_mutations(), 100, Steps::packets);
 }
 TEST(ValidatorTest, RejectsBrokenOrderOfSteps) {
-  try_mutations(test::step_mutations(), 100, Steps::chained);
+  try_mutations(test::step_mutations(), 100, Steps::multi_step);
 }
 
 }  // namespace validator_test

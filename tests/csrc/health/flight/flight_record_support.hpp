@@ -12,8 +12,8 @@
 #include <string_view>
 #include <vector>
 
-#include "collectives/dtype.hpp"
 #include "health/flight/flight_record.hpp"
+#include "util/dtype.hpp"
 
 namespace ark::test {
 

@@ -1,12 +1,13 @@
 // Where and as whom this process runs: what two processes must have in common to share memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <string>
 
-#include "shm/handle.hpp"
-
 namespace ark {
+
+using Bytes16 = std::array<uint8_t, 16>;
 
 struct Identity {
   Bytes16 host_id{};           // boot id of the kernel

@@ -1,5 +1,7 @@
 // What work costs here: measured once, kept, and measured again where the file is not what was written.
-#include "compiler/schedule/costs.hpp"
+#include "compiler/runtime/costs.hpp"
+#include "compiler/inspect/json.hpp"
+#include "compiler/passes/pipeline.hpp"
 
 #include <gtest/gtest.h>
 #include <sys/stat.h>

@@ -1,5 +1,5 @@
 // Queues and figures behind measure.hpp.
-#include "compiler/schedule/measure.hpp"
+#include "compiler/runtime/measure.hpp"
 
 #include <sys/mman.h>
 

@@ -1,5 +1,5 @@
 // See box_history.hpp.
-#include "compiler/graph/box_history.hpp"
+#include "compiler/schedule/box_history.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -37,7 +37,6 @@ class BoxHistory {
   // `tasks` (indices) of one stage with their tiles.
   void add(int stage, const std::vector<int>& indices, const std::vector<Task>& tasks, int step = 0);
   void set_own(int buffer) { skipped_[buffer] = true; }
-  bool is_own(int buffer) const { return skipped_[buffer] && written_[buffer]; }
   bool may_conflict(int buffer) const { return buffer >= 0 && !skipped_[buffer]; }
 
   // The newest first; a task may come up more than once.

@@ -1,5 +1,5 @@
 // See shared_pinned_memory.hpp.
-#include "cuda/shared_pinned_memory.hpp"
+#include "shm/shared_pinned_memory.hpp"
 
 #include <fcntl.h>
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ark_torch.compile import straight
+from ark_torch.compile import fast_call
 
 pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each compiled graph: whether its calls go straight."""
     ways: list[bool] = []
-    around = straight.around
+    around = fast_call.around
 
     def watched(captured: Any, *rest: Any) -> Any:
         chosen = around(captured, *rest)
         ways.append(chosen is not captured)
         return chosen
 
-    monkeypatch.setattr(straight, "around", watched)
+    monkeypatch.setattr(fast_call, "around", watched)
     return ways
 
 
@@ -74,8 +74,8 @@ def test_inference_mode_and_swapped_parameters(compiled: Any) -> None:
 
 def test_a_wrong_argument_is_an_error(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     functions: list[Any] = []
-    around = straight.around
-    monkeypatch.setattr(straight, "around", lambda *given: functions.append(around(*given)) or functions[-1])
+    around = fast_call.around
+    monkeypatch.setattr(fast_call, "around", lambda *given: functions.append(around(*given)) or functions[-1])
     call, _ = compiled(lambda x, y: (torch.sin(x) + y) * 2)
     x = torch.randn(3, 4)
     call(x, x + 1)

@@ -1,5 +1,5 @@
 // System calls behind local_socket.hpp.
-#include "shm/local_socket.hpp"
+#include "util/local_socket.hpp"
 
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -9,8 +9,8 @@
 #include <cstddef>
 #include <cstring>
 
-#include "shm/identity.hpp"
 #include "util/error.hpp"
+#include "util/identity.hpp"
 
 namespace ark {
 

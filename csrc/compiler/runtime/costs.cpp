@@ -1,5 +1,5 @@
 // The file behind costs.hpp.
-#include "compiler/schedule/costs.hpp"
+#include "compiler/runtime/costs.hpp"
 
 #include <charconv>
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <fstream>
 #include <optional>
 
-#include "compiler/schedule/measure.hpp"
+#include "compiler/runtime/measure.hpp"
 #include "util/error.hpp"
 #include "util/json_writer.hpp"
 #include "util/sha256.hpp"

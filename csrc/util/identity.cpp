@@ -1,5 +1,5 @@
 // Reads the boot id, the network namespace and the user; makes nonces.
-#include "shm/identity.hpp"
+#include "util/identity.hpp"
 
 #include <fcntl.h>
 #include <sys/random.h>

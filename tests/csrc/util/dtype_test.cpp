@@ -1,5 +1,5 @@
 // Sizes, names and the numbers that travel between processes.
-#include "collectives/dtype.hpp"
+#include "util/dtype.hpp"
 
 #include <gtest/gtest.h>
 

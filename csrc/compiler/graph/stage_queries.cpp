@@ -1,0 +1,50 @@
+// See stage_queries.hpp.
+#include "compiler/graph/stage_queries.hpp"
+
+#include <variant>
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr int64_t kRowsInWarps = 16;  // query rows of a head up to which warps share out positions
+
+}  // namespace
+
+const AttentionStage* attention_of(const Stage& stage) {
+  return std::get_if<AttentionStage>(&(stage.tail.empty() ? stage : stage.tail.back()).body);
+}
+
+int few_rows_of(const Stage& stage) {
+  constexpr int64_t kMostRows = 4;  // kFewRows of cuda/loop/matmul.cuh for halves
+  if (const auto* several = std::get_if<ProductsStage>(&stage.body))
+    return several->products.at(0).m <= kMostRows ? several->products[0].a : -1;
+  const auto* one = std::get_if<MatmulStage>(&stage.body);
+  const bool few = one != nullptr && one->batch == 1 && one->m <= kMostRows &&
+                   one->axis == MatmulStage::Axis::columns && one->tile_columns == 0;
+  return few ? one->a : -1;
+}
+
+bool multiplied_in_tiles(const MatmulStage& product) {
+  return product.batch == 1 && product.axis != MatmulStage::Axis::batch && product.m > kMatvecRows;
+}
+
+bool takes_few_rows(const Graph& graph, const AttentionStage& attention) {
+  const Value &q = graph.values()[attention.q], &k = graph.values()[attention.k];
+  return q.shape[1] / k.shape[1] * q.shape[2] <= kRowsInWarps;
+}
+
+bool is_spread(const Stage& stage) {
+  const auto* body = std::get_if<CollectiveStage>(&stage.body);
+  return body != nullptr && body->ranks > 0;
+}
+
+std::vector<Push> pushed_buffers(const Graph& graph, const std::vector<Stage>& stages) {
+  std::vector<Push> found(graph.buffers().size());
+  for (const Stage& stage : stages)
+    for (const MatmulStage& one : matmuls_of(stage))
+      if (one.push.ranks > 0) found[graph.values()[one.out].buffer] = one.push;
+  return found;
+}
+
+}  // namespace ark::compiler
