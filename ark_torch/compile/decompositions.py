@@ -36,7 +36,22 @@ def table() -> dict[Any, Callable[..., Any]]:
     for operator in (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor):
         if (decomposition := made.get(operator)) is not None:
             made[operator] = _fill_by_index(decomposition)
+    for name in ("max_pool2d_with_indices", "max_pool3d_with_indices"):
+        operator = getattr(aten, name).default
+        if (decomposition := made.get(operator)) is not None:
+            made[operator] = _with_lowerings(decomposition)
     return made
+
+
+def _with_lowerings(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """It asks a module of Inductor that is there only once Inductor has compiled something."""
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        import torch._inductor.lowering  # noqa: F401
+
+        return decomposition(*arguments, **named)
+
+    return run
 
 
 def _fill_by_index(decomposition: Callable[..., Any]) -> Callable[..., Any]:

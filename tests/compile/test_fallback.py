@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import models
 import pytest
 import torch
+from support import start
 from torch import Tensor
 
 from ark_torch import _C
@@ -68,6 +71,21 @@ def test_right_all_the_same(name: str, plan: str, compiled: Any) -> None:
     torch.testing.assert_close(call(*arguments), function(*arguments))
     shown = str(report)
     assert reason in shown, shown
+
+
+def test_pooling_is_captured_before_inductor_is_loaded() -> None:
+    """In a process of its own, where nothing has been compiled: the pooling falls back, not the graph."""
+    code = (
+        "import torch, ark_torch\n"
+        "model = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.MaxPool2d(2), torch.nn.SiLU(), torch.nn.Softplus())\n"
+        "x = torch.randn(1, 3, 8, 8)\n"
+        "report = ark_torch.explain(model, x, ark_options={'choose': 'ark', 'minimum': 1})\n"
+        "assert report.regions and not report.graphs[0].whole, report\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=start.base_environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_random_numbers_are_inductors(plan: str, compiled: Any) -> None:

@@ -22,7 +22,7 @@ from ark_torch.compile.ir import Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 from ark_torch.compile.operators.pointwise import keyword
 
-# A sum of more terms than this takes longer to compile than it is worth.
+# A sum of more terms than this takes longer to compile than it is worth: it is a product, too.
 MOST_TERMS = 81
 # A task is given no more parameters side by side than its ring has pages (csrc/compiler/schedule/prefetch.cpp); what is
 # computed is no parameter.
@@ -82,7 +82,8 @@ def convolution(low: Lowering, node: Node) -> Operand:
     if len(x.shape) != len(form.kernel) + 2:
         raise Unsupported("a convolution without a dimension of samples")
     windows = _windows(_padded(low, x, form), form, out.shape[2:])
-    if form.groups == x.shape[1] and (form.groups > 1 or weight.shape[0] == 1):
+    alone = form.groups == x.shape[1] and (form.groups > 1 or weight.shape[0] == 1)
+    if alone and math.prod(form.kernel) <= MOST_TERMS:
         return _depthwise(low, windows, weight, bias, out, form)
     return _product(low, windows, weight, bias, out, form)
 
@@ -218,8 +219,6 @@ def _depthwise(
     """A sum, from the first place of the window to the last."""
     spatial = len(form.kernel)
     places = list(_places(form.kernel))
-    if len(places) > MOST_TERMS:
-        raise Unsupported(f"a convolution of single channels with a window of more than {MOST_TERMS} places")
     last = _channels_last(out)
     if len(places) > PARAMETERS or (last and len(places) > 1):
         strides = contiguous_strides(weight.shape)
