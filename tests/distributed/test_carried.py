@@ -231,7 +231,7 @@ def test_a_broken_promise() -> None:
 
 def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
     """One rank does not come: it is stopped, killed, or calls abort()."""
-    group = on_nodes(rank, placement, timeout=2.0 if how == "timeout" else 60.0)
+    group = on_nodes(rank, placement, timeout=4.0 if how == "timeout" else 60.0)
     dist.barrier()
     rank.report("running")
     if rank.rank == quiet:
@@ -243,7 +243,7 @@ def _alone(rank: Rank, placement: Placement, how: str, quiet: int) -> float:
     began = time.monotonic()
     words = {
         "abort": rf"abort\(\) was called on rank {quiet}",
-        "timeout": "timed out after 2000 ms|failed to hear in 2000 ms|gloo, which carries this group",
+        "timeout": "timed out after 4000 ms|failed to hear in 4000 ms|gloo, which carries this group",
         "killed": f"rank {quiet} is gone|failed with rank {quiet}",
     }
     with pytest.raises(RuntimeError, match=words[how]):
