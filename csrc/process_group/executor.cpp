@@ -95,11 +95,6 @@ bool Executor::drain(Clock::time_point until) {
   return !running_ && queue_.empty();
 }
 
-void Executor::notify() {
-  std::lock_guard lock(mutex_);
-  if (waiting_ > 0) changed_.notify_all();
-}
-
 // With the lock held: makes sure that one thread is, or will be, free to take the front of the queue.
 void Executor::ensure_thread() {
   if (idle_ > 0 || stopping_ || threads_.size() >= kMostThreads) return;

@@ -30,8 +30,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void defer(std::function<void()> task);
   // Waits until the queue is empty or `until`; true when empty.
   bool drain(Clock::time_point until);
-  void notify();  // some work finished elsewhere
-  void stop();    // no more threads; queued works stay for their waiters
+  void stop();  // no more threads; queued works stay for their waiters
 
  private:
   void run_front(std::unique_lock<std::mutex>& lock);

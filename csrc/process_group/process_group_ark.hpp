@@ -259,6 +259,7 @@ class ProcessGroupArk : public c10d::Backend {
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
   std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
   void meet_for_nccl(const Call& call, CudaGroup& cuda);
+  void tell_of_engines(const std::string& why);
   WorkPtr issue_cuda(const Call& call, Body body, c10::Device device);
   c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
@@ -294,6 +295,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::unique_ptr<Registration> registration_;
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
+  std::atomic<bool> told_of_engines_{false};
   struct RegisteredPool {
     std::set<char*> known;
     std::vector<uint32_t> ids;

@@ -292,3 +292,18 @@ def _times(rank: Rank, timing: bool) -> None:
 @pytest.mark.parametrize("timing", [True, False])
 def test_times_of_the_device(pretended_gpu: Any, timing: bool) -> None:
     run_ranks(_times, 2, timing, env=pretended_gpu)
+
+
+def _no_copy_engines(rank: Rank) -> list[str]:
+    """What copy engines need cannot be shared any more when the first large call comes: kernels go on."""
+    group, _, lines = begin(rank)
+    dist.all_reduce(on_rank(rank, torch.ones(8)), group=group)
+    pretended.driver.pretend_reach(0)
+    for _ in range(2):
+        dist.all_reduce(on_rank(rank, torch.ones(8 << 20)), group=group)
+    return lines.about("copy engines")
+
+
+def test_copy_engines_that_cannot_be_had_are_told_once(pretended_gpu: Any) -> None:
+    [told], others = run_ranks(_no_copy_engines, 2, env=pretended_gpu)
+    assert re.search(r"kernels move what copy engines would, which share no memory: .+", told) and not others

@@ -253,6 +253,10 @@ TileMemory* CudaCommunicator::tiles(bool capturing, std::string& why) {
   return tiles_.get();
 }
 
+std::string CudaCommunicator::engine_refusal() const {
+  return launcher_->engine_refusal().value_or("");
+}
+
 bool CudaCommunicator::on_host() const {
   return launcher_->on_host();
 }

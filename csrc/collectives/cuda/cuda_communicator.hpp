@@ -85,7 +85,10 @@ class CudaCommunicator final : public Communicator {
   int device() const;
   uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
-  bool on_host() const;          // what ranks share is memory of the host
+  bool on_host() const;  // what ranks share is memory of the host
+  // Why copy engines carry nothing, for good: their memory could not be shared. Empty: they do, or were not asked for.
+  // For whoever calls an operation, behind it.
+  std::string engine_refusal() const;
   uint32_t most_blocks() const;  // of a launch that waits for peers: ranks may share a device
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;

@@ -55,6 +55,7 @@ class CudaLauncher {
   int device() const { return device_; }
   uint64_t shared_bytes() const { return shared_bytes_; }
   bool on_host() const { return on_host_; }
+  const std::optional<std::string>& engine_refusal() const { return engine_refusal_; }
   uint32_t most_blocks() const { return device_each_ ? ~uint32_t{0} : blocks_of_a_sharer(size_); }
   DeviceWatch& watch() { return watch_; }
   Windows& windows() { return windows_; }  // registered memory
@@ -141,7 +142,7 @@ class CudaLauncher {
   const jit::Kernel *move_ = nullptr, *relay_ = nullptr;
   std::array<Reduce, kRuleKinds> reduces_;
   std::unique_ptr<CopyEngine> engine_;
-  bool engine_refused_ = false;
+  std::optional<std::string> engine_refusal_;  // why there are no copy engines for good; empty: as was asked for
   uint64_t shares_ = 0;  // calls of share()
 };
 

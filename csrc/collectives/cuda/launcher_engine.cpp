@@ -37,16 +37,16 @@ class Hash {
 // Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
 // Alike on all ranks, as their calls are.
 CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
-  if (engine_ || engine_refused_) return engine_.get();
+  if (engine_ || engine_refusal_) return engine_.get();
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
   check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
   if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
   SymmetricMemory::Options sharing;
   sharing.device = device_, sharing.device_each = device_each_;
   sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
-  const auto refused = [&]() -> CopyEngine* { return engine_refused_ = true, nullptr; };
-  if (sharing.bytes == 0) return refused();
   std::string why;
+  const auto refused = [&]() -> CopyEngine* { return engine_refusal_ = why, nullptr; };
+  if (sharing.bytes == 0) return refused();
   const auto meeting =
       MemoryMeeting::join(*store_, {rank_, size_, timeout_, "buckets", ends_with(health_, timeout_)}, why);
   if (!meeting) return refused();

@@ -31,6 +31,7 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
   const auto timeout = core_->extended(call.timeout, share);
   const auto held = std::make_shared<std::pair<Body, TimeoutExtension::SharePtr>>(std::move(body), share);
   request.keep = held;
+  std::string no_engines;
   const auto run = [&](CudaCommunicator& group, void* stream, uint64_t sequence) {
     operation.context = core_->context(call.name, sequence, timeout);
     operation.stream = stream;
@@ -40,9 +41,11 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
     } else {
       held->first(group, operation);
     }
+    if (!told_of_engines_.load(std::memory_order_relaxed)) no_engines = group.engine_refusal();
   };
   try {
     auto enqueued = cuda->enqueue(std::move(request), number, run);
+    if (!no_engines.empty()) tell_of_engines(no_engines);
     auto work = c10::make_intrusive<CudaWork>(core_, cuda, call.type, call.name, call.outputs.flat(),
                                               CudaWork::Parts{std::move(enqueued)});
     work->timeout = timeout;
@@ -52,6 +55,13 @@ c10::intrusive_ptr<CudaWork> ProcessGroupArk::enqueue(const Call& call, Body bod
     core_->not_enqueued(flight, told);
     throw told;
   }
+}
+
+// The log may wait for the GIL, so that no lock is held here.
+void ProcessGroupArk::tell_of_engines(const std::string& why) {
+  if (told_of_engines_.exchange(true) || rank_ != 0 || !options_->log) return;
+  options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                " ranks: kernels move what copy engines would, which share no memory: " + why);
 }
 
 ProcessGroupArk::WorkPtr ProcessGroupArk::issue_cuda(const Call& call, Body body, c10::Device device) {
