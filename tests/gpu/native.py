@@ -15,7 +15,8 @@ def build(folder: Path) -> Path:
     """The program, made in the folder."""
     includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc")]
     sources = [source for source in (REPO / "csrc").rglob("*.cpp") if not source.name.startswith("bindings")]
-    sources = [source for source in sources if source.parent.name not in ("process_group", "compile", "ops", "plan")]
+    with_torch = [REPO / "csrc" / folder for folder in ("process_group", "compiler", "ops")]
+    sources = [source for source in sources if not any(folder in source.parents for folder in with_torch)]
     sources.append(REPO / "tests" / "gpu" / "communicator_random.cpp")
 
     def compile_one(source: Path) -> Path:
