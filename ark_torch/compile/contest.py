@@ -1,9 +1,11 @@
 """Times the ways to run a graph against each other, call by call, and says which is the quickest.
 
 A contestant has a turn of several calls in a row, since each leaves caches, and threads that still spin, to whoever
-comes next: the first calls of a turn do not count. A round is a turn of each, back and forth; who is far behind is
-out. What counts is the median of a turn, and of those the least. Where the rounds disagree, or other programs had part
-of the machine, the contest is held again, a few times; what it then says is marked as chosen on a busy machine.
+comes next: the first calls of a turn do not count. On a CPU those are all of its first 20 ms: the threads of GNU's
+OpenMP, which eager PyTorch and Inductor leave behind, spin for 6 to 14 ms after their last loop and keep a core each.
+A round is a turn of each, back and forth; who is far behind is out. What counts is the median of a turn, and of those
+the least. Where the rounds disagree, or other programs had part of the machine, the contest is held again, a few
+times; what it then says is marked as chosen on a busy machine.
 
 The calls are the program's own, which any contestant may serve, or those of rehearse(), on copies of one call's
 arguments.
@@ -29,6 +31,7 @@ PAUSE = ""  # in place of a contestant's name: calls that nobody times, before t
 
 _ROUNDS, _MOST_ROUNDS, _ATTEMPTS = 3, 6, 3
 _TURN_S, _MOST_CALLS, _FEWEST_CALLS = 0.01, 100, 4
+_SETTLE_S = 0.02  # from the begin of a turn on until OpenMP's threads of the one before sleep
 _SLOW_S = 0.1  # a call that takes longer is called less often
 _SPENT_S = 10.0  # in all calls that count; what it says by then is what it says
 _HOPELESS = (3.0, 1.3)  # times the best one's time after one round, and after more: one turn may be bad luck
@@ -142,7 +145,10 @@ class Contest:
 
     def _turn_of(self, name: str, first: bool) -> Generator[str, Any, float]:
         """The median of its calls, in seconds."""
+        asleep = 0.0 if self._on_gpu else time.perf_counter() + _SETTLE_S
         for _ in range(2 if first else 1):
+            yield name
+        while time.perf_counter() < asleep:
             yield name
         marks = [(yield name)]
         each = self._seconds(marks)[0]

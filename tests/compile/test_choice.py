@@ -191,6 +191,21 @@ def test_the_first_calls_of_a_turn_do_not_count(monkeypatch: pytest.MonkeyPatch)
     assert held.decide().runs_on == "ark"
 
 
+def test_threads_that_spin_after_another_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 14 ms behind a turn of Inductor's, OpenMP's threads keep a core, and ark takes half as long again."""
+    inductor_ended = 0.0
+
+    def inductor(_: int) -> float:
+        nonlocal inductor_ended
+        inductor_ended = held.now + 1.1e-3
+        return 1.1e-3
+
+    held = Simulated(
+        monkeypatch, {"ark": lambda _: 1.5e-3 if held.now - inductor_ended < 0.014 else 1e-3, "inductor": inductor}
+    )
+    assert held.decide() == choice.Choice("ark", {"ark": 1000.0, "inductor": 1100.0})
+
+
 def test_times_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is first in all rounds: it is tried again, and then said to be unsure."""
     turns = {"ark": itertools.cycle((1e-3, 1.3e-3)), "inductor": itertools.cycle((1.3e-3, 1e-3))}
