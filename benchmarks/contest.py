@@ -50,6 +50,7 @@ class Choices(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.chosen: list[str] = []
+        self.said: list[str] = []
         self.last = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -57,6 +58,7 @@ class Choices(logging.Handler):
         for what in ("ark", "Inductor", "eager PyTorch"):
             if f" runs on {what}: " in said and "piece" not in said:
                 self.chosen.append(what)
+                self.said.append(said)
                 self.last = time.monotonic()
 
 
@@ -115,6 +117,7 @@ def chosen(name: str, limit: float) -> dict[str, Any]:
     return {
         "model": name,
         "chosen": by,
+        "said": heard.said,
         "milliseconds": milliseconds,
         "ratio": milliseconds["default"] / best,
         "ark_first_s": first,

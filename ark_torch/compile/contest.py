@@ -41,28 +41,31 @@ _SMALL = 1 << 14  # elements
 
 
 class Load:
-    """How many cores other processes had since it was made."""
+    """How many of the cores that this process may use other processes had since it was made."""
 
     def __init__(self) -> None:
+        self._cores = os.sched_getaffinity(0)
         self._begin = self._read()
 
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
+    def _read(self) -> tuple[float, float, float]:
         own = resource.getrusage(resource.RUSAGE_SELF)
+        busy = 0.0
         try:
             with open("/proc/stat", encoding="ascii") as file:
-                ticks = [int(one) for one in file.readline().split()[1:9]]
-            # user, nice, system, idle, iowait, irq, softirq, steal
-            busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError):
+                lines = dict(line.split(maxsplit=1) for line in file if line.startswith("cpu"))
+            for core in self._cores:
+                ticks = [int(one) for one in lines[f"cpu{core}"].split()[:8]]
+                # user, nice, system, idle, iowait, irq, softirq, steal
+                busy += (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, LookupError):
             busy = -1.0
         return time.monotonic(), busy, own.ru_utime + own.ru_stime
 
     def is_in_the_way(self, threads: int) -> bool:
         """Whether others and `threads` of ours are more than the cores."""
-        cores = os.cpu_count() or 1
+        cores = len(self._cores)
         (then, busy, own), (now, busy_now, own_now) = self._begin, self._read()
-        if busy < 0:
+        if min(busy, busy_now) < 0:
             foreign = max(0.0, os.getloadavg()[0] - threads)
         elif now - then < 0.05:  # the counters are in hundredths of a second
             return False

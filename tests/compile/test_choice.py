@@ -235,18 +235,21 @@ def test_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_processes_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of two cores, of which two threads of ours want both, others take a half."""
+    """Of two cores, of which two threads of ours want both, others take a half. Cores that the process may not use are
+    busy all the time."""
     monkeypatch.undo()
     stat_file = tmp_path / "stat"
     own = [10.0]
     monkeypatch.setattr(contest, "open", lambda *_, **__: stat_file.open(), raising=False)
-    monkeypatch.setattr(contest.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(contest.os, "sched_getaffinity", lambda _: {1, 10})
     monkeypatch.setattr(contest.time, "monotonic", lambda: own[0])
     usage = type("usage", (), {"ru_stime": 0.0, "ru_utime": property(lambda _: own[0])})
     monkeypatch.setattr(contest.resource, "getrusage", lambda _: usage())
 
     def write(busy: float) -> None:
-        stat_file.write_text(f"cpu {int(busy * 100)} 0 0 500 0 0 0 0 0 0\ncpu0 1 2 3\n")
+        user = {"": 300 * busy, "0": 100 * busy, "1": 60 * busy, "10": 40 * busy, "11": 100 * busy}
+        rows = (f"cpu{core} {int(ticks)} 0 0 500 0 0 0 0 0 0\n" for core, ticks in user.items())
+        stat_file.write_text("".join(rows) + "intr 1 2 3\n")
 
     for foreign, threads, seen in ((0.5, 2, True), (0.1, 2, False), (0.5, 1, False), (1.5, 1, True)):
         write(own[0])
