@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,14 @@ from ark_torch.train.captured import MB, CapturedStep
 from ark_torch.train.ema import Averaging
 from ark_torch.train.step import Step
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
 
 def capture(
-    model: nn.Module,
+    model: nn.Module | PipelineScheduleSingle | PipelineScheduleMulti,
     optimizer: Optimizer,
-    loss: Callable[[Any, Any], Tensor],
+    loss: Callable[[Any, Any], Tensor] | None = None,
     *,
     max_norm: float | None = None,
     steps: int = 1,
@@ -45,11 +49,15 @@ def capture(
     Args:
         model: a module on one device. Plain, or in a DistributedDataParallel: gradients are averaged by buckets of this
             package, and the wrapper stays usable. With fully_shard, or of DTensors: it communicates by itself (the
-            gradients of DTensors are averaged over a `group` that is passed, that of the data-parallel ranks).
+            gradients of DTensors are averaged over a `group` that is passed, that of the data-parallel ranks). Or a
+            schedule of torch.distributed.pipelining (GPipe, 1F1B, interleaved, zero-bubble) with a loss_fn: a batch is
+            then (inputs, target) on every rank, the loss is NaN on ranks without the last stage, and max_norm is that
+            of all stages; optimizer has the parameters of this rank's stages.
         optimizer: of torch.optim. On a CUDA device it is made capturable, fused where its class has that form, and its
             learning rates become tensors there, which schedulers fill in place between calls.
         loss: `loss(model, batch)` returns a tensor of one element. It calls the model that it is given, does not make
-            the host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators at each call.
+            the host wait (`.item()`, `print(tensor)`, `if tensor:`), and runs the same operators at each call. None
+            for a schedule, which has its own.
         max_norm: gradients are clipped to this norm, that of all parameters together; None: not clipped.
         steps: with more than 1, a call takes a list of at most so many batches and runs as many steps from one launch.
         accumulate: with more than 1, a batch is a list of so many micro-batches; the loss is their mean, and gradients
@@ -77,15 +85,27 @@ def capture(
         ...     scheduler.step()
         >>> print(loss.item(), step.captured, step.reason)
     """
-    _check(loss, max_norm, steps, accumulate, scaler, after, warmup, max_shapes, bucket_mb)
+    of_pipeline = _is_schedule(model)
+    _check(loss, max_norm, steps, accumulate, scaler, after, warmup, max_shapes, bucket_mb, of_pipeline)
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer):  # Accelerate's wrapper, whose step() does more than one of a graph may
         optimizer = inner
-    subject = models.take_apart(model, group)
+    if of_pipeline:
+        from ark_torch.train import pipeline
+
+        subject = pipeline.take_apart(model, group)
+    else:
+        subject = models.take_apart(model, group)
     optimizers.check(optimizer, list(subject.module.parameters()))
     averaging = Averaging(after) if isinstance(after, AveragedModel) else None
     step = Step(subject, optimizer, loss, max_norm, scaler, None if averaging else after, averaging)
     return CapturedStep(step, steps, accumulate, warmup, max_shapes, int(bucket_mb * MB), registered)
+
+
+def _is_schedule(model: Any) -> bool:
+    """Without importing what takes half a second, and must be there if the model is one."""
+    schedules = sys.modules.get("torch.distributed.pipelining.schedules")
+    return schedules is not None and isinstance(model, schedules._PipelineSchedule)
 
 
 def _check(
@@ -98,6 +118,7 @@ def _check(
     warmup: Any,
     max_shapes: Any,
     mb: Any,
+    of_pipeline: bool,
 ) -> None:
     for name, value, least in (
         ("steps", steps, 1), ("accumulate", accumulate, 1), ("warmup", warmup, 2), ("max_shapes", max_shapes, 1),
@@ -108,7 +129,14 @@ def _check(
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (value is None and name == "max_norm") and not (number and 0 < value < float("inf")):
             raise ValueError(f"ark: train.capture: {name} is {value!r}: pass a number above 0.")
-    if not callable(loss):
+    if of_pipeline:
+        beside = {"loss": loss is not None, "accumulate": accumulate != 1, "scaler": scaler is not None}
+        for name in (name for name, given in beside.items() if given):
+            raise ValueError(
+                f"ark: train.capture: {name} is given beside a pipeline schedule, which computes the loss and splits "
+                "batches by itself: leave it out."
+            )
+    elif not callable(loss):
         raise TypeError(f"ark: train.capture: loss is a {type(loss).__name__}: pass a function loss(model, batch).")
     if after is not None and not callable(after):
         raise TypeError(f"ark: train.capture: after is a {type(after).__name__}: pass a function or an AveragedModel.")

@@ -345,13 +345,14 @@ class CapturedStep:
     def _agree(self, limit: int) -> None:
         assert self._agreement is not None
         subject, step = self._step.subject, self._step
-        facts = {
-            "the device type": self._device.type,
-            "the number of trained parameters": str(len(subject.averaged())),
-            **{
-                f"parameter {name!r}": f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
-                for name, p in subject.averaged()
-            },
+        facts = {"the device type": self._device.type}
+        if subject.pipeline is not None:  # each rank has parameters of its own
+            facts |= subject.pipeline.facts()
+        else:
+            facts["the number of trained parameters"] = str(len(subject.averaged()))
+            for name, p in subject.averaged():
+                facts[f"parameter {name!r}"] = f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
+        facts |= {
             "optimizer": type(step.optimizer).__name__,
             "max_norm": str(step.max_norm),
             "steps": str(self._steps),

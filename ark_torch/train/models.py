@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+if TYPE_CHECKING:
+    from ark_torch.train.pipeline import Pipeline
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Subject:
     averages: bool = False  # gradients are averaged over the group by our buckets
     ddp: DistributedDataParallel | None = None  # whose work the buckets do
     sharded: list[Any] = field(default_factory=list)  # modules of FSDP2
+    pipeline: Pipeline | None = None  # of which the module is this rank's stages
     reason: str = ""  # why it cannot be captured
     ignored: frozenset[str] = frozenset()  # parameters that are not averaged
 
@@ -57,7 +61,7 @@ def take_apart(model: Any, group: Any) -> Subject:
         raise TypeError(f"ark: train.capture: model is a {type(model).__name__}: pass a torch.nn.Module.")
     if isinstance(model, DataParallel):
         raise ValueError("ark: train.capture: model is a DataParallel: use a rank for each GPU and pass model.module.")
-    device = _device_of(model)
+    device = device_of(model)
     ddp = model if isinstance(model, DistributedDataParallel) else None
     if ddp is not None:
         if group is not None and group is not ddp.process_group:
@@ -66,19 +70,19 @@ def take_apart(model: Any, group: Any) -> Subject:
         if not subject.reason:
             subject.module, subject.ddp, subject.averages = ddp.module, ddp, True
             subject.ignored = frozenset(ddp.parameters_to_ignore)
-        return _of_several(subject)
+        return of_several(subject)
     inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, DistributedDataParallel):
         reason = "a compiled DistributedDataParallel splits its graph for its own buckets: wrap the compiled module"
-        return _of_several(Subject(model, device, inner.process_group, reason=reason))
+        return of_several(Subject(model, device, inner.process_group, reason=reason))
     subject = Subject(model, device, _group_of(group), reason=_why_not_fsdp1(model))
     subject.sharded = _sharded(model)
     own = bool(subject.sharded) or any(isinstance(p, DTensor) for p in model.parameters())
     subject.averages = not subject.reason and not subject.sharded and (not own or group is not None)
-    return _of_several(subject)
+    return of_several(subject)
 
 
-def _of_several(subject: Subject) -> Subject:
+def of_several(subject: Subject) -> Subject:
     if subject.group is not None and dist.get_world_size(subject.group) < 2:
         subject.group, subject.averages = None, False
     return subject
@@ -94,7 +98,7 @@ def _group_of(group: Any) -> Any:
     return group
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError("ark: train.capture: model has no parameter that requires a gradient: nothing to train.")

@@ -30,7 +30,7 @@ class Step:
 
     subject: Subject
     optimizer: Optimizer
-    loss: Callable[[Any, Any], Tensor]
+    loss: Callable[[Any, Any], Tensor] | None  # None: a pipeline's schedule has it
     max_norm: float | None = None
     scaler: Any = None
     after: Callable[[Any], Any] | None = None
@@ -57,6 +57,23 @@ class Step:
     def _run(self, micro_batches: Sequence[Any], captured: bool) -> Tensor:
         self.clear_gradients()
         self.subject.before_forward()
+        total = self._gradients(micro_batches)
+        with self._without_autocast():
+            self._update()
+        if self.averaging is not None:
+            (self.averaging.captured if captured else self.averaging.eager)(self.subject.module)
+        elif self.after is not None:
+            self.after(self.subject.module)
+        return total
+
+    def _gradients(self, micro_batches: Sequence[Any]) -> Tensor:
+        """Forward and backward passes; the loss."""
+        if self.subject.pipeline is not None:
+            torch.clear_autocast_cache()
+            try:
+                return self.subject.pipeline.run(micro_batches[0], self.subject.device)
+            finally:
+                torch.clear_autocast_cache()
         count = len(micro_batches)
         total: Tensor | None = None
         for number, batch in enumerate(micro_batches):
@@ -75,15 +92,10 @@ class Step:
             total = part.clone() if total is None else total + part
             del loss, scaled
         assert total is not None
-        with self._without_autocast():
-            self._update()
-        if self.averaging is not None:
-            (self.averaging.captured if captured else self.averaging.eager)(self.subject.module)
-        elif self.after is not None:
-            self.after(self.subject.module)
         return total
 
     def _forward(self, batch: Any) -> Tensor:
+        assert self.loss is not None
         torch.clear_autocast_cache()  # what was cast before the call
         try:
             return self._checked(self.loss(self.subject.module, batch))
@@ -102,7 +114,12 @@ class Step:
         if self.max_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_([p for _, p in self.subject.parameters()], self.max_norm)
+            parameters = [p for _, p in self.subject.parameters()]
+            if self.subject.pipeline is None:
+                torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+            else:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                self.subject.pipeline.clip(gradients, self.max_norm, self.subject.device)
         if self.scaler is None:
             self.optimizer.step()
         else:
