@@ -17,6 +17,7 @@
 #   products     products with a collective in them
 #   embedding    pooled embeddings with their all-to-all
 #   moe          mixtures of experts: dispatch, experts, combine
+#   pipeline     a pipeline-parallel step, a stage on each GPU
 #   dlrm         a whole step of a DLRM
 #   tests:i/n    every n-th test of tests/gpu, from the i-th on
 set -u
@@ -29,7 +30,7 @@ PYTHON=${PYTHON:-python3}
 LIMIT=${SECONDS_ALL:-570}
 FOLDER=${1:-benchmarks/results/gpus_$RANKS}
 shift
-PARTS=("${@:-tune dispatch collectives interference decode account training products embedding moe dlrm tests:1/4 tests:2/4 tests:3/4 tests:4/4}")
+PARTS=("${@:-tune dispatch collectives interference decode account training products embedding moe pipeline dlrm tests:1/4 tests:2/4 tests:3/4 tests:4/4}")
 # shellcheck disable=SC2206  # one word a part
 PARTS=(${PARTS[*]})
 mkdir -p "$FOLDER"
@@ -81,6 +82,7 @@ run_part() {
   products) benchmark fused_products --rounds 3 --seconds "$(at_most 200)" ;;
   embedding) benchmark fused --rounds 3 --seconds "$(at_most 120)" ;;
   moe) benchmark fused_moe --rounds 3 --seconds "$(at_most 200)" ;;
+  pipeline) benchmark pipeline --seconds "$(at_most 120)" ;;
   dlrm) benchmark dlrm_step --rounds 3 --seconds "$(at_most 150)" ;;
   tests:*)
     ARK_TEST_RANKS=$RANKS "$PYTHON" -m pytest -v -rfEs --tb=short --durations=20 --night --shard "${PART#tests:}" \

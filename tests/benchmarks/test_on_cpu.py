@@ -19,6 +19,7 @@ import fused_moe
 import fused_products
 import interference
 import on_gpus
+import pipeline
 import pytest
 import torch
 import training
@@ -128,6 +129,19 @@ def test_dlrm_step(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
         assert list(row["eager_us"]) == ways and all(value > 0 for value in row["eager_us"].values()), row
         assert row["wrong"] == dict.fromkeys(ways, 0) and row["graph_us"] == {} and row["faster_eager"] > 0, row
     assert dlrm_step.table(report(tmp_path)).count("\n| D") == len(rows)
+
+
+@of_benchmarks
+def test_pipeline(tmp_path: Path, leaves_nothing: None) -> None:
+    small = ["--hidden", "32", "--heads", "2", "--sequence", "16", "--micro-batches", "4", "--layers", "2"]
+    done = run("pipeline.py", "--device", "cpu", *small, "--rounds", "1", "--steps", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = report(tmp_path)["rows"]
+    assert [row["schedule"] for row in rows] == list(pipeline.SCHEDULES)
+    for row in rows:
+        assert list(row["ms"]) == ["gloo", "ark", "captured_gloo", "captured_ark"] and not row["wrong"], row
+        assert row["reasons"]["captured_ark"] == "there are no graphs on CPUs" and row["faster"]["ark"] > 0, row
+    assert pipeline.table(report(tmp_path)).count("(eager)") == 2 * len(rows)
 
 
 @of_benchmarks
