@@ -146,6 +146,16 @@ std::optional<std::vector<uint8_t>> StoreAdapter::find(const std::string& key) {
   }
 }
 
+std::optional<std::vector<std::vector<uint8_t>>> StoreAdapter::find_all(const std::vector<std::string>& keys) {
+  if (!store_->hasExtendedApi()) return KeyValueStore::find_all(keys);
+  try {
+    if (!store_->check(keys)) return std::nullopt;
+    return store_->multiGet(keys);
+  } catch (const std::exception& error) {
+    store_failed(error);
+  }
+}
+
 std::vector<uint8_t> StoreAdapter::get(const std::string& key, std::chrono::milliseconds timeout) {
   const auto until = Clock::now() + timeout;
   for (auto pause = std::chrono::milliseconds(1);; pause = std::min(pause * 2, std::chrono::milliseconds(50))) {

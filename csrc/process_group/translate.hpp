@@ -43,6 +43,7 @@ class StoreAdapter : public KeyValueStore {
   void set(const std::string& key, const std::vector<uint8_t>& value) override;
   std::vector<uint8_t> get(const std::string& key, std::chrono::milliseconds timeout) override;
   std::optional<std::vector<uint8_t>> find(const std::string& key) override;
+  std::optional<std::vector<std::vector<uint8_t>>> find_all(const std::vector<std::string>& keys) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "util/error.hpp"
@@ -28,6 +29,17 @@ class KeyValueStore {
       if (error.kind() != ErrorKind::timeout) throw;
       return std::nullopt;
     }
+  }
+
+  // The values of all keys if all exist now, in their order. An adapter may override it with one round trip for all.
+  virtual std::optional<std::vector<std::vector<uint8_t>>> find_all(const std::vector<std::string>& keys) {
+    std::vector<std::vector<uint8_t>> values;
+    for (const std::string& key : keys) {
+      auto value = find(key);
+      if (!value) return std::nullopt;
+      values.push_back(std::move(*value));
+    }
+    return values;
   }
 };
 

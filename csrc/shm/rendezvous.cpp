@@ -11,11 +11,14 @@ namespace ark {
 
 namespace {
 
+constexpr char kToken[] = "memory/token/";
+
 using Milliseconds = Rendezvous::Milliseconds;
 
 constexpr Milliseconds kFirstSlice{20};
 constexpr Milliseconds kLongestSlice{200};
-constexpr Milliseconds kProbe{0};  // for a key that is either there or not
+constexpr Milliseconds kAlone{500};  // after which a rank no longer counts on rank 0
+constexpr Milliseconds kProbe{0};    // for a key that is either there or not
 constexpr std::chrono::microseconds kShortestPause{100};
 constexpr Milliseconds kLongestPause{20};
 
@@ -45,8 +48,18 @@ Rendezvous::Rendezvous(KeyValueStore& store, int rank, int size, Milliseconds ti
       deadline_(began_ + std::min<Milliseconds>(timeout, std::chrono::hours(24 * 365))),
       interrupted_(std::move(interrupted)) {}
 
+std::string Rendezvous::prefix(const char* kind) const {
+  return std::string("memory/") + kind + "/" + to_hex(nonce_) + "/";
+}
+
 std::string Rendezvous::key(const char* kind, int rank) const {
-  return std::string("memory/") + kind + "/" + to_hex(nonce_) + "/" + std::to_string(rank);
+  return prefix(kind) + std::to_string(rank);
+}
+
+std::vector<std::string> Rendezvous::keys(const std::string& prefix) const {
+  std::vector<std::string> all;
+  for (int r = 0; r < size_; ++r) all.push_back(prefix + std::to_string(r));
+  return all;
 }
 
 void Rendezvous::check_interrupted() const {
@@ -97,11 +110,12 @@ void Rendezvous::check() {
 
 // Polls ever more slowly, and the more so the more ranks there are: a thousand that wait for a late one must leave the
 // store in peace.
-std::optional<std::vector<uint8_t>> Rendezvous::try_get(const std::string& key, Milliseconds patience) {
+template <typename Find>
+auto Rendezvous::poll(Milliseconds patience, Find find) -> decltype(find()) {
   const auto start = Clock::now();
   const auto until = std::min(start + patience, deadline_);
   for (;;) {
-    if (auto value = store_.find(key)) return value;
+    if (auto value = find()) return value;
     const auto now = Clock::now();
     if (now >= until) return std::nullopt;
     const Clock::duration longest = kLongestPause + Milliseconds(size_ / 10);
@@ -110,8 +124,12 @@ std::optional<std::vector<uint8_t>> Rendezvous::try_get(const std::string& key, 
   }
 }
 
+std::optional<std::vector<uint8_t>> Rendezvous::try_get(const std::string& key, Milliseconds patience) {
+  return poll(patience, [&] { return store_.find(key); });
+}
+
 std::optional<Bytes16> Rendezvous::try_token(int rank, Milliseconds patience) {
-  const auto bytes = try_get("memory/token/" + std::to_string(rank), patience);
+  const auto bytes = try_get(kToken + std::to_string(rank), patience);
   if (!bytes || bytes->size() != 16) return std::nullopt;
   Bytes16 token;
   std::copy(bytes->begin(), bytes->end(), token.begin());
@@ -124,7 +142,7 @@ void Rendezvous::agree() {
     nonce_ = token_;
     return;
   }
-  store_.set("memory/token/" + std::to_string(rank_), {token_.begin(), token_.end()});
+  store_.set(kToken + std::to_string(rank_), {token_.begin(), token_.end()});
   if (rank_ == 0)
     collect_tokens();
   else
@@ -132,20 +150,30 @@ void Rendezvous::agree() {
 }
 
 void Rendezvous::collect_tokens() {
-  tokens_.assign(size_, {});
-  tokens_[0] = token_;
-  for (int r = 1; r < size_; ++r) {
-    std::optional<Bytes16> token;
-    for (Milliseconds slice = kFirstSlice; !(token = try_token(r, slice)); slice = longer(slice)) {
-      check_interrupted();
-      if (Clock::now() < deadline_) continue;
-      std::vector<int> missing;
-      for (int late = r; late < size_; ++late)
-        if (!try_token(late, kProbe)) missing.push_back(late);
-      raise_timeout("join the group", missing.empty() ? std::vector<int>{r} : missing);
+  const std::vector<std::string> wanted = keys(kToken);
+  const auto all_tokens = [&]() -> std::optional<std::vector<Bytes16>> {
+    const auto values = store_.find_all(wanted);
+    if (!values) return std::nullopt;
+    std::vector<Bytes16> tokens;
+    for (const auto& value : *values) {
+      if (value.size() != sizeof(Bytes16)) return std::nullopt;
+      std::copy(value.begin(), value.end(), tokens.emplace_back().begin());
     }
-    tokens_[r] = *token;
+    return tokens;
+  };
+  for (Milliseconds slice = kFirstSlice;; slice = longer(slice)) {
+    if (auto tokens = poll(slice, all_tokens)) {
+      tokens_ = std::move(*tokens);
+      break;
+    }
+    check_interrupted();
+    if (Clock::now() < deadline_) continue;
+    std::vector<int> missing;
+    for (int late = 1; late < size_; ++late)
+      if (!try_token(late, kProbe)) missing.push_back(late);
+    raise_timeout("join the group", missing.empty() ? std::vector<int>{1} : missing);
   }
+  tokens_[0] = token_;
   nonce_ = random_bytes16();
   store_.set("memory/offer", OfferMessage{nonce_, tokens_}.encode());
 }
@@ -207,30 +235,63 @@ void Rendezvous::publish(OutcomeMessage::Kind kind, int peer, const std::string&
 }
 
 std::vector<HandleRecord> Rendezvous::records() {
-  std::vector<HandleRecord> records(size_);
+  if (rank_ != 0)
+    if (auto records = records_of_rank_0()) return std::move(*records);
+  const std::vector<std::vector<uint8_t>> encoded = every_record();
+  std::vector<HandleRecord> records;
+  std::vector<uint8_t> together;
   for (int r = 0; r < size_; ++r) {
-    std::optional<std::vector<uint8_t>> bytes;
-    for (Milliseconds slice = kFirstSlice; !(bytes = try_get(key("record", r), slice)); slice = longer(slice)) {
-      check();
-      std::vector<int> missing;
-      for (int late = r; late < size_; ++late)
-        if (late == r || !try_get(key("record", late), kProbe)) missing.push_back(late);
-      if (Clock::now() >= deadline_) raise_timeout("publish where its memory is", missing);
-      if (rank_ == 0 && refresh_tokens(missing)) slice = kFirstSlice;
-    }
-    records[r] = HandleRecord::decode(*bytes);
-    if (records[r].rank != static_cast<uint32_t>(r) || records[r].size != static_cast<uint32_t>(size_) ||
-        !equal_constant_time(records[r].nonce, nonce_)) {
-      ErrorContext context;
-      context.rank = rank_;
-      context.peer = r;
-      throw Error(ErrorKind::mismatch,
-                  "rank " + std::to_string(r) + " published the record of rank " + std::to_string(records[r].rank) +
-                      " of " + std::to_string(records[r].size) + " in a group of " + std::to_string(size_),
-                  context);
-    }
+    records.push_back(checked(encoded[r], r));
+    together.insert(together.end(), encoded[r].begin(), encoded[r].end());
   }
+  if (rank_ == 0) store_.set(key("records", 0), together);
   return records;
+}
+
+std::optional<std::vector<HandleRecord>> Rendezvous::records_of_rank_0() {
+  const auto until = std::min(Clock::now() + std::min(kAlone + Milliseconds(2 * size_), timeout_ / 4), deadline_);
+  for (Milliseconds slice = kFirstSlice; Clock::now() < until; slice = longer(slice)) {
+    const auto together = try_get(key("records", 0), slice);
+    if (!together) {
+      check();
+      continue;
+    }
+    const size_t each = together->size() / size_;
+    std::vector<HandleRecord> records;
+    for (int r = 0; r < size_; ++r) records.push_back(checked(std::span(*together).subspan(each * r, each), r));
+    return records;
+  }
+  return std::nullopt;
+}
+
+std::vector<std::vector<uint8_t>> Rendezvous::every_record() {
+  const std::vector<std::string> wanted = keys(prefix("record"));
+  for (Milliseconds slice = kFirstSlice;; slice = longer(slice)) {
+    if (auto all = poll(slice, [&] { return store_.find_all(wanted); })) return std::move(*all);
+    check();
+    const bool over = Clock::now() >= deadline_;
+    if (!over && rank_ != 0) continue;
+    std::vector<int> missing;
+    for (int late = 0; late < size_; ++late)
+      if (!try_get(key("record", late), kProbe)) missing.push_back(late);
+    if (missing.empty()) continue;
+    if (over) raise_timeout("publish where its memory is", missing);
+    if (refresh_tokens(missing)) slice = kFirstSlice;
+  }
+}
+
+HandleRecord Rendezvous::checked(std::span<const uint8_t> bytes, int rank) const {
+  HandleRecord record = HandleRecord::decode(bytes);
+  if (record.rank == static_cast<uint32_t>(rank) && record.size == static_cast<uint32_t>(size_) &&
+      equal_constant_time(record.nonce, nonce_))
+    return record;
+  ErrorContext context;
+  context.rank = rank_;
+  context.peer = rank;
+  throw Error(ErrorKind::mismatch,
+              "rank " + std::to_string(rank) + " published the record of rank " + std::to_string(record.rank) + " of " +
+                  std::to_string(record.size) + " in a group of " + std::to_string(size_),
+              context);
 }
 
 std::optional<OutcomeMessage> Rendezvous::outcome(int rank, Milliseconds patience) {

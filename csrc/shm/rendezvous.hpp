@@ -9,12 +9,16 @@
 //   - records and outcomes live under keys that contain the nonce, which nobody could have written earlier. A rank
 //     whose stale token rank 0 saw does not accept, so its record stays away; rank 0 notices while it waits for that
 //     record, reads the tokens again and offers the same nonce with the new ones.
+// Rank 0 reads all tokens and records at once and publishes the records as one value, so that another rank asks the
+// store a fixed number of times, however many ranks there are. Where that value stays away, rank 0 may have died:
+// a rank then reads the records one by one.
 // What must hold is that no process of the earlier start is still writing; torchrun ends all before it starts anew.
 #pragma once
 
 #include <chrono>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,13 +61,20 @@ class Rendezvous {
   [[noreturn]] void raise_timeout(const std::string& stage, const std::vector<int>& missing) const;
 
  private:
+  template <typename Find>
+  auto poll(Milliseconds patience, Find find) -> decltype(find());
   std::optional<std::vector<uint8_t>> try_get(const std::string& key, Milliseconds patience);
   std::optional<Bytes16> try_token(int rank, Milliseconds patience);
   void collect_tokens();
   void accept_offer();
   void check_interrupted() const;
+  std::optional<std::vector<HandleRecord>> records_of_rank_0();
+  std::vector<std::vector<uint8_t>> every_record();
+  HandleRecord checked(std::span<const uint8_t> bytes, int rank) const;
   bool refresh_tokens(const std::vector<int>& suspects);
+  std::string prefix(const char* kind) const;
   std::string key(const char* kind, int rank) const;
+  std::vector<std::string> keys(const std::string& prefix) const;  // of all ranks
 
   KeyValueStore& store_;
   const int rank_;

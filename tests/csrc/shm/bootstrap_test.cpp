@@ -144,6 +144,45 @@ TEST(Bootstrap, KeysOfEarlierStartsDoNoHarm) {
     }
 }
 
+// What a store is asked and what it is told; a question without an answer yet is not counted.
+class CountingStore : public DirectoryStore {
+ public:
+  using DirectoryStore::DirectoryStore;
+  void set(const std::string& key, const std::vector<uint8_t>& value) override {
+    ++count;
+    DirectoryStore::set(key, value);
+  }
+  std::optional<std::vector<uint8_t>> find(const std::string& key) override {
+    auto value = DirectoryStore::find(key);
+    count += value.has_value() ? 1 : 0;
+    return value;
+  }
+  std::optional<std::vector<std::vector<uint8_t>>> find_all(const std::vector<std::string>& keys) override {
+    const int before = count;
+    auto values = DirectoryStore::find_all(keys);
+    count = before + (values.has_value() ? 1 : 0);
+    return values;
+  }
+  int count = 0;
+};
+
+TEST(Bootstrap, TheStoreIsAskedAFixedNumberOfTimesHoweverManyRanks) {
+  for (int size : {3, 5, 12}) {
+    TemporaryDirectory directory;
+    Ranks ranks(size, [&](int rank) {
+      CountingStore store(directory.path());
+      Identity identity = Identity::of_this_process();
+      identity.host_id[3] = static_cast<uint8_t>(rank / 2);  // two on each machine
+      identity.host_id[4] ^= 1;
+      ConnectResult result = connect(store, options_for(rank, size), identity);
+      return result.neighbourhood ? "shared" : std::to_string(store.count);
+    });
+    const auto& results = ranks.wait();
+    EXPECT_EQ(results[0].text, "6");  // token, offer, record, records; everyone's tokens, everyone's records
+    for (int rank = 1; rank < size; ++rank) EXPECT_EQ(results[rank].text, "4") << rank << " of " << size;
+  }
+}
+
 TEST(Bootstrap, NonsenseUnderItsKeysIsWaitedOut) {
   TemporaryDirectory directory;
   DirectoryStore store(directory.path());
