@@ -1,5 +1,7 @@
 #include "process_group/carriers/rdma_carrier.hpp"
 
+#include "shm/store_gather.hpp"
+
 namespace ark {
 
 namespace {
@@ -73,7 +75,6 @@ std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
 RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
                             const std::function<std::unique_ptr<KeyValueStore>()>& own_store) {
   const std::string prefix = "rdma/" + question.start;
-  const auto key = [&](int rank) { return prefix + "/offer/" + std::to_string(rank); };
   rdma::Offer offer;
   offer.rank = static_cast<uint32_t>(question.rank);
   offer.size = static_cast<uint32_t>(question.size);
@@ -95,12 +96,14 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
       offer.reason = printable(error.message() + (remedy.empty() ? "" : ". " + remedy));
     }
   }
-  store.set(key(question.rank), offer.encode());
+  const auto gather = [&](const char* what, const std::vector<uint8_t>& own) {
+    return store_all_gather(store, prefix + what, question.rank, question.size, own, question.timeout);
+  };
+  const auto records = gather("/offer", offer.encode());
   std::vector<rdma::Offer> offers;
   for (int rank = 0; rank < question.size; ++rank) {
-    const auto record = store.get(key(rank), question.timeout);
     try {
-      offers.push_back(rdma::Offer::decode(record));
+      offers.push_back(rdma::Offer::decode(records[rank]));
       const rdma::Offer& found = offers.back();
       if (static_cast<int>(found.rank) == rank && static_cast<int>(found.size) == question.size) continue;
       throw Error(ErrorKind::mismatch, "RDMA offer rejected: it is of rank " + std::to_string(found.rank) + " of " +
@@ -123,13 +126,12 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   const std::string text = decision.reason + "; here " + engine->device()->text();
   auto messages = std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup));
   const std::string trouble = printable(try_peers(*messages, question));
-  const auto outcome = [&](int rank) { return prefix + "/outcome/" + std::to_string(rank); };
   // Never empty: not every store takes that.
   const std::string told = (trouble.empty() ? "+" : "-") + trouble;
-  store.set(outcome(question.rank), {told.begin(), told.end()});
+  const auto outcomes = gather("/outcome", {told.begin(), told.end()});
   std::string failed;
   for (int rank = 0; rank < question.size; ++rank) {
-    const auto found = store.get(outcome(rank), question.timeout);
+    const auto& found = outcomes[rank];
     if (!failed.empty() || (!found.empty() && found[0] == '+')) continue;
     failed = "rank " + std::to_string(rank) + " was refused by the network: " +
              printable(std::string(found.begin() + (found.empty() ? 0 : 1), found.end()));
