@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
 #include "collectives/node_plan.hpp"
@@ -38,6 +38,7 @@
 
 namespace ark {
 
+class CudaCommunicator;
 class CudaGroup;
 class CudaWork;
 class NcclEntry;
