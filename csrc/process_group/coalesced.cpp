@@ -233,7 +233,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
       for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
     }
     auto all = make_work(c10d::OpType::COALESCED, "coalesced", std::move(outputs));
-    all->sequence = parts.back()->getSequencenumber();
+    all->operation.context.sequence = parts.back()->getSequencenumber();
     follow(all, std::move(parts), {}, core_->executor);
     return all;
   });

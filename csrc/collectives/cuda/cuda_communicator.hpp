@@ -73,8 +73,7 @@ class CudaCommunicator final : public Communicator {
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
   bool on_host() const { return on_host_; }  // what ranks share is memory of the host
   // Why copy engines carry nothing, for good: their memory could not be shared. Empty: they do, or were not asked for.
-  // For whoever calls an operation, behind it.
-  std::string engine_refusal() const { return engine_refusal_.value_or(""); }
+  std::string engine_refusal() const { return engine_refused_.load(std::memory_order_acquire) ? *engine_refusal_ : ""; }
   // Of a launch that waits for peers: ranks may share a device.
   uint32_t most_blocks() const { return device_each_ ? ~uint32_t{0} : blocks_of_a_sharer(size_); }
 
@@ -167,6 +166,7 @@ class CudaCommunicator final : public Communicator {
   const jit::Kernel* kernels_[kGroupKernels][kRuleKinds] = {};
   std::unique_ptr<CopyEngine> engine_;
   std::optional<std::string> engine_refusal_;  // why there are no copy engines for good; empty: as was asked for
+  std::atomic<bool> engine_refused_{false};    // then the text above is there, and stays
   uint64_t shares_ = 0;                        // calls of share()
   std::unique_ptr<TileMemory> tiles_;
   std::string tiles_refused_;  // why there are none

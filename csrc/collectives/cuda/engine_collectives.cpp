@@ -46,7 +46,11 @@ CopyEngine* CudaCommunicator::copy_engine(const Operation& operation) {
   sharing.device = device_, sharing.device_each = device_each_;
   sharing.bytes = CopyEngine::memory_bytes(size_, dispatch_.buffer_bytes);
   std::string why;
-  const auto refused = [&]() -> CopyEngine* { return engine_refusal_ = why, nullptr; };
+  const auto refused = [&]() -> CopyEngine* {
+    engine_refusal_ = why;
+    engine_refused_.store(true, std::memory_order_release);
+    return nullptr;
+  };
   if (sharing.bytes == 0) return refused();
   const auto meeting =
       MemoryMeeting::join(*store_, {rank_, size_, timeout_, "buckets", ends_with(health_, timeout_)}, why);

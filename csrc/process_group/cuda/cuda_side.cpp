@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "jit/settings.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
