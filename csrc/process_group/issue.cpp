@@ -28,6 +28,34 @@ uint64_t agreed_count(Kind kind, uint64_t inputs, uint64_t outputs) {
 
 }  // namespace
 
+CallSite ProcessGroupArk::site(const char* operation) const {
+  core_->check_open(operation);
+  return {rank_, operation};
+}
+
+c10::Device ProcessGroupArk::device_of(const Call& call) const {
+  std::optional<c10::Device> device;
+  std::string first;
+  const auto look = [&](const char* argument, const TensorArgument& tensors) {
+    size_t index = 0;
+    tensors.for_each([&](const at::Tensor& tensor) {
+      if (!device) {
+        device = tensor.device();
+        first = argument;
+      } else if (*device != tensor.device()) {
+        refuse({rank_, call.name}, ErrorKind::invalid_argument,
+               entry_of(argument, index) + " is on " + tensor.device().str() + " but " + first + "[0] is on " +
+                   device->str(),
+               "Give one call tensors of one device.");
+      }
+      ++index;
+    });
+  };
+  look("input", call.inputs);
+  look("output", call.outputs);
+  return device.value_or(c10::Device(c10::kCPU));
+}
+
 void ProcessGroupArk::describe(const Call& call, Body body, const FlightEntry& entry,
                                OperationRecord& operation) const {
   operation.type = call.type;
@@ -77,6 +105,15 @@ const CommsGroup& ProcessGroupArk::comms() {
     comms_ready_ = true;
   }
   return comms_;
+}
+
+ProcessGroupArk::WorkPtr ProcessGroupArk::collect(WorkPtr work) {
+  if (coalescing_threads_.load(std::memory_order_relaxed) == 0) return work;
+  std::lock_guard lock(mutex_);
+  if (const auto found = coalescing_.find(std::this_thread::get_id()); found != coalescing_.end()) {
+    found->second.works.push_back(work);
+  }
+  return work;
 }
 
 c10::intrusive_ptr<WorkArk> ProcessGroupArk::make_work(c10d::OpType type, const char* name, Tensors outputs) {
