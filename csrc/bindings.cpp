@@ -16,7 +16,6 @@
 #include "collectives/cpu/reduce/reduce.hpp"
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
-#include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
 #include "dma/rdma/device.hpp"
 #include "dma/rdma/status.hpp"
