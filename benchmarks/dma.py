@@ -2,7 +2,7 @@
 
     python benchmarks/dma.py [--engines packet bulk] [--sizes 16 8192] [--blocks 8]
 
-Engines (ark_torch/kernels/cuda/channel*.cuh; one device API: put, signal, wait, flush):
+Engines (benchmarks/dma/channel*.cuh; one device API: put, signal, wait, flush):
   cpu          the host waits for the kernel that made the data, copies, waits, launches the one that needs it (C-Drv)
   proxy        a kernel asks a host thread through a ring in host memory, which starts a copy engine (G-Drv-S)
   copy_engine  copies posted ahead on a stream, each released by a word that a kernel writes

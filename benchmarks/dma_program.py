@@ -6,6 +6,7 @@ dma.py measures with it, tests/gpu/test_channels.py checks with it. It knows not
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,19 @@ sys.path.insert(0, str(REPO))  # the package of this tree, installed or not
 
 from ark_torch import _jit  # noqa: E402
 
-HEADERS = ("params.cuh", "kernels.cuh", "bulk_kernels.cuh")
+# In the order in which they include each other; the package's own headers are found by their names.
+CHANNELS = ("store", "packet", "bulk", "copy_engine", "proxy")
+HEADERS = (
+    "slots.hpp",
+    "flag.hpp",
+    "channel.cuh",
+    "bulk_mover.cuh",
+    *(f"channel_{engine}.cuh" for engine in CHANNELS),
+    "params.cuh",
+    "kernels.cuh",
+    "bulk_kernels.cuh",
+)
+OWN = re.compile(rf'^#(pragma once|include "({"|".join(map(re.escape, HEADERS))})")\n', re.MULTILINE)
 # What of the package the program needs: no torch.
 SOURCES = ("csrc/util/*.cpp", "csrc/cuda/d*.cpp", "csrc/jit/*.cpp", "csrc/dma/*.cpp", "benchmarks/dma/*.cpp")
 
@@ -26,13 +39,13 @@ SOURCES = ("csrc/util/*.cpp", "csrc/cuda/d*.cpp", "csrc/jit/*.cpp", "csrc/dma/*.
 def stub() -> str:
     """The source of the kernels, as NVRTC gets it: it instantiates every channel."""
     parts = [(FOLDER / "dma" / name).read_text(encoding="utf-8") for name in HEADERS]
-    return "\n".join(parts).replace("#pragma once\n", "")
+    return OWN.sub("", "\n".join(parts))
 
 
 def build(folder: Path) -> Path:
     """Compiles the program into the folder; CalledProcessError where that fails."""
     compiler = os.environ.get("CXX", "c++")
-    includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels")]
+    includes = [f"-I{REPO / path}" for path in ("csrc", "ark_torch/kernels", "benchmarks/dma")]
     launcher = ["ccache"] if shutil.which("ccache") else []
 
     def compile_one(source: Path) -> Path:

@@ -14,8 +14,7 @@
 
 #include "bindings_plan.hpp"
 #include "collectives/cpu/reduce/reduce.hpp"
-#include "collectives/cuda/dispatch_rules.hpp"
-#include "collectives/cuda/every_stub.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
 #include "dma/rdma/device.hpp"

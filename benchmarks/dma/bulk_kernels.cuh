@@ -1,5 +1,5 @@
 // The kernels of the bulk copy engine: compute capability 9.0 and newer.
-#include "cuda/channel_bulk.cuh"
+#include "channel_bulk.cuh"
 
 #if __CUDA_ARCH__ >= 900
 

@@ -2,8 +2,8 @@
 // The same few loops for every engine, through the one API of the channels.
 //
 // A stream's time ends at its sender, when the receiver has taken the last message: one clock, one latency too much.
-#include "cuda/channel_packet.cuh"
-#include "cuda/channel_store.cuh"
+#include "channel_packet.cuh"
+#include "channel_store.cuh"
 
 namespace ark::device {
 

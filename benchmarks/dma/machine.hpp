@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "copy_poster.hpp"
 #include "cuda/driver.hpp"
-#include "dma/copy_poster.hpp"
-#include "dma/proxy.hpp"
 #include "jit/kernel.hpp"
 #include "params.cuh"
+#include "proxy.hpp"
 
 namespace ark::channels {
 

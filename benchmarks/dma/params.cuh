@@ -1,9 +1,9 @@
 // What host and device know of a run of channels: benchmarks/dma.py measures by it, tests/gpu/test_channels.py tests.
 #pragma once
 
-#include "cuda/bulk_mover.cuh"
-#include "cuda/channel_copy_engine.cuh"
-#include "cuda/channel_proxy.cuh"
+#include "bulk_mover.cuh"
+#include "channel_copy_engine.cuh"
+#include "channel_proxy.cuh"
 
 namespace ark::device {
 

@@ -1,9 +1,10 @@
 // The host's side of a request ring: one thread takes requests in order and hands them to a function.
 //
-// The ring's memory is the caller's, zeroed, and outlives this object; kernels post to it (cuda/channel_proxy.cuh).
-// Ordering is that of protocol/request_ring.hpp; the function is called behind the acquire of its request, and the
-// place is given back when it has returned. The thread spins while requests come and for `spin` behind the last, then
-// sleeps `nap` between looks; it waits for nothing else, so stop() is bounded by the longest call of the function.
+// The ring's memory is the caller's, zeroed, and outlives this object; kernels post to it (the channel_proxy.cuh of
+// benchmarks/dma). Ordering is that of protocol/request_ring.hpp; the function is called behind the acquire of its
+// request, and the place is given back when it has returned. The thread spins while requests come and for `spin` behind
+// the last, then sleeps `nap` between looks; it waits for nothing else, so stop() is bounded by the longest call of the
+// function.
 #pragma once
 
 #include <atomic>

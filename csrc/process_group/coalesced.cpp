@@ -190,15 +190,6 @@ void ProcessGroupArk::startCoalescing() {
   });
 }
 
-ProcessGroupArk::WorkPtr ProcessGroupArk::collect(WorkPtr work) {
-  if (coalescing_threads_.load(std::memory_order_relaxed) == 0) return work;
-  std::lock_guard lock(mutex_);
-  if (const auto found = coalescing_.find(std::this_thread::get_id()); found != coalescing_.end()) {
-    found->second.works.push_back(work);
-  }
-  return work;
-}
-
 ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
   return with_torch_errors([&]() -> WorkPtr {
     const CallSite here = site("_end_coalescing");
@@ -233,7 +224,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::endCoalescing() {
       for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
     }
     auto all = make_work(c10d::OpType::COALESCED, "coalesced", std::move(outputs));
-    all->sequence = parts.back()->getSequencenumber();
+    all->operation.context.sequence = parts.back()->getSequencenumber();
     follow(all, std::move(parts), {}, core_->executor);
     return all;
   });

@@ -11,47 +11,62 @@ constexpr bool kKnowsAsync = requires(Info info) {
   info.isAsynchronizedOp();
 };
 
+// What is shown of a call. `rank` is what NCCL shows as "Rank": the own rank, but the root of broadcast, reduce, gather
+// and scatter, the destination of send and the source of recv. Elements: on every rank what the root holds.
+struct Shown {
+  const CommsGroup& group;
+  const Call& call;
+  const bool is_p2p = c10d::isP2POp(call.type);
+  const int rank = is_p2p ? call.peer : call.root >= 0 ? static_cast<int>(call.root) : group.rank;
+  const int64_t inputs = call.inputs.elements(), outputs = call.outputs.elements();
+  const int64_t input_elements = call.kind == Kind::scatter ? outputs * group.size : inputs;
+  const int64_t output_elements = call.kind == Kind::gather ? inputs * group.size : outputs;
+};
+
 template <typename Info>
-std::shared_ptr<Info> make_info(const CommsGroup& group, const CommsCall& call, const std::vector<int64_t>& in_splits,
+std::shared_ptr<Info> make_info(const Shown& shown, int64_t sequence, const std::vector<int64_t>& in_splits,
                                 const std::vector<int64_t>& out_splits) {
   std::shared_ptr<Info> info;
+  const CommsGroup& group = shown.group;
   const auto build = [&](auto... async) {
-    return std::make_shared<Info>(group.name, call.rank, std::string(call.name), call.input_elements,
-                                  call.output_elements, call.dtype, in_splits, out_splits, group.global_rank_start,
-                                  group.global_rank_stride, group.size, async...);
+    return std::make_shared<Info>(group.name, shown.rank, std::string(shown.call.event), shown.input_elements,
+                                  shown.output_elements, shown.call.dtype(), in_splits, out_splits,
+                                  group.global_rank_start, group.global_rank_stride, group.size, async...);
   };
   if constexpr (kKnowsAsync<Info>) {
-    info = build(call.async);
+    info = build(shown.call.async);
   } else {
     info = build();
   }
-  if constexpr (requires(Info shown) { shown.setSequenceInfo(int64_t{}, bool{}); }) {
-    info->setSequenceInfo(call.sequence, call.is_p2p);
+  if constexpr (requires(Info told) { told.setSequenceInfo(int64_t{}, bool{}); }) {
+    info->setSequenceInfo(sequence, shown.is_p2p);
   }
   return info;
 }
 
 }  // namespace
 
-void CommsRecord::start(const CommsGroup& group, CommsCall call, at::StepCallbacks&& callbacks) {
+void CommsRecord::start(const CommsGroup& group, const Call& call, int64_t sequence, at::StepCallbacks&& callbacks) {
+  const Shown shown{group, call};
+  c10::IValue inputs = call.inputs.value();
   static const std::vector<int64_t> none;
   const auto& in_splits = call.input_splits ? *call.input_splits : none;
   const auto& out_splits = call.output_splits ? *call.output_splits : none;
   info_.emplace(c10::DebugInfoKind::PARAM_COMMS_INFO,
-                make_info<torch::ParamCommsDebugInfo>(group, call, in_splits, out_splits));
+                make_info<torch::ParamCommsDebugInfo>(shown, sequence, in_splits, out_splits));
   annotation_.emplace(at::RecordScope::USER_SCOPE);
   if (annotation_->isActive()) {
     annotation_->_setAsync();  // as NCCL's: an operation may end on another thread
-    annotation_->before("ark:" + std::string(call.title), c10::ArrayRef<const c10::IValue>(&call.inputs, 1));
+    annotation_->before("ark:" + std::string(call.name), c10::ArrayRef<const c10::IValue>(&inputs, 1));
   }
   event_.emplace(std::move(callbacks));
   if (event_->needsInputs()) {
     // The list that ExecutionTraceObserver's readers expect from ProcessGroupNCCL, in its order.
-    std::vector<c10::IValue> list{std::move(call.inputs),
-                                  std::make_tuple(call.sequence, call.is_p2p),
+    std::vector<c10::IValue> list{std::move(inputs),
+                                  std::make_tuple(sequence, shown.is_p2p),
                                   group.name,
-                                  call.rank,
-                                  std::string(call.name),
+                                  shown.rank,
+                                  std::string(call.event),
                                   in_splits,
                                   out_splits,
                                   group.global_rank_start,
@@ -62,7 +77,7 @@ void CommsRecord::start(const CommsGroup& group, CommsCall call, at::StepCallbac
   } else {
     event_->before(at::kParamCommsCallName);
   }
-  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{std::move(call.outputs)});
+  if (event_->needsOutputs()) event_->setOutputs(std::vector<c10::IValue>{call.outputs.value()});
 }
 
 }  // namespace ark

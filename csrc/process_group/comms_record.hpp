@@ -20,6 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "process_group/operation_record.hpp"
+
 namespace ark {
 
 // What does not change over a group's life; built once at its construction.
@@ -31,39 +33,20 @@ struct CommsGroup {
   int global_rank_stride = 1;
 };
 
-// One call. `rank` is what NCCL shows as "Rank": the own rank, but the root of broadcast, reduce, gather and scatter,
-// the destination of send and the source of recv.
-struct CommsCall {
-  const char* name;
-  const char* title;  // of the annotation, behind "ark:"
-  int64_t sequence;
-  bool is_p2p = false;
-  int rank;
-  c10::IValue inputs;  // a tensor, a list of tensors or a list of lists: what the method was given
-  c10::IValue outputs;
-  int64_t input_elements;
-  int64_t output_elements;
-  at::ScalarType dtype;
-  const std::vector<int64_t>* input_splits = nullptr;
-  const std::vector<int64_t>* output_splits = nullptr;
-  bool async;
-};
-
 class CommsRecord {
  public:
-  // `describe()` returns the CommsCall; it runs only when someone listens.
-  template <typename Describe>
-  CommsRecord(const CommsGroup& group, Describe&& describe) {
+  // `sequence`: the number that the operation will have.
+  CommsRecord(const CommsGroup& group, const Call& call, uint64_t sequence) {
     if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION); callbacks.has_value())
         [[unlikely]] {
-      start(group, describe(), std::move(*callbacks));
+      start(group, call, static_cast<int64_t>(sequence), std::move(*callbacks));
     }
   }
   CommsRecord(const CommsRecord&) = delete;
   CommsRecord& operator=(const CommsRecord&) = delete;
 
  private:
-  void start(const CommsGroup& group, CommsCall call, at::StepCallbacks&& callbacks);
+  void start(const CommsGroup& group, const Call& call, int64_t sequence, at::StepCallbacks&& callbacks);
 
   // Order matters: the event ends (and reads the debug info) before the info is taken away.
   std::optional<c10::DebugInfoGuard> info_;

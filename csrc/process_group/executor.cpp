@@ -1,6 +1,7 @@
 // The queue of a group's collectives, and the threads and waiters that run it. See the header for who runs what.
 #include "process_group/executor.hpp"
 
+#include "process_group/group_core.hpp"
 #include "util/start_thread.hpp"
 
 namespace ark {
@@ -11,10 +12,10 @@ constexpr size_t kMostThreads = 16;  // callbacks that block, one inside the oth
 
 }  // namespace
 
-void Executor::submit(const Ptr& work, bool async, const std::function<void(WorkArk&)>& number) {
+void Executor::submit(const Ptr& work, bool async, GroupCore& core, FlightEntry& entry) {
   std::unique_lock lock(mutex_);
   if (async) ensure_thread();  // first: it may throw, and then nothing must have been numbered
-  number(*work);
+  core.number(work->operation, entry);
   if (!async && !running_ && queue_.empty()) {
     running_ = true;
     lock.unlock();

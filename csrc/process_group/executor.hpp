@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "health/flight/flight_record.hpp"
 #include "process_group/work.hpp"
 
 namespace ark {
@@ -22,8 +23,8 @@ namespace ark {
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Ptr = c10::intrusive_ptr<WorkArk>;
-  // Numbers the work (`number` runs under the lock, in the order of issue), then runs or queues it.
-  void submit(const Ptr& work, bool async, const std::function<void(WorkArk&)>& number);
+  // Numbers and records the work (under the lock, in the order of issue), then runs or queues it.
+  void submit(const Ptr& work, bool async, GroupCore& core, FlightEntry& entry);
   // Waits for the work, running the queue on this thread when `may_run`; false when `until` came first.
   bool await(WorkArk& work, Clock::time_point until, bool may_run);
   // Runs `task` on a progress thread: for callbacks of works that finish on a thread that must not run them.

@@ -1,6 +1,7 @@
-// Life of a group: issue, failure, shutdown, fork.
+// Life of a group: numbering, ends of operations, failures and their hooks, its CUDA device, shutdown, fork.
 #include "process_group/group_core.hpp"
 
+#include <c10/util/Exception.h>
 #include <pthread.h>
 
 #include <set>
@@ -34,6 +35,7 @@ Registry& registry() {
 }
 
 constexpr auto kLongest = std::chrono::hours(24 * 365);
+constexpr std::chrono::seconds kTelling{60};  // of a failure, when the group is destroyed
 
 }  // namespace
 
@@ -92,33 +94,25 @@ std::chrono::milliseconds GroupCore::extended(std::chrono::milliseconds asked,
   return own < kLongest ? own + share->extra : own;
 }
 
-void GroupCore::submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry,
-                       TimeoutExtension::SharePtr share) {
-  executor->submit(work, async, [&](WorkArk& numbered) {
-    numbered.sequence = sequence.fetch_add(1, std::memory_order_relaxed) + 1;
-    if (shm) protocol::store_relaxed(shm->health().own().enqueued, numbered.sequence);
-    entry.group = flight_group;
-    entry.sequence = numbered.sequence;
-    const uint64_t flight = FlightRecord::instance().scheduled(entry);
-    numbered.on_done = [core = shared_from_this(), type = numbered.retrieveOpType(), flight, share = std::move(share)](
-                           const WorkArk& done, std::exception_ptr error) {
-      if (share) share->end();
-      core->finished(done, type, flight, error);
-    };
-    if (flight != 0) {
-      numbered.body = [flight, body = std::move(numbered.body)](WorkArk& running) {
-        FlightRecord::instance().started(flight);
-        body(running);
-      };
-    }
-  });
+void GroupCore::number(OperationRecord& operation, FlightEntry& entry) {
+  entry.group = flight_group;
+  if (!entry.is_p2p) {
+    entry.sequence = sequence.fetch_add(1, std::memory_order_relaxed) + 1;
+    operation.context.sequence = operation.descriptor.sequence = entry.sequence;
+    if (shm) protocol::store_relaxed(shm->health().own().enqueued, entry.sequence);
+  }
+  operation.flight = FlightRecord::instance().scheduled(entry);
+  operation.numbered = true;
 }
 
-void GroupCore::finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr failure) {
-  if (completion_hook) run_hook(type, work.sequence, work.times().first, work.times().second);
+void GroupCore::finished(const WorkArk& work, std::exception_ptr failure) {
+  const OperationRecord& operation = work.operation;
+  const uint64_t flight = operation.flight;
+  if (completion_hook) run_hook(operation.type, operation.sequence(), work.times().first, work.times().second);
   if (!failure) {
     FlightRecord::instance().completed(flight);
-    if (shm && !c10d::isP2POp(type)) protocol::store_relaxed(shm->health().own().completed, work.sequence);
+    if (shm && !c10d::isP2POp(operation.type))
+      protocol::store_relaxed(shm->health().own().completed, operation.sequence());
   } else {
     try {
       std::rethrow_exception(failure);
@@ -161,6 +155,150 @@ void GroupCore::report_failure(const Error& failure) {
     FlightRecord::instance().dump(flight_dump_path(flight_dump, global_rank), cause);
   }
   run_abort_hooks();
+}
+
+// The completion hook is told of every finished work, in the order in which they finished, on a thread of its own;
+// abort hooks run on the thread that found the failure, so that they come before the error is raised.
+void GroupCore::run_hook(c10d::OpType type, uint64_t number, Clock::time_point started, Clock::time_point ended) {
+  // On a thread of its own: a hook may be slow, take Python's lock, or issue collectives.
+  auto info = std::make_shared<c10d::WorkInfo>(type, number, started, ended, ended - started);
+  {
+    std::lock_guard lock(hooks_mutex_);
+    ++hooks_pending_;
+    hooks_.push_back(std::move(info));
+    if (hooks_running_) return;
+    hooks_running_ = true;
+  }
+  executor->defer([self = shared_from_this()] { self->drain_hooks(); });
+}
+
+// One thread at a time, so that the hook hears of works in the order in which they finished.
+void GroupCore::drain_hooks() {
+  std::unique_lock lock(hooks_mutex_);
+  while (!hooks_.empty()) {
+    const auto info = std::move(hooks_.front());
+    hooks_.pop_front();
+    lock.unlock();
+    completion_hook(info);
+    lock.lock();
+    --hooks_pending_;
+    hooks_changed_.notify_all();
+  }
+  hooks_running_ = false;
+}
+
+void GroupCore::add_abort_hook(int64_t id, AbortHook hook) {
+  const std::lock_guard lock(hooks_mutex_);
+  abort_hooks_[id] = std::make_shared<AbortHook>(std::move(hook));
+}
+
+void GroupCore::remove_abort_hook(int64_t id) {
+  std::shared_ptr<AbortHook> removed;  // goes without the lock held: it may hold Python objects
+  const std::lock_guard lock(hooks_mutex_);
+  if (const auto found = abort_hooks_.find(id); found != abort_hooks_.end()) {
+    removed = std::move(found->second);
+    abort_hooks_.erase(found);
+  }
+}
+
+void GroupCore::run_abort_hooks() {
+  std::map<int64_t, std::shared_ptr<AbortHook>> hooks;
+  {
+    const std::lock_guard lock(hooks_mutex_);
+    hooks = abort_hooks_;
+  }
+  for (const auto& [id, hook] : hooks) {
+    try {
+      (*hook)();
+    } catch (const std::exception& error) {
+      TORCH_WARN("ark: [rank ", rank, "] abort hook ", id, " failed: ", error.what());
+    }
+  }
+}
+
+void GroupCore::wait_for_hooks() {
+  std::unique_lock lock(hooks_mutex_);
+  hooks_changed_.wait(lock, [&] { return hooks_pending_ == 0; });
+}
+
+// On the CUDA device.
+std::shared_ptr<CudaGroup> GroupCore::cuda() {
+  const std::lock_guard lock(cuda_mutex_);
+  return cuda_;
+}
+
+void GroupCore::adopt(std::shared_ptr<CudaGroup> side) {
+  // The plain pointer is good: the side is closed, and says nothing any more, before the core goes.
+  side->started = [side = side.get()](const OperationRecord& operation) {
+    if (const int64_t start = side->times_of(operation, false).first; start != 0)
+      FlightRecord::instance().started_on_device(operation.flight, start);
+  };
+  side->completed = [this, side = side.get()](const OperationRecord& operation) {
+    {
+      // A kernel that gave up has ended as well, and so have those behind it.
+      const std::lock_guard lock(cuda_mutex_);
+      const uint64_t failed_from = device_failure_ ? device_failure_->context().sequence : ~uint64_t{0};
+      if (operation.sequence() >= failed_from) {
+        if (failed_from > 0) FlightRecord::instance().failed(operation.flight, device_failure_->what());
+        return;  // from 0: nobody knows which one it was
+      }
+    }
+    const auto [start, end] = side->times_of(operation, true);
+    FlightRecord::instance().completed_on_device(operation.flight, start, end);
+    if (shm && !c10d::isP2POp(operation.type))
+      protocol::store_relaxed(shm->health().own().completed, operation.sequence());
+    if (completion_hook) {
+      const auto at = [](int64_t time, Clock::time_point otherwise) {
+        return time == 0 ? otherwise : Clock::time_point(std::chrono::nanoseconds(time));
+      };
+      run_hook(operation.type, operation.sequence(), at(start, operation.issued), at(end, Clock::now()));
+    }
+  };
+  const std::lock_guard lock(cuda_mutex_);
+  cuda_ = std::move(side);
+}
+
+void GroupCore::not_enqueued(uint64_t flight, const Error& cause) {
+  // What this machine could not do (compile, launch, allocate): the peers wait on their devices for what will not come.
+  const bool of_this_machine = cause.kind() == ErrorKind::system || cause.kind() == ErrorKind::compile_failed;
+  if (of_this_machine && shm && size > 1) shm->health().fail(cause);
+  FlightRecord::instance().failed(flight, cause.what());
+  report_failure(cause);
+}
+
+void GroupCore::device_gives_up(const Error& cause) {
+  const std::lock_guard lock(cuda_mutex_);
+  device_failure_ = cause;
+}
+
+void GroupCore::device_gave_up(const Error& cause) {
+  if (const auto side = cuda()) side->look();
+  report_failure(cause);
+}
+
+void GroupCore::close_device(std::chrono::milliseconds patience) {
+  const auto side = cuda();
+  if (!side) return;
+  if (side->carrier) {
+    side->carrier->shutdown();
+    return;
+  }
+  bool drained = side->drain(Clock::now() + patience);
+  if (!drained) {
+    abort("the group was destroyed while operations were pending on the device");
+    drained = side->drain(Clock::now() + std::chrono::seconds(2));
+  }
+  if (side->nccl) drained ? side->nccl->close(std::chrono::seconds(10)) : side->nccl->abort();
+  const std::optional<std::string> untold = side->wait_told(Clock::now() + kTelling);
+  if (untold)
+    TORCH_WARN("ark: a destroyed group waited ", kTelling.count(),
+               " s for a thread that tells of its failure, and gives up its memory: the device does not answer, or the "
+               "record of operations cannot be written. The failure: ",
+               *untold);
+  const bool ended = drained && !untold;
+  side->close(ended);
+  // Kernels may still run, and threads watch them or tell of them: what they use is given up rather than freed.
+  if (!ended) new std::shared_ptr<GroupCore>(shared_from_this());
 }
 
 void GroupCore::abort(const std::string& why) {

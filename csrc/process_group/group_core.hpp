@@ -37,13 +37,10 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   // What an operation is given that asked for `asked` (-1 ms: the group's timeout), with its share of extensions.
   std::chrono::milliseconds extended(std::chrono::milliseconds asked, const TimeoutExtension::SharePtr& share) const;
 
-  // Issues a collective: numbers it, records it, runs or queues it. The share ends with it.
-  void submit(const c10::intrusive_ptr<WorkArk>& work, bool async, FlightEntry entry,
-              TimeoutExtension::SharePtr share = nullptr);
-  // Counts an operation on CUDA tensors in and records it: its number and its id in the flight record.
-  std::pair<uint64_t, uint64_t> number(FlightEntry entry);
+  // Counts an operation in (but for messages, which have their number) and records it, in the order of issue.
+  void number(OperationRecord& operation, FlightEntry& entry);
   // Notes the outcome of a work: flight record, error state, failure dump, completion hook.
-  void finished(const WorkArk& work, c10d::OpType type, uint64_t flight, std::exception_ptr error);
+  void finished(const WorkArk& work, std::exception_ptr error);
 
   // The same for an operation on CUDA tensors that could not be enqueued, and for the device as a whole: before what it
   // still waits for is let go, which then is no success, and afterwards.

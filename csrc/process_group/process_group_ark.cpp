@@ -40,11 +40,6 @@ ProcessGroupArk::~ProcessGroupArk() {
   GroupCore::shutdown_in_background(std::move(core_), kPatience, device_patience);
 }
 
-CallSite ProcessGroupArk::site(const char* operation) const {
-  core_->check_open(operation);
-  return {rank_, operation};
-}
-
 void ProcessGroupArk::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
   std::lock_guard lock(mutex_);

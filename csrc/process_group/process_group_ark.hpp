@@ -1,11 +1,11 @@
 // The c10d::Backend "ark": PyTorch's collectives over the library below.
 //
 // Every virtual checks its arguments completely, describes the operation once (Call), turns it into one blocking body
-// over the group's Communicator and issues that; issue() alone knows how a body is run (group_core.hpp). Results have
-// the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the same
-// on all ranks. CUDA tensors take another way from issue() on: the body enqueues on a stream (cuda_group.hpp). Split
-// over join.cpp, process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
-// dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, send_recv.cpp, and issue_cuda.cpp.
+// over the group's Communicator and issues that; issue() alone knows how a body is run (operation_record.hpp). Results
+// have the same bits whatever carries the group. Methods may be called from any thread; the order of issue must be the
+// same on all ranks. CUDA tensors take another way from issue() on: the body enqueues on a stream (cuda_group.hpp).
+// Split over join.cpp, process_group_ark.cpp (life and administration), issue.cpp, the collectives in dense_reduce.cpp,
+// dense_gather.cpp, dense_all_to_all.cpp, coalesced.cpp and sparse.cpp, and send_recv.cpp.
 #pragma once
 
 #include <c10/util/FunctionRef.h>
@@ -22,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/registration.hpp"
 #include "collectives/dispatch.hpp"
 #include "collectives/node_plan.hpp"
@@ -38,6 +38,7 @@
 
 namespace ark {
 
+class CudaCommunicator;
 class CudaGroup;
 class CudaWork;
 class NcclEntry;
@@ -178,7 +179,7 @@ class ProcessGroupArk : public c10d::Backend {
   bool launch_region(const char* name, c10::Device device, RegionLaunch launch);
   // A fused operator on CPU tensors: one of the group's collectives, which are compared by `fingerprint` among ranks.
   // Returns when it is done.
-  using FusedBody = std::function<void(Communicator&, const Operation&)>;
+  using FusedBody = OperationRecord::Body;
   void run_fused(const char* name, const at::Tensor& result, uint64_t fingerprint, FusedBody body);
   // What ranks have agreed on for calls of a fused operator on CUDA tensors that are alike in `key`; none: not yet.
   std::optional<bool> agreed(const std::vector<int64_t>& key) const;
@@ -195,26 +196,7 @@ class ProcessGroupArk : public c10d::Backend {
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
 
  private:
-  // One operation on its way: all that the flight record, the profiler and the communicator's descriptor are told.
-  // Element counts and the dtype are those of the tensors.
-  struct Call {
-    c10d::OpType type;
-    Kind kind = Kind::barrier;          // collectives only
-    const char* name;                   // "all_reduce": messages and flight record
-    const char* event;                  // "allreduce": the profiler, in NCCL's words
-    std::chrono::milliseconds timeout;  // as asked, or unset
-    bool async;
-    int64_t root = -1;
-    Reduction reduction = {};
-    TensorArgument inputs = {};
-    TensorArgument outputs = {};
-    const std::vector<int64_t>* input_splits = nullptr;  // all_to_all, for the profiler
-    const std::vector<int64_t>* output_splits = nullptr;
-    bool even = false;                                  // all_to_all: equal parts, on all ranks
-    uint64_t shape = 0;                                 // debug_shape()
-    std::function<WorkPtr(c10d::Backend&)> carry = {};  // the same call to another backend, for CUDA tensors
-  };
-  using Body = std::function<void(Communicator&, Operation&)>;
+  using Body = OperationRecord::Body;
   // What one thread has issued between startCoalescing and endCoalescing.
   struct SelfEnd {
     at::Tensor tensor;
@@ -232,11 +214,13 @@ class ProcessGroupArk : public c10d::Backend {
   void join_nodes(StoreAdapter& store, const ConnectResult& result);
   void tell_mixed_versions(StoreAdapter& store) const;
   CallSite site(const char* operation) const;  // also checks that the group is open
-  // Runs the body or queues it; its outputs are the work's result.
+  // Runs the body or queues it, on CUDA tensors enqueues what it does; its outputs are the work's result (issue.cpp).
   WorkPtr issue(const Call& call, Body body);
+  c10::intrusive_ptr<WorkArk> run_on_host(const Call& call, Body body);
   c10::intrusive_ptr<WorkArk> make_work(c10d::OpType type, const char* name, Tensors outputs);
   FlightEntry flight_entry(const Call& call) const;
-  CommsCall comms_call(const Call& call) const;  // `sequence`, `rank` and `is_p2p` as for a collective
+  // Fills in all but what numbering and running add.
+  void describe(const Call& call, Body body, const FlightEntry& entry, OperationRecord& operation) const;
   const CommsGroup& comms();
   // What the ranks compare in debug mode; 0 in any other.
   uint64_t debug_shape(const at::Tensor& tensor) const { return options_->debug ? shape_hash(1, tensor) : 0; }
@@ -249,9 +233,8 @@ class ProcessGroupArk : public c10d::Backend {
   WorkPtr transfer(Tensors& tensors, int peer, int tag, bool is_send, bool any_source);
   uint64_t next_message(bool is_send, int peer, int tag);  // counts, for the flight record
   WorkPtr collect(WorkPtr work);                           // remembers it while coalescing
-  Operation describe(const Call& call, const FlightEntry& entry) const;
 
-  // CUDA tensors (issue_cuda.cpp).
+  // CUDA tensors (issue.cpp, cuda/cuda_side.cpp).
   c10::Device device_of(const Call& call) const;  // of all tensors; refuses several
   std::shared_ptr<CudaGroup> cuda_side(const char* operation, c10::Device device);
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
@@ -260,10 +243,12 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
   void meet_for_nccl(const Call& call, CudaGroup& cuda);
   void tell_of_engines(const std::string& why);
-  WorkPtr issue_cuda(const Call& call, Body body, c10::Device device);
   c10::intrusive_ptr<CudaWork> enqueue(const Call& call, Body body, const std::shared_ptr<CudaGroup>& cuda);
   WorkPtr carry_cuda(const Call& call, CudaGroup& cuda);
-  WorkPtr transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number, int peer);
+  // `message`: the number of a send or recv.
+  c10::intrusive_ptr<CudaWork> enqueue_on(int line, uint64_t message, const Call& call, Body body,
+                                          const std::shared_ptr<CudaGroup>& cuda, FlightEntry entry);
+  WorkPtr transfer_cuda(const Call& call, const FlightEntry& entry, uint64_t number);
   std::optional<c10::Device> barrier_device(const c10d::BarrierOptions& options);
   WorkPtr barrier_cuda(const Call& call, const c10d::BarrierOptions& options, c10::Device device);
   WorkPtr all_reduce_sparse_cuda(const at::Tensor& tensor, const c10d::AllreduceOptions& options);

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <sstream>
 
-#include "collectives/cuda/launcher.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/process_group_ark.hpp"

@@ -45,40 +45,27 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
                     .event = here.operation,
                     .timeout = c10d::kUnsetTimeout,
                     .async = true,
+                    .peer = named_peer,
                     .inputs = tensors,
                     .outputs = tensors,
                     .carry = [&](c10d::Backend& carrier) {
                       return is_send ? carrier.send(tensors, peer, tag) : carrier.recv(tensors, peer, tag);
                     }};
-    const CommsRecord event(comms(), [&] {
-      CommsCall described = comms_call(call);
-      described.sequence = static_cast<int64_t>(number);
-      described.is_p2p = true;
-      described.rank = named_peer;
-      return described;
-    });
+    const CommsRecord event(comms(), call, number);
     FlightEntry entry = flight_entry(call);
-    entry.group = core_->flight_group;
     entry.peer = named_peer;
     entry.tag = tag;
     entry.is_p2p = true;
     entry.sequence = core_->sequence.load();
     entry.p2p_sequence = next_message(is_send, named_peer, tag);
     (is_send ? entry.outputs : entry.inputs) = FlightSizes();  // one side of a message has one tensor
-    if (tensor.is_cuda()) return transfer_cuda(call, entry, number, peer);
+    if (tensor.is_cuda()) return transfer_cuda(call, entry, number);
     entry.state = FlightState::started;
-    const uint64_t flight = FlightRecord::instance().scheduled(entry);
-
     auto work = make_work(type, here.operation, tensors);
-    work->sequence = number;
     work->source_rank = named_peer;
-    auto share = core_->extension->take();
-    work->timeout = core_->extended(call.timeout, share);
-    work->on_done = [core = core_, type, flight, share = std::move(share)](const WorkArk& done,
-                                                                           std::exception_ptr error) {
-      if (share) share->end();
-      core->finished(done, type, flight, error);
-    };
+    describe(call, {}, entry, work->operation);
+    work->operation.context.sequence = number;
+    core_->number(work->operation, entry);
     auto target = std::make_shared<Output>(is_send ? Output() : Output(here, "tensor", tensor));
     auto source = std::make_shared<Input>(is_send ? Input(tensor) : Input());
     if (!core_->shm) {
@@ -103,7 +90,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::transfer(Tensors& tensors, int peer, i
     moving->tag = tag;
     moving->data = is_send ? const_cast<void*>(source->data()) : target->data();
     moving->bytes = tensor.nbytes();
-    moving->context = core_->context(here.operation, number, work->timeout);
+    moving->context = core_->context(here.operation, number, work->operation.asked);
     // The transfer holds the work (and the tensors) until it is done; the work holds the transfer to wait on it.
     moving->done = [work, core = core_, raw = moving.get(), target, source, is_send](std::exception_ptr error) {
       if (!error && !is_send) {

@@ -3,13 +3,19 @@
 
 #include <ATen/core/ivalue.h>
 
-#include "process_group/executor.hpp"
+#include "process_group/group_core.hpp"
 #include "process_group/translate.hpp"
 
 namespace ark {
 
-WorkArk::WorkArk(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Executor> executor)
-    : Work(rank, type), outputs_(std::move(outputs)), executor_(std::move(executor)) {}
+WorkArk::WorkArk(std::shared_ptr<GroupCore> core, c10d::OpType type, const char* name, std::vector<at::Tensor> outputs)
+    : Work(core->rank, type),
+      core_(std::move(core)),
+      outputs_(std::move(outputs)),
+      group_timeout_(core_->timeout_ms.load(std::memory_order_relaxed)) {
+  operation.type = type;
+  operation.context.name = name;
+}
 
 bool WorkArk::isSuccess() const {
   return done() && !error_;
@@ -25,7 +31,7 @@ int WorkArk::sourceRank() const {
 }
 
 std::chrono::milliseconds WorkArk::getTimeout() const {
-  return timeout.count() >= 0 ? timeout : group_timeout;
+  return operation.asked.count() >= 0 ? operation.asked : group_timeout_;
 }
 
 void WorkArk::synchronize() {
@@ -38,11 +44,12 @@ bool WorkArk::wait(std::chrono::milliseconds timeout) {
     const bool own_timeout = timeout.count() > 0;
     const auto until =
         own_timeout && timeout < std::chrono::hours(24 * 365) ? Clock::now() + timeout : Clock::time_point::max();
-    const bool finished = wait_elsewhere ? wait_elsewhere(until) : executor_->await(*this, until, !own_timeout);
+    const bool finished = wait_elsewhere ? wait_elsewhere(until) : core_->executor->await(*this, until, !own_timeout);
     if (!finished || !done()) {
       throw_torch(Error(ErrorKind::timeout,
                         "wait() gave up after " + std::to_string(timeout.count()) + " ms; the operation goes on",
-                        ErrorContext{rank_, -1, name, sequence, "Wait again, wait longer, or abort the group."}));
+                        ErrorContext{rank_, -1, operation.name(), operation.sequence(),
+                                     "Wait again, wait longer, or abort the group."}));
     }
   }
   if (error_) std::rethrow_exception(error_);
@@ -51,14 +58,18 @@ bool WorkArk::wait(std::chrono::milliseconds timeout) {
 }
 
 void WorkArk::abort() {
-  if (on_abort) on_abort();
+  core_->abort("the work was aborted");
 }
 
 void WorkArk::execute() {
   started_ = Clock::now();
+  FlightRecord::instance().started(operation.flight);
   std::exception_ptr error;
   try {
-    body(*this);
+    operation.context = core_->context(operation.name(), operation.sequence(), operation.asked);
+    operation.held.first(*core_->communicator, operation);
+  } catch (const Error& own) {
+    error = std::make_exception_ptr(own.at(rank_, operation.name(), operation.sequence()));
   } catch (...) {
     error = std::current_exception();
   }
@@ -68,9 +79,10 @@ void WorkArk::execute() {
 void WorkArk::finish(std::exception_ptr error) {
   finished_ = Clock::now();
   if (started_ == Clock::time_point{}) started_ = finished_;
-  if (on_done) on_done(*this, error);
+  if (operation.held.second) operation.held.second->end();
+  if (operation.numbered) core_->finished(*this, error);
   error_ = error ? to_torch(error) : nullptr;
-  body = nullptr;  // lets go of the tensors
+  operation.held.first = nullptr;  // lets go of the tensors
   done_.store(true, std::memory_order_release);
 }
 

@@ -14,16 +14,17 @@
 #include <utility>
 #include <vector>
 
-#include "health/group_health.hpp"
+#include "process_group/operation_record.hpp"
 #include "process_group/torch_version.hpp"
 
 namespace ark {
 
 class Executor;
+class GroupCore;
 
 class WorkArk : public c10d::Work {
  public:
-  WorkArk(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, std::shared_ptr<Executor> executor);
+  WorkArk(std::shared_ptr<GroupCore> core, c10d::OpType type, const char* name, std::vector<at::Tensor> outputs);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -36,7 +37,7 @@ class WorkArk : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   float getDuration() const override;
-  uint64_t getSequencenumber() const override { return sequence; }
+  uint64_t getSequencenumber() const override { return operation.sequence(); }
   std::chrono::milliseconds getTimeout() const ARK_OVERRIDE_SINCE_2_14;
 
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -49,21 +50,16 @@ class WorkArk : public c10d::Work {
   std::pair<Clock::time_point, Clock::time_point> times() const { return {started_, finished_}; }
 
   // Set before the work is handed out.
-  const char* name = "";
-  uint64_t sequence = 0;
-  std::chrono::milliseconds timeout{-1};  // as asked for; -1: the group's, which may still change
-  std::chrono::milliseconds group_timeout{0};
-  std::function<void(WorkArk&)> body;                               // collectives
-  std::function<bool(Clock::time_point)> wait_elsewhere;            // send/recv: who makes progress for it
-  std::function<void(const WorkArk&, std::exception_ptr)> on_done;  // flight record, completion hook
-  std::function<void()> on_abort;
-  std::function<void()> poll;           // carried send/recv: looks whether it is done
-  std::function<void()> need_progress;  // ... and makes it progress without a waiter
+  OperationRecord operation;
+  std::function<bool(Clock::time_point)> wait_elsewhere;  // send/recv: who makes progress for it
+  std::function<void()> poll;                             // carried send/recv: looks whether it is done
+  std::function<void()> need_progress;                    // ... and makes it progress without a waiter
   int source_rank = -1;
 
  private:
+  const std::shared_ptr<GroupCore> core_;
   const std::vector<at::Tensor> outputs_;
-  const std::shared_ptr<Executor> executor_;
+  const std::chrono::milliseconds group_timeout_;
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
   c10::intrusive_ptr<c10::ivalue::Future> future_, future_result_;

@@ -13,7 +13,7 @@ from support import start
 
 from ark_torch import _C, _jit
 
-of_benchmarks = pytest.mark.changed("benchmarks/dma*", "csrc/dma/*", "ark_torch/kernels/*channel*")
+of_benchmarks = pytest.mark.changed("benchmarks/dma*", "csrc/dma/*", "ark_torch/kernels/cuda/*")
 ROWS = [
     {"engine": "cpu", "what": "latency", "bytes": 8192, "us": 19.0, "blocks": 0, "wrong": 0},
     {"engine": "packet", "what": "latency", "bytes": 8192, "us": 2.0, "blocks": 4, "wrong": 0},

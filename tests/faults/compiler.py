@@ -97,7 +97,7 @@ FAULTS = (
     ),
     fault(
         "validator.reuse",
-        "csrc/compiler/verify/validator_memory.cpp",
+        "csrc/compiler/verify/validator_order.cpp",
         "      if (first < 0 || unordered(b, a, own(a.buffer)).first < 0) continue;",
         "      if (first < 0 || second >= 0) continue;",
         "plans whose temporaries meet are accepted",
@@ -113,7 +113,7 @@ FAULTS = (
     ),
     fault(
         "validator.counters_of_steps",
-        "csrc/compiler/verify/validator_steps.cpp",
+        "csrc/compiler/verify/validator_order.cpp",
         "        if (order.before(before, next, 0, 1)) continue;",
         "        if (order.before(before, next, 0, 1) || before != next) continue;",
         "plans are accepted whose events count signals of two steps together",

@@ -1,14 +1,14 @@
-"""Faults of csrc/dma and of the protocols that host and device share (ark_torch/kernels/protocol)."""
+"""Faults of csrc/dma, benchmarks/dma and the protocols of host and device (ark_torch/kernels/protocol)."""
 
 from faults.fault import fault
 
-HERE = "csrc/dma/"
+CHANNELS = "benchmarks/dma/"
 PROTOCOL = "ark_torch/kernels/protocol/"
 
 FAULTS = (
     fault(
         "protocol.arrived_relaxed",
-        PROTOCOL + "slots.hpp",
+        CHANNELS + "slots.hpp",
         "    if (known_ <= received_) known_ = load_acquire(*arrived_);",
         "    if (known_ <= received_) known_ = load_relaxed(*arrived_);",
         "a message may be read before its bytes are there",
@@ -17,7 +17,7 @@ FAULTS = (
     ),
     fault(
         "protocol.credit_relaxed",
-        PROTOCOL + "slots.hpp",
+        CHANNELS + "slots.hpp",
         "    if (known_ < messages) known_ = load_acquire(*credit_);",
         "    if (known_ < messages) known_ = load_relaxed(*credit_);",
         "a slot may be written while its last message is still read",
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     fault(
         "dma.proxy_window",
-        HERE + "proxy.cpp",
+        CHANNELS + "proxy.cpp",
         "return offset > bytes || request.bytes > bytes - offset; };",
         "return offset > bytes || request.bytes > bytes; };",
         "a kernel's request may copy beyond its window",
@@ -87,7 +87,7 @@ FAULTS = (
     ),
     fault(
         "dma.posted_slot",
-        HERE + "copy_poster.cpp",
+        CHANNELS + "copy_poster.cpp",
         "  next_ = next_ + 1 == slots_ ? 0 : next_ + 1;",
         "  next_ = next_ == slots_ ? 0 : next_ + 1;",
         "posted copies run beyond their flags",

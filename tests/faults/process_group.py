@@ -78,9 +78,9 @@ FAULTS = (
     ),
     fault(
         "group.sequence_in_errors",
-        HERE + "issue.cpp",
-        "      throw error.at(core->rank, name, running.sequence);",
-        "      throw;",
+        HERE + "work.cpp",
+        "    error = std::make_exception_ptr(own.at(rank_, operation.name(), operation.sequence()));",
+        "    error = std::make_exception_ptr(own);",
         "errors do not say which operation they are of",
         "tests/distributed/test_failures_disagree.py",
         "tests/distributed/test_bad_input.py",

@@ -86,24 +86,9 @@ class Rank {
     options.timeout = std::chrono::seconds(60) * arguments_.patience;
     // The paths of large sizes for smaller ones too.
     CudaDispatch dispatch = CudaDispatch::measured(arguments_.ranks);
-    if (arguments_.seed % 3 == 1) {
-      dispatch.one_shot_to = 4 * 1024;
-      dispatch.chunks_from = 2 * 1024;
-      dispatch.landings_from = 1;
-      dispatch.bulk_from = 300'000;
-      dispatch.ring_blocks = 3;
-      dispatch.relay_from = 64;
-      dispatch.copy_engine_from = ~uint64_t{0};
-    } else if (arguments_.seed % 3 == 2) {
-      dispatch.one_shot_to = 16 * 1024;
-      dispatch.chunks_from = 64 * 1024;
-      dispatch.landings_from = 8192;
-      dispatch.bulk_from = 64 * 1024;
-      dispatch.relay_from = 4096;
-      dispatch.copy_engine_from = 256 * 1024;
-      dispatch.reduce_scatter_engine_from = dispatch.all_gather_engine_from = 64 * 1024;
-      dispatch.broadcast_engine_from = dispatch.all_to_all_engine_from = 100'000;
-    }
+    if (const uint64_t kind = arguments_.seed % 3; kind != 0)
+      for (const CudaDispatchField& field : kCudaDispatchFields)
+        if (const uint64_t early = field.early[kind - 1]; early != 0) dispatch.*field.value = early;
     options.dispatch = dispatch;
     std::string why;
     gpu_ = CudaCommunicator::create(rank_, arguments_.ranks, cuda_store, cpu_->health(), options, why);

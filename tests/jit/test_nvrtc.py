@@ -134,7 +134,7 @@ def test_the_kinds_are_among_all() -> None:
     """A kernel that only one of the two lists names is either never checked or never shipped."""
     every = {(text, oldest) for _, text, oldest in _C._kernel_stubs(list(compile_kernels.GROUP_SIZES))}
     missing = [name for name, text, oldest in _C._kernel_stubs() if (text, oldest) not in every]
-    assert missing == [], "csrc/collectives/cuda/every_stub.cpp does not have them"
+    assert missing == [], "every_stub() of csrc/collectives/cuda/stubs.cpp does not have them"
 
 
 @pytest.mark.quick

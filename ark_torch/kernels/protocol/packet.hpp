@@ -6,7 +6,7 @@
 // with release, read the other way round: what the device's access does at once, and ThreadSanitizer sees.
 //
 // Invariant: a place never holds the epoch that is awaited before its data. Epochs of a place only grow, and memory is
-// zero at first. A message's slot is written again only when the message in it was taken (slots.hpp).
+// zero at first. A message's slot is written again only when the message in it was taken.
 #pragma once
 
 #include "protocol/atomics.hpp"

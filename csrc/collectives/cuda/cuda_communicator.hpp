@@ -9,57 +9,43 @@
 // watch below then fails the group (GroupHealth), and every later call raises the error that names who was missed.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "collectives/cuda/arena.hpp"
+#include "collectives/cuda/copy_engine/copy_engine.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
+#include "collectives/cuda/stubs.hpp"
+#include "collectives/cuda/windows.hpp"
 #include "collectives/operation.hpp"
+#include "cuda/device_memory.hpp"
+#include "cuda/move.cuh"
+#include "cuda/two_shot.cuh"
+#include "health/device_watch.hpp"
+#include "jit/kernel.hpp"
 #include "shm/key_value.hpp"
-
-namespace ark::device {
-struct GroupStatus;
-}
 
 namespace ark {
 
-class CudaLauncher;
 class TileMemory;
-class Windows;
 
-// Which algorithm carries an operation, by its bytes. Alike on all ranks.
-struct CudaDispatch {
-  uint64_t one_shot_to;       // all_reduce up to here: every rank's whole input to every rank; above: rings
-  uint64_t chunks_from;       // of one rank's part or message: from here rings of chunks, below rings of lines
-  uint64_t landings_from;     // of one rank's part or message: from here into the receiver's registered memory
-  uint64_t relay_from;        // broadcast to several peers: from here they hand parts on to each other
-  uint64_t bulk_from;         // sums of so many bytes from every rank: from here rings in bulk, of few blocks
-  uint64_t ring_blocks;       // so many
-  uint64_t part_bytes;        // of one rank's part of an all_reduce by rings in one launch, at most: lanes drift apart
-  uint64_t copy_engine_from;  // all_reduce from here: copy engines, which take no SM from what computes beside
-  uint64_t in_line_to;        // of these, eager ones up to here are on one stream, for the sake of the host
-  // The same, by the bytes of one rank's part or message.
-  uint64_t reduce_scatter_engine_from;
-  uint64_t all_gather_engine_from;
-  uint64_t registered_all_gather_engine_from;  // in a group that has registered memory
-  uint64_t broadcast_engine_from;
-  uint64_t all_to_all_engine_from;  // once another operation's use has brought the memory
-  uint64_t buffer_bytes;            // of shared memory for copy engines, at most (ARK_BUFFER_MB)
+// While a group meets to share memory: throws as soon as the group has failed or a peer is gone.
+std::function<void()> ends_with(GroupHealth& health, std::chrono::milliseconds timeout);
 
-  // From these sizes of the whole tensor on PyTorch's NCCL carries it (process_group/carriers/nccl_entry.hpp); sums
-  // only under Options::reduction "fast", as it adds in other orders.
-  static constexpr uint64_t kNever = ~uint64_t{0};
-  uint64_t nccl_all_reduce_from = kNever;
-  uint64_t nccl_reduce_from = kNever;
-  uint64_t nccl_reduce_scatter_from = kNever;
-  uint64_t nccl_all_gather_from = kNever;
-  uint64_t nccl_broadcast_from = kNever;
-  uint64_t nccl_all_to_all_from = kNever;
-  static CudaDispatch measured(int ranks);
-  // Through memory of the host: what needs no more of it than 16 bytes at once, and none of the peers' own.
-  CudaDispatch through_host() const;
-};
+inline CUstream stream_of(const Operation& operation) {
+  return static_cast<CUstream>(operation.stream);
+}
+template <class Params>
+void describe_reduction(const Operation& operation, Params& params) {
+  params.average = operation.descriptor.op == ReduceOp::avg;
+  params.dtype = static_cast<device::DType>(operation.descriptor.dtype);
+  params.op = static_cast<device::ReduceOp>(operation.descriptor.op);
+}
 
 class CudaCommunicator final : public Communicator {
  public:
@@ -82,14 +68,14 @@ class CudaCommunicator final : public Communicator {
                                                   GroupHealth& health, const Options& options, std::string& why);
   ~CudaCommunicator() override;
 
-  int device() const;
-  uint64_t shared_bytes() const;  // of this rank's GPU memory, which peers map
+  int device() const { return device_; }
+  uint64_t shared_bytes() const { return shared_bytes_; }  // of this rank's GPU memory, which peers map
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
-  bool on_host() const;  // what ranks share is memory of the host
+  bool on_host() const { return on_host_; }  // what ranks share is memory of the host
   // Why copy engines carry nothing, for good: their memory could not be shared. Empty: they do, or were not asked for.
-  // For whoever calls an operation, behind it.
-  std::string engine_refusal() const;
-  uint32_t most_blocks() const;  // of a launch that waits for peers: ranks may share a device
+  std::string engine_refusal() const { return engine_refused_.load(std::memory_order_acquire) ? *engine_refusal_ : ""; }
+  // Of a launch that waits for peers: ranks may share a device.
+  uint32_t most_blocks() const { return device_each_ ? ~uint32_t{0} : blocks_of_a_sharer(size_); }
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
   void reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -119,21 +105,69 @@ class CudaCommunicator final : public Communicator {
   TileMemory* known_tiles() const { return tiles_.get(); }  // null: there was none yet
 
   // Throws the error that ended the group, if one did: what a host thread asks after it waited for the device.
-  void check(const OperationContext& context);
-  Windows& windows();  // registered memory
-  bool settle();       // waits for the device; false: what it does cannot be known
+  void check(const OperationContext& context) { watch_.check(context); }
+  Windows& windows() { return windows_; }  // registered memory
+  // Waits until the device has done all that was enqueued. False: that cannot be known (a capture, a lost context).
+  bool settle();
   // Until all who are told of the group's failure have heard; else what they have not (failure_log.hpp).
-  std::optional<std::string> wait_told(Clock::time_point until);
+  std::optional<std::string> wait_told(Clock::time_point until) { return watch_.wait_told(until); }
   // Makes every kernel of the group leave (abort, a lost peer). Any thread.
-  void abort();
+  void abort() { watch_.abort(); }
   // Called at least once when the group has failed, from the watching thread.
-  void when_failed(std::function<void()> then);
+  void when_failed(std::function<void()> then) { watch_.when_failed(std::move(then)); }
 
  private:
-  CudaCommunicator(int rank, int size, std::unique_ptr<CudaLauncher> launcher, const CudaDispatch& dispatch);
+  // In host memory that kernels, copy engines and the host write.
+  struct Status {
+    device::GroupStatus group;
+    device::EngineStatus engine;
+  };
+  // Where an operation's outputs lie in registered memory, as ranks tell each other.
+  struct Marked {
+    CopyEngine::Outputs outputs;
+    CopyEngine::MaybeOutputs given() const { return outputs.mark == 0 ? nullptr : &outputs; }
+  };
 
-  std::unique_ptr<CudaLauncher> launcher_;
+  // memory[r]: rank r's arena as mapped here; options.dispatch is set.
+  CudaCommunicator(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
+                   std::vector<DeviceMemory> memory, const Options& options);
+
+  // Compiled and loaded at its first use, from any thread.
+  const jit::Kernel& kernel(GroupKernel kind, RuleKind rule);
+  struct Launch;  // of one operation, by kernels (collectives.cpp)
+
+  // By copy engines (engine_collectives.cpp). False, and nothing done, where they cannot be used.
+  CopyEngine* copy_engine(const Operation& operation);
+  CopyEngine::Add adding(const Operation& operation);
+  Marked marked(const Operation& operation, void* const* outs, int count, uint64_t bytes, int own) const;
+  bool engine_all_reduce(const Operation& operation, const void* in, void* out, uint64_t bytes);
+  bool engine_reduce_scatter(const Operation& operation, const void* const* ins, void* out, uint64_t bytes);
+  bool engine_all_gather(const Operation& operation, const void* in, void* const* outs, uint64_t bytes);
+  bool engine_broadcast(const Operation& operation, void* data, uint64_t bytes);
+  // Messages of `from` bytes and more, whose sizes become 0; all, where there is nothing to do.
+  void engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from);
+
+  Status* host_status() const { return static_cast<Status*>(status_->host()); }
+  Status* device_status() const { return static_cast<Status*>(status_->device()); }
+
+  const int device_;
+  GroupHealth& health_;
+  const std::shared_ptr<KeyValueStore> store_;
+  const std::chrono::milliseconds timeout_;
   const CudaDispatch dispatch_;
+  const ArenaLayout layout_;
+  std::vector<DeviceMemory> memory_;
+  Windows windows_;
+  std::unique_ptr<PinnedMemory> status_;
+  DeviceWatch watch_;
+  const bool device_each_, on_host_;
+  std::atomic<uint64_t> shared_bytes_;
+  std::mutex mutex_;
+  const jit::Kernel* kernels_[kGroupKernels][kRuleKinds] = {};
+  std::unique_ptr<CopyEngine> engine_;
+  std::optional<std::string> engine_refusal_;  // why there are no copy engines for good; empty: as was asked for
+  std::atomic<bool> engine_refused_{false};    // then the text above is there, and stays
+  uint64_t shares_ = 0;                        // calls of share()
   std::unique_ptr<TileMemory> tiles_;
   std::string tiles_refused_;  // why there are none
 };

@@ -1,5 +1,8 @@
-// The texts behind stubs.hpp. A new kernel header adds its stub here.
+// The texts behind stubs.hpp. A new kernel of a group's collectives is a row of kGroup; lists and launches follow it.
 #include "collectives/cuda/stubs.hpp"
+
+#include <algorithm>
+#include <iterator>
 
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/bulk_two_shot.cuh"
@@ -32,6 +35,67 @@ std::string entry(const std::string& name, int threads, const std::string& param
          "(\n    const __grid_constant__ ark::device::" + params + " p) {\n  ark::device::" + call + ";\n}\n";
 }
 
+std::string reduce_stub(RuleKind rule, int ranks, int rank) {
+  const std::string size = std::to_string(ranks), made = made_of(rule);
+  return "#include \"cuda/add.cuh\"\n#include \"cuda/one_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("one_shot", 512, "OneShotParams",
+               "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")") +
+         entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
+}
+
+std::string two_shot_stub(RuleKind rule, int ranks, int rank, const char* rings) {
+  return "#include \"cuda/two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("two_shot", device::ring_lanes(ranks) * device::ring_roles(ranks) * 32, "TwoShotParams",
+               std::string("two_shot<ark::device::") + rings + ", Rule, " + std::to_string(ranks) + ", " +
+                   std::to_string(rank) + ">(p, " + made_of(rule) + ")");
+}
+
+std::string bulk_stub(RuleKind rule, int ranks, int rank) {
+  return "#include \"cuda/bulk_two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
+         entry("bulk_two_shot", device::kBulkThreads, "TwoShotParams",
+               "bulk_two_shot<Rule, " + std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) +
+                   ")");
+}
+
+struct GroupRow {
+  GroupKernel kernel;
+  const char* listed;  // the name in lists; null: another row's text has this entry, too
+  const char* entry;
+  std::string (*text)(RuleKind rule, int ranks, int rank);
+  bool adds = true;  // for each rule and place
+  int from_ranks = 1;
+  int min_arch = 80;
+};
+
+constexpr GroupRow kGroup[] = {
+    {GroupKernel::move, "move", "move",
+     [](RuleKind, int, int) { return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)"); },
+     false},
+    {GroupKernel::relay, "relay", "relay",
+     [](RuleKind, int, int) {
+       return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
+     },
+     false},
+    {GroupKernel::one_shot, "reduce", "one_shot", reduce_stub},
+    {GroupKernel::add, nullptr, "add", reduce_stub},
+    {GroupKernel::lines, "lines", "two_shot",
+     [](RuleKind rule, int ranks, int rank) { return two_shot_stub(rule, ranks, rank, "Lines"); }},
+    {GroupKernel::chunks, "chunks", "two_shot",
+     [](RuleKind rule, int ranks, int rank) { return two_shot_stub(rule, ranks, rank, "Chunks"); }},
+    {GroupKernel::bulk, "bulk", "bulk_two_shot", bulk_stub, true, 2, 90},
+};
+static_assert(std::size(kGroup) == kGroupKernels);
+
+// Those of one place, or (ranks 0) those that are alike for all.
+void add_group(std::vector<Stub>& stubs, RuleKind rule, int ranks, int rank, const std::string& suffix) {
+  for (const GroupRow& row : kGroup) {
+    if (row.listed == nullptr || row.adds != (ranks != 0) || ranks < (row.adds ? row.from_ranks : 0)) continue;
+    stubs.push_back({row.listed + suffix, row.text(rule, ranks, rank), row.min_arch});
+  }
+}
+
+constexpr const char* kRuleNames[kRuleKinds] = {"bf16", "f16", "f32", "any"};
+
 }  // namespace
 
 RuleKind rule_of(DType dtype, ReduceOp op) {
@@ -44,34 +108,10 @@ RuleKind rule_of(DType dtype, ReduceOp op) {
   }
 }
 
-std::string reduce_stub(RuleKind rule, int ranks, int rank) {
-  const std::string size = std::to_string(ranks), made = made_of(rule);
-  return "#include \"cuda/add.cuh\"\n#include \"cuda/one_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("one_shot", 512, "OneShotParams",
-               "one_shot_all_reduce<Rule, " + size + ", " + std::to_string(rank) + ">(p, " + made + ")") +
-         entry("add", 256, "AddParams", "add_parts<Rule, " + size + ">(p, " + made + ")");
-}
-
-std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked) {
-  return "#include \"cuda/two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("two_shot", device::ring_lanes(ranks) * device::ring_roles(ranks) * 32, "TwoShotParams",
-               std::string("two_shot<ark::device::") + (chunked ? "Chunks" : "Lines") + ", Rule, " +
-                   std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) + ")");
-}
-
-std::string bulk_stub(RuleKind rule, int ranks, int rank) {
-  return "#include \"cuda/bulk_two_shot.cuh\"\nusing Rule = " + rule_text(rule) + ";\n" +
-         entry("bulk_two_shot", device::kBulkThreads, "TwoShotParams",
-               "bulk_two_shot<Rule, " + std::to_string(ranks) + ", " + std::to_string(rank) + ">(p, " + made_of(rule) +
-                   ")");
-}
-
-std::string move_stub() {
-  return "#include \"cuda/move.cuh\"\n" + entry("move", 480, "MoveParams", "move(p)");
-}
-
-std::string relay_stub() {
-  return "#include \"cuda/relay.cuh\"\n" + entry("relay", 480, "RelayParams", "relay(p)");
+GroupStub group_stub(GroupKernel kernel, RuleKind rule, int ranks, int rank) {
+  const GroupRow& row =
+      *std::find_if(std::begin(kGroup), std::end(kGroup), [&](const GroupRow& one) { return one.kernel == kernel; });
+  return {row.text(rule, ranks, rank), row.entry};
 }
 
 std::string compressed_stub(const CompressedKind& kind, const std::string& name) {
@@ -87,20 +127,15 @@ std::string compressed_stub(const CompressedKind& kind, const std::string& name)
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
-  stubs.push_back({"move", move_stub()});
-  stubs.push_back({"relay", relay_stub()});
-  const char* const names[] = {"bf16", "f16", "f32", "any"};
+  add_group(stubs, RuleKind::any, 0, 0, "");
   const auto add = [&](RuleKind rule, int ranks, int rank) {
-    const std::string name = std::string("_") + names[static_cast<int>(rule)] + "_" + std::to_string(ranks);
-    stubs.push_back({"reduce" + name, reduce_stub(rule, ranks, rank)});
-    stubs.push_back({"lines" + name, two_shot_stub(rule, ranks, rank, false)});
-    stubs.push_back({"chunks" + name, two_shot_stub(rule, ranks, rank, true)});
-    stubs.push_back({"bulk" + name, bulk_stub(rule, ranks, rank), 90});
+    const char* const name = kRuleNames[static_cast<int>(rule)];
+    add_group(stubs, rule, ranks, rank, std::string("_") + name + "_" + std::to_string(ranks));
   };
   for (RuleKind rule : {RuleKind::bf16, RuleKind::f16, RuleKind::f32, RuleKind::any}) add(rule, 2, 0);
   add(RuleKind::bf16, 4, 1);
   add(RuleKind::bf16, 8, 7);
-  stubs.push_back({"lines_any_1", two_shot_stub(RuleKind::any, 1, 0, false)});
+  stubs.push_back({"lines_any_1", group_stub(GroupKernel::lines, RuleKind::any, 1, 0).text});
   using quantize::Format;
   stubs.push_back(
       {"compressed_bfloat16_4", compressed_stub({DType::bf16, Format::uniform, 4, false}, "compressed_encode")});
@@ -110,6 +145,31 @@ std::vector<Stub> representative_stubs() {
   stubs.push_back(
       {"compressed_float32_exact", compressed_stub({DType::f32, Format::uniform, 0, false}, "compressed_encode_fed")});
   for (Stub& stub : representative_fused_stubs()) stubs.push_back(std::move(stub));
+  return stubs;
+}
+
+std::vector<Stub> every_stub(const std::vector<int>& sizes) {
+  std::vector<Stub> stubs;
+  stubs.push_back({"probe", jit::probe_stub()});
+  add_group(stubs, RuleKind::any, 0, 0, "");
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
+    for (const bool wide : {false, true})
+      for (uint32_t bits = 0; bits <= quantize::kMostBits + 1; ++bits) {
+        const bool fp8 = bits > quantize::kMostBits;
+        const CompressedKind kind{dtype, fp8 ? quantize::Format::fp8 : quantize::Format::uniform,
+                                  fp8 ? quantize::kMostBits : bits, wide};
+        const std::string suffix =
+            std::string("_") + name_of(dtype) + (wide ? "_wide_" : "_") + (fp8 ? "fp8" : std::to_string(bits));
+        for (const char* const name : {"compressed_encode", "compressed_encode_fed", "compressed_reduce",
+                                       "compressed_reduce_fed", "compressed_sum"})
+          stubs.push_back({name + suffix, compressed_stub(kind, name)});
+      }
+  for (Stub& stub : every_fused_stub()) stubs.push_back(std::move(stub));
+  for (const int size : sizes)
+    for (int kind = 0; kind < kRuleKinds; ++kind)
+      for (int rank = 0; rank < size; ++rank)
+        add_group(stubs, static_cast<RuleKind>(kind), size, rank,
+                  std::string("_") + kRuleNames[kind] + "_" + std::to_string(size) + "_" + std::to_string(rank));
   return stubs;
 }
 

@@ -1,9 +1,10 @@
-// The kernels' instantiations: stubs for KernelLibrary::get(), and the list that checks compile without a GPU.
+// The kernels' instantiations: stubs for KernelLibrary::get(), and the lists that checks compile without a GPU.
 #pragma once
 
 #include <string>
 #include <vector>
 
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "protocol/quantize.hpp"
 #include "util/dtype.hpp"
 
@@ -15,15 +16,13 @@ enum class RuleKind : uint8_t { bf16, f16, f32, any };
 inline constexpr int kRuleKinds = 4;
 RuleKind rule_of(DType dtype, ReduceOp op);
 
-// For this place in a group of `ranks`: entries "one_shot" and "add"; entry "two_shot", in lines or in chunks.
-std::string reduce_stub(RuleKind rule, int ranks, int rank);
-std::string two_shot_stub(RuleKind rule, int ranks, int rank, bool chunked);
-// Entry "bulk_two_shot", from compute capability 9.0.
-std::string bulk_stub(RuleKind rule, int ranks, int rank);
-// Entry "move".
-std::string move_stub();
-// Entry "relay".
-std::string relay_stub();
+// What KernelLibrary::get() takes for a kernel of a group's collectives, for this place in a group of `ranks`. Kernels
+// that do not add are the same for every rule and place.
+struct GroupStub {
+  std::string text;
+  const char* entry;
+};
+GroupStub group_stub(GroupKernel kernel, RuleKind rule, int ranks, int rank);
 // An entry for elements of bf16, f16 or f32 and codes of so many bits (0: exact): "compressed_encode" or
 // "compressed_reduce", each also as "_fed", with a residual; or "compressed_sum". Wide: buckets that take a block, not
 // a warp.
@@ -43,5 +42,8 @@ struct Stub {
 
 // One instantiation of every kind of kernel.
 std::vector<Stub> representative_stubs();
+// Every instantiation that groups of these sizes may ask for, each once: what `make test-kernels` compiles, and what a
+// wheel may bring.
+std::vector<Stub> every_stub(const std::vector<int>& sizes);
 
 }  // namespace ark

@@ -1,11 +1,18 @@
-// The structure of a plan: every index within its list, every task on the queue of its worker once, every event with as
-// many signals as it counts. See validator.hpp.
+// A plan by its parts: every index within its list, every task on the queue of its worker once, every event with as
+// many signals as it counts; tiles, replicas and placements; what tasks do beside their stage's own work; tasks that
+// one run does both of. See validator.hpp.
 #include "compiler/verify/validator.hpp"
-#include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
+#include <map>
 #include <string>
+#include <utility>
+#include <variant>
+#include <vector>
 
+#include "compiler/graph/box.hpp"
+#include "compiler/graph/stage_queries.hpp"
+#include "compiler/schedule/memory_planner.hpp"
 #include "util/error.hpp"
 
 namespace ark::compiler {
@@ -14,24 +21,23 @@ namespace {
 
 using std::to_string;
 
-[[noreturn]] void structure_error(const std::string& what) {
+[[noreturn]] void plan_error(const std::string& what) {
   throw Error(ErrorKind::invalid_argument, what);
 }
 
 void check_target(const Plan& plan) {
   const Target& target = plan.target;
-  if (target.workers < 1) structure_error("a plan for " + to_string(target.workers) + " workers cannot run");
+  if (target.workers < 1) plan_error("a plan for " + to_string(target.workers) + " workers cannot run");
   if (plan.queues.size() != static_cast<size_t>(target.workers)) {
-    structure_error("there are " + to_string(plan.queues.size()) + " queues for " + to_string(target.workers) +
-                    " workers");
+    plan_error("there are " + to_string(plan.queues.size()) + " queues for " + to_string(target.workers) + " workers");
   }
   if (target.page_bytes < 1 || target.pages < 1) {
-    structure_error("the ring has " + to_string(target.pages) + " pages of " + to_string(target.page_bytes) +
-                    " bytes: it needs at least one of one");
+    plan_error("the ring has " + to_string(target.pages) + " pages of " + to_string(target.page_bytes) +
+               " bytes: it needs at least one of one");
   }
   if (target.in_flight < 1 || target.in_flight > target.pages) {
-    structure_error("the ring of " + to_string(target.pages) + " pages cannot have " + to_string(target.in_flight) +
-                    " in flight");
+    plan_error("the ring of " + to_string(target.pages) + " pages cannot have " + to_string(target.in_flight) +
+               " in flight");
   }
 }
 
@@ -39,29 +45,29 @@ void check_task(const Plan& plan, int index) {
   const Task& task = plan.tasks[index];
   const auto name = [&] { return describe(plan, index); };
   if (task.stage < 0 || task.stage >= static_cast<int>(plan.stages.size())) {
-    structure_error(name() + " is of no stage: there are " + to_string(plan.stages.size()));
+    plan_error(name() + " is of no stage: there are " + to_string(plan.stages.size()));
   }
   const Stage& stage = plan.stages[task.stage];
   if (task.begin < 0 || task.end > stage.extent || task.begin >= task.end) {
-    structure_error(name() + " is no part of its stage's extent of " + to_string(stage.extent));
+    plan_error(name() + " is no part of its stage's extent of " + to_string(stage.extent));
   }
   if (task.begin % stage.grain != 0 || (task.end % stage.grain != 0 && task.end != stage.extent)) {
-    structure_error(name() + " is not cut at multiples of its stage's grain of " + to_string(stage.grain));
+    plan_error(name() + " is not cut at multiples of its stage's grain of " + to_string(stage.grain));
   }
   if (task.worker < 0 || task.worker >= plan.target.workers) {
-    structure_error(name() + " is for a worker that is not there: there are " + to_string(plan.target.workers));
+    plan_error(name() + " is for a worker that is not there: there are " + to_string(plan.target.workers));
   }
   if (!task.carried.empty() && !plan.multi_step) {
-    structure_error(name() + " waits for the step before, in a plan whose steps are launches of their own");
+    plan_error(name() + " waits for the step before, in a plan whose steps are launches of their own");
   }
   if (std::holds_alternative<CollectiveStage>(stage.body) &&
       (task.replica || (task.worker != 0 && !is_spread(stage)))) {
-    structure_error(name() + " is a collective" +
-                    (is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0"));
+    plan_error(name() + " is a collective" +
+               (is_spread(stage) ? ", which is not repeated" : ", which belongs to worker 0"));
   }
   for (const int event : task.carried) {
     if (event >= 0 && event < static_cast<int>(plan.events.size()) && plan.events[event].packets) {
-      structure_error(name() + " waits for packets of the step before, which have no counter");
+      plan_error(name() + " waits for packets of the step before, which have no counter");
     }
   }
   for (const auto* list : {&task.waits, &task.signals, &task.carried}) {
@@ -69,10 +75,10 @@ void check_task(const Plan& plan, int index) {
     for (size_t at = 0; at < list->size(); ++at) {
       const int event = (*list)[at];
       if (event < 0 || event >= static_cast<int>(plan.events.size())) {
-        structure_error(name() + verb + to_string(event) + ": there are " + to_string(plan.events.size()) + " events");
+        plan_error(name() + verb + to_string(event) + ": there are " + to_string(plan.events.size()) + " events");
       }
       if (std::find(list->begin(), list->begin() + at, event) != list->begin() + at) {
-        structure_error(name() + verb + to_string(event) + " twice");
+        plan_error(name() + verb + to_string(event) + " twice");
       }
     }
   }
@@ -85,34 +91,34 @@ void check_queues(const Plan& plan) {
     int collective = -1;  // node of the last one
     for (const int index : plan.queues[worker].tasks) {
       if (index < 0 || index >= static_cast<int>(plan.tasks.size())) {
-        structure_error("the queue of worker " + to_string(worker) + " has a task " + to_string(index) +
-                        ": there are " + to_string(plan.tasks.size()));
+        plan_error("the queue of worker " + to_string(worker) + " has a task " + to_string(index) + ": there are " +
+                   to_string(plan.tasks.size()));
       }
-      if (queue_of[index] >= 0) structure_error(describe(plan, index) + " is queued twice");
+      if (queue_of[index] >= 0) plan_error(describe(plan, index) + " is queued twice");
       const Stage& stage = plan.stages[plan.tasks[index].stage];
       if (const int node = stage.node; node >= 0 && std::holds_alternative<CollectiveStage>(stage.body)) {
         if (node < collective) {
-          structure_error(describe(plan, index) + " is a collective that stands before this one in the graph");
+          plan_error(describe(plan, index) + " is a collective that stands before this one in the graph");
         }
         if (node == collective) {
-          structure_error(describe(plan, index) + " is the second tile of a collective on worker " + to_string(worker) +
-                          ", where another rank may have the first");
+          plan_error(describe(plan, index) + " is the second tile of a collective on worker " + to_string(worker) +
+                     ", where another rank may have the first");
         }
         collective = node;
       }
       queue_of[index] = static_cast<int>(worker);
       if (plan.tasks[index].worker != static_cast<int>(worker)) {
-        structure_error(describe(plan, index) + " is in the queue of worker " + to_string(worker));
+        plan_error(describe(plan, index) + " is in the queue of worker " + to_string(worker));
       }
       if (index < last) {
-        structure_error(describe(plan, index) + " is queued behind " + describe(plan, last) +
-                        ", though tasks are listed in an order that is valid to execute");
+        plan_error(describe(plan, index) + " is queued behind " + describe(plan, last) +
+                   ", though tasks are listed in an order that is valid to execute");
       }
       last = index;
     }
   }
   for (size_t index = 0; index < queue_of.size(); ++index) {
-    if (queue_of[index] < 0) structure_error(describe(plan, static_cast<int>(index)) + " is in no queue");
+    if (queue_of[index] < 0) plan_error(describe(plan, static_cast<int>(index)) + " is in no queue");
   }
 }
 
@@ -125,9 +131,8 @@ void check_events(const Plan& plan) {
   for (size_t index = 0; index < plan.tasks.size(); ++index) {
     for (const int event : plan.tasks[index].waits) {
       if (signals[event] == plan.events[event].threshold && last[event] >= static_cast<int>(index)) {
-        structure_error(describe(plan, static_cast<int>(index)) + " waits for event " + to_string(event) + ", which " +
-                        describe(plan, last[event]) +
-                        " signals: tasks are listed in an order that is valid to execute");
+        plan_error(describe(plan, static_cast<int>(index)) + " waits for event " + to_string(event) + ", which " +
+                   describe(plan, last[event]) + " signals: tasks are listed in an order that is valid to execute");
       }
     }
   }
@@ -142,12 +147,101 @@ void check_events(const Plan& plan) {
         }
       }
     }
-    structure_error((waiter >= 0 ? describe(plan, waiter) + " waits for event " : "event ") + to_string(event) +
-                    (waiter >= 0 ? ", which" : "") + " counts to " + to_string(plan.events[event].threshold) +
-                    " a step but has " + to_string(signals[event]) + " signals" +
-                    (last[event] >= 0 ? ", the last by " + describe(plan, last[event]) : ""));
+    plan_error((waiter >= 0 ? describe(plan, waiter) + " waits for event " : "event ") + to_string(event) +
+               (waiter >= 0 ? ", which" : "") + " counts to " + to_string(plan.events[event].threshold) +
+               " a step but has " + to_string(signals[event]) + " signals" +
+               (last[event] >= 0 ? ", the last by " + describe(plan, last[event]) : ""));
   }
 }
+
+std::string name_of_stage(const Plan& plan, int stage) {
+  const Stage& what = plan.stages[stage];
+  return "stage " + to_string(stage) + " '" + (what.name.empty() ? what.kind : what.name) + "'" +
+         (what.origin.empty() ? "" : ", " + what.origin);
+}
+
+void check_replicas(const Plan& plan, int stage, const std::vector<int>& tasks) {
+  std::vector<char> seen(plan.queues.size(), 0);
+  for (const int index : tasks) {
+    const Task& task = plan.tasks[index];
+    if (!task.replica) plan_error(describe(plan, index) + " is no replica, but its stage has others that are");
+    if (!plan.stages[stage].replicable) plan_error(describe(plan, index) + " replicates what may run only once");
+    if (task.begin != 0 || task.end != plan.stages[stage].extent) {
+      plan_error(describe(plan, index) + " is a replica of a part: replicas compute the whole stage");
+    }
+    if (seen[task.worker]++) plan_error(describe(plan, index) + " is the second replica on its worker");
+  }
+}
+
+// Everybody must hear of the end.
+void check_stop(const Plan& plan, int stage, const std::vector<int>& tasks) {
+  if (!plan.multi_step) plan_error(name_of_stage(plan, stage) + " ends a loop, in a plan whose steps are launches");
+  for (size_t worker = 0; worker < plan.queues.size(); ++worker) {
+    const auto here = [&](int index) { return plan.tasks[index].worker == static_cast<int>(worker); };
+    if (std::none_of(tasks.begin(), tasks.end(), here)) {
+      plan_error("worker " + to_string(worker) + " does not run " + name_of_stage(plan, stage) +
+                 " and would go on where others end");
+    }
+  }
+}
+
+// Stage::tail: nobody but the stage's accesses orders it.
+class TailChecker {
+ public:
+  TailChecker(const Plan& plan, const Stage& stage) : plan_(plan), stage_(stage) {
+    for (const Stage& next : stage.tail)
+      for (const Access& access : next.accesses)
+        if (access.write) later_.push_back(access);
+  }
+
+  // Tiles in which the task at `index` is one.
+  void check(int index) const {
+    const Task& task = plan_.tasks[index];
+    const auto name = [&] { return describe(plan_, index); };
+    std::vector<Access> made;  // so far, by the task itself
+    for (const Access& access : stage_.accesses)
+      if (access.write && !is_one_of(later_, access)) made.push_back(access);
+    for (const Stage& next : stage_.tail) {
+      if (next.extent != stage_.extent || !next.tail.empty())
+        plan_error(name() + " goes on with " + next.name + ", whose tiles are not its own");
+      for (const Access& access : next.accesses) {
+        const auto place = [&] { return "value " + to_string(access.value) + " in " + next.name; };
+        if (access.write) {
+          if (!is_one_of(stage_.accesses, access))
+            plan_error(name() + " writes " + place() + ", which its stage does not declare");
+          continue;
+        }
+        const Box box = box_of(plan_.graph, stage_, access, task.begin, task.end);
+        bool own = false;
+        for (const Access& one : stage_.accesses) {
+          if (!one.write || buffer_of(one) != buffer_of(access) || !overlap(whole(one), whole(access))) continue;
+          own = true;
+          const bool changed = is_one_of(next.accesses, one);  // by the same stage, where it lies
+          if ((!changed && !is_one_of(made, one)) ||
+              !covers(box_of(plan_.graph, stage_, one, task.begin, task.end), box))
+            plan_error(name() + " reads " + place() + ", of which another tile of its stage writes a part");
+        }
+        if (!own && !is_one_of(stage_.accesses, access))
+          plan_error(name() + " reads " + place() + ", which its stage does not declare");
+      }
+      for (const Access& access : next.accesses)
+        if (access.write) made.push_back(access);
+    }
+  }
+
+ private:
+  static bool is_one_of(const std::vector<Access>& list, const Access& access) {
+    return std::any_of(list.begin(), list.end(), [&](const Access& one) {
+      return one.value == access.value && one.axis == access.axis && one.write == access.write;
+    });
+  }
+  int buffer_of(const Access& access) const { return plan_.graph.values()[access.value].buffer; }
+  Box whole(const Access& access) const { return box_of(plan_.graph.values()[access.value]); }
+
+  const Plan& plan_;
+  const Stage& stage_;
+  std::vector<Access> later_;  // what stages of the tail write
+};
 
 }  // namespace
 
@@ -157,23 +251,23 @@ void check_stages(const Plan& plan) {
     const Stage& stage = plan.stages[index];
     const std::string name = "stage " + to_string(index) + " '" + (stage.name.empty() ? stage.kind : stage.name) + "'";
     if (stage.extent < 0 || stage.grain < 1) {
-      structure_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
+      plan_error(name + " has extent " + to_string(stage.extent) + " and grain " + to_string(stage.grain));
     }
     std::vector<Access> accesses = stage.accesses;
     for (const Stage& next : stage.tail) accesses.insert(accesses.end(), next.accesses.begin(), next.accesses.end());
     for (const Access& access : accesses) {
       if (access.value < 0 || access.value >= values || plan.graph.values()[access.value].is_literal()) {
-        structure_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
+        plan_error(name + " touches value " + to_string(access.value) + ", which is in no buffer");
       }
       const Value& value = plan.graph.values()[access.value];
       if (access.axis >= static_cast<int>(value.shape.size())) {
-        structure_error(name + " cuts dimension " + to_string(access.axis) + " of value " + to_string(access.value) +
-                        ", which has " + to_string(value.shape.size()));
+        plan_error(name + " cuts dimension " + to_string(access.axis) + " of value " + to_string(access.value) +
+                   ", which has " + to_string(value.shape.size()));
       }
       if (access.write && plan.graph.buffers()[value.buffer].kind == Buffer::Kind::input &&
           !plan.graph.buffers()[value.buffer].mutated) {
-        structure_error(name + " writes value " + to_string(access.value) +
-                        ", which lies on an input that is not to change");
+        plan_error(name + " writes value " + to_string(access.value) +
+                   ", which lies on an input that is not to change");
       }
     }
   }
@@ -185,6 +279,127 @@ void check_structure(const Plan& plan) {
   for (size_t index = 0; index < plan.tasks.size(); ++index) check_task(plan, static_cast<int>(index));
   check_queues(plan);
   check_events(plan);
+}
+
+void check_tiles(const Plan& plan) {
+  std::vector<std::vector<int>> tasks_of(plan.stages.size());
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    tasks_of[plan.tasks[index].stage].push_back(static_cast<int>(index));
+  }
+  for (int stage = 0; stage < static_cast<int>(plan.stages.size()); ++stage) {
+    std::vector<int>& tasks = tasks_of[stage];
+    const int64_t extent = plan.stages[stage].extent;
+    if (std::holds_alternative<StopStage>(plan.stages[stage].body)) check_stop(plan, stage, tasks);
+    if (std::any_of(tasks.begin(), tasks.end(), [&](int index) { return plan.tasks[index].replica; })) {
+      check_replicas(plan, stage, tasks);
+      continue;
+    }
+    std::sort(tasks.begin(), tasks.end(), [&](int a, int b) { return plan.tasks[a].begin < plan.tasks[b].begin; });
+    int64_t covered = 0;
+    for (const int index : tasks) {
+      const Task& task = plan.tasks[index];
+      if (task.begin < covered) plan_error(describe(plan, index) + " repeats what another tile of its stage does");
+      if (task.begin > covered) {
+        plan_error(describe(plan, index) + " leaves a gap: nobody runs [" + to_string(covered) + ", " +
+                   to_string(task.begin) + ") of its stage");
+      }
+      covered = task.end;
+    }
+    if (covered != extent) {
+      plan_error("nobody runs [" + to_string(covered) + ", " + to_string(extent) + ") of " +
+                 name_of_stage(plan, stage));
+    }
+  }
+}
+
+void check_placements(const Plan& plan) {
+  const std::vector<Buffer>& buffers = plan.graph.buffers();
+  if (plan.placements.size() != buffers.size()) {
+    plan_error("there are " + to_string(plan.placements.size()) + " placements for " + to_string(buffers.size()) +
+               " buffers");
+  }
+  for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+    const Placement& placement = plan.placements[buffer];
+    if (const Push& pushed = placement.pushed; pushed.ranks > 0) {
+      const int64_t bytes = 2 * buffers[buffer].bytes;
+      if (!placement.packets || placement.own || placement.offset != -1 || plan.multi_step)
+        plan_error("buffer " + to_string(buffer) + " is pushed by ranks, but is no packets, or has a place here too");
+      if (bytes > pushed.apart || pushed.place + pushed.ranks * pushed.apart > pushed.half)
+        plan_error("buffer " + to_string(buffer) + " is pushed by ranks beyond its place");
+      continue;
+    }
+    if (placement.offset == -1 && !placement.own && !placement.packets) continue;
+    const std::string name = "buffer " + to_string(buffer);
+    if (buffers[buffer].kind != Buffer::Kind::temporary) {
+      plan_error(name + " has a place in the arena but is no temporary");
+    }
+    if (placement.packets && placement.own) plan_error(name + " is packets to others and each worker's own");
+    const int64_t arena = placement.own ? plan.own_bytes : plan.arena_bytes;
+    if (placement.offset < 0 || placement.offset % placement_alignment != 0 ||
+        placement.offset + placed_bytes(buffers[buffer], placement) > arena) {
+      plan_error(name + " lies at " + to_string(placement.offset) + " with " +
+                 to_string(placed_bytes(buffers[buffer], placement)) + " bytes: not aligned, or outside the arena of " +
+                 to_string(arena) + " bytes");
+    }
+  }
+  std::vector<int> writer(buffers.size(), -1);  // of packets: the stage
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Task& task = plan.tasks[index];
+    for (const Access& access : plan.stages[task.stage].accesses) {
+      const Value& value = plan.graph.values()[access.value];
+      const Buffer& buffer = buffers[value.buffer];
+      const Placement& placement = plan.placements[value.buffer];
+      const auto name = [&] {
+        return describe(plan, static_cast<int>(index)) + (access.write ? " writes" : " reads") + " value " +
+               to_string(access.value) + " in buffer " + to_string(value.buffer);
+      };
+      if (buffer.kind == Buffer::Kind::temporary && placement.offset < 0 && placement.pushed.ranks == 0)
+        plan_error(name() + ", which has no place");
+      const Box box = box_of(value);
+      if (box.offset < 0 || box.end() > buffer.bytes) {
+        plan_error(name() + " beyond its " + to_string(buffer.bytes) + " bytes");
+      }
+      if (access.write && placement.packets) {
+        int& by = writer[value.buffer];
+        if (by >= 0 && by != task.stage) plan_error(name() + ", whose packets stage " + to_string(by) + " writes too");
+        by = task.stage;
+      }
+      if (access.write && task.replica != placement.own) {
+        plan_error(name() + (task.replica ? ", which all workers share, as one of several replicas"
+                                          : ", of which each worker has a copy of its own"));
+      }
+    }
+  }
+}
+
+void check_tails(const Plan& plan) {
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    const Stage& stage = plan.stages[plan.tasks[index].stage];
+    if (!stage.tail.empty()) TailChecker(plan, stage).check(static_cast<int>(index));
+  }
+}
+
+// Task::head: to the others they are two, which the other checks have looked at one by one. What is between them is
+// gone.
+void check_heads(const Plan& plan) {
+  for (const Queue& queue : plan.queues) {
+    int before = -1;
+    for (const int index : queue.tasks) {
+      const Task& task = plan.tasks[index];
+      const int last = std::exchange(before, index);
+      if (task.head < 0) continue;
+      const auto name = [&] { return describe(plan, index) + " begins with "; };
+      if (task.head != last) plan_error(name() + "a task that is not the one before it in its queue");
+      const Task& head = plan.tasks[last];
+      if (head.head >= 0) plan_error(name() + describe(plan, last) + ", which begins with another itself");
+      if (task.replica || !head.replica)
+        plan_error(name() + describe(plan, last) + ", which is not for its worker alone");
+      if (!task.waits.empty() || !task.carried.empty())
+        plan_error(name() + describe(plan, last) + ", and waits behind it for an event that nobody looks at there");
+      if (!head.signals.empty())
+        plan_error(name() + describe(plan, last) + ", which signals an event that nobody bumps there");
+    }
+  }
 }
 
 void validate(const Plan& plan) {

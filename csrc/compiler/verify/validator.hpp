@@ -16,20 +16,19 @@ void validate(const Plan& plan);
 void check_stages(const Plan& plan);
 // validator.cpp: that all indices lie within their lists; everything after may rely on it.
 void check_structure(const Plan& plan);
-// validator_tiles.cpp: that tiles cover each stage once, replicas, placements.
+// That tiles cover each stage once, replicas, placements.
 void check_tiles(const Plan& plan);
 void check_placements(const Plan& plan);
-// validator_tails.cpp: that a task's second half reads what the task itself has written, or what its stage declares.
+// That a task's second half reads what the task itself has written, or what its stage declares.
 void check_tails(const Plan& plan);
-// validator_heads.cpp: that nothing is waited for or told between tasks that are run in one go.
+// That nothing is waited for or told between tasks that are run in one go.
 void check_heads(const Plan& plan);
 // validator_loads.cpp: the loaders' lists.
 void check_loads(const Plan& plan);
-// validator_order.cpp: that what touches the same bytes is ordered, within a step.
+// validator_order.cpp: that what touches the same bytes is ordered, within a step; own copies, and temporaries that
+// share bytes.
 void check_order(const Plan& plan);
-// validator_memory.cpp: part of it: own copies, and temporaries that share bytes.
-void check_memory(const Plan& plan, const Order& order);
-// validator_steps.cpp: the same across two steps of a multi-step plan.
+// The same across two steps of a multi-step plan.
 void check_steps(const Plan& plan);
 
 }  // namespace ark::compiler

@@ -1,13 +1,19 @@
-// That a plan's queues and events order whatever touches the same bytes as the program did. See validator.hpp.
+// That a plan's queues and events order whatever touches the same bytes as the program did: within a step, in workers'
+// own copies and in bytes that several temporaries share, and across two steps in a row without a launch between them.
+// See validator.hpp.
 //
 // Order's vector clocks say what surely ends before what starts. Program order is the order of stages; two tasks of
 // one stage may run side by side, so they must not touch the same bytes unless both only read.
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "compiler/graph/box.hpp"
 #include "compiler/schedule/box_history.hpp"
+#include "compiler/schedule/memory_planner.hpp"
 #include "compiler/verify/validator.hpp"
 #include "util/error.hpp"
 
@@ -17,14 +23,30 @@ namespace {
 
 using std::to_string;
 
-class OrderChecker {
- public:
-  OrderChecker(const Plan& plan, const Order& order) : plan_(plan), order_(order), tasks_of_(plan.stages.size()) {
+[[noreturn]] void order_error(const std::string& what) {
+  throw Error(ErrorKind::invalid_argument, what);
+}
+
+// What the checkers of order have in common.
+struct Ordered {
+  Ordered(const Plan& plan, const Order& order) : plan_(plan), order_(order), tasks_of_(plan.stages.size()) {
     for (size_t index = 0; index < plan.tasks.size(); ++index) {
       tasks_of_[plan.tasks[index].stage].push_back(static_cast<int>(index));
     }
   }
+  int buffer_of(const Access& access) const { return plan_.graph.values()[access.value].buffer; }
+  std::string place_of(const Access& access) const {
+    return "value " + to_string(access.value) + " in buffer " + to_string(buffer_of(access));
+  }
 
+  const Plan& plan_;
+  const Order& order_;
+  std::vector<std::vector<int>> tasks_of_;
+};
+
+class OrderChecker : private Ordered {
+ public:
+  using Ordered::Ordered;
   void run() {
     check_conflicts();
     for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) check_side_by_side(stage);
@@ -32,11 +54,6 @@ class OrderChecker {
   }
 
  private:
-  [[noreturn]] void fail(const std::string& what) const { throw Error(ErrorKind::invalid_argument, what); }
-  int buffer_of(const Access& access) const { return plan_.graph.values()[access.value].buffer; }
-  std::string place_of(const Access& access) const {
-    return "value " + to_string(access.value) + " in buffer " + to_string(buffer_of(access));
-  }
   // The task polls the packets that the other writes.
   bool polls(int first, int second, const Access& access) const {
     if (access.write || !plan_.placements[buffer_of(access)].packets) return false;
@@ -48,16 +65,13 @@ class OrderChecker {
   }
   void need_order(int first, int second, const Access& access, bool wrote) const {
     if (order_.before(first, second) || polls(first, second, access)) return;
-    fail(describe(plan_, second) + (access.write ? " writes " : " reads ") + place_of(access) + ", which " +
-         describe(plan_, first) + (wrote ? " writes" : " reads") + ": nothing makes it wait until that has ended");
+    order_error(describe(plan_, second) + (access.write ? " writes " : " reads ") + place_of(access) + ", which " +
+                describe(plan_, first) + (wrote ? " writes" : " reads") +
+                ": nothing makes it wait until that has ended");
   }
   void check_conflicts();
   void check_side_by_side(int stage) const;
   void check_defined() const;
-
-  const Plan& plan_;
-  const Order& order_;
-  std::vector<std::vector<int>> tasks_of_;
 };
 
 void OrderChecker::check_conflicts() {
@@ -146,8 +160,9 @@ void OrderChecker::check_side_by_side(int index) const {
         const Box mine = box_of(plan_.graph, stage, write, plan_.tasks[task].begin, plan_.tasks[task].end);
         for (size_t beside = 0; beside < tasks.size(); ++beside) {
           if (tasks[beside] == task || !overlap(mine, boxes[beside])) continue;
-          fail(describe(plan_, task) + " writes " + place_of(write) + " where " + describe(plan_, tasks[beside]) +
-               " of the same stage touches value " + to_string(other.value) + ": they may run side by side");
+          order_error(describe(plan_, task) + " writes " + place_of(write) + " where " +
+                      describe(plan_, tasks[beside]) + " of the same stage touches value " + to_string(other.value) +
+                      ": they may run side by side");
         }
       }
     }
@@ -194,12 +209,153 @@ void OrderChecker::check_defined() const {
       if (missing > 0) {
         const std::string who =
             tasks_of_[index].empty() ? "stage " + to_string(index) : describe(plan_, tasks_of_[index][0]);
-        fail(who + " reads " + place_of(access) + ", of which " + to_string(missing) +
-             " bytes were not written before");
+        order_error(who + " reads " + place_of(access) + ", of which " + to_string(missing) +
+                    " bytes were not written before");
       }
     }
     for (const Access& access : stage.accesses) {
       if (access.write) written[buffer_of(access)].push_back(box_of(plan_.graph.values()[access.value]));
+    }
+  }
+}
+
+class MemoryChecker : private Ordered {
+ public:
+  using Ordered::Ordered;
+  void check_own() const;
+  void check_reuse() const;
+
+ private:
+  bool own(int buffer) const { return plan_.placements[buffer].own; }
+};
+
+// A worker's own copy: its tasks keep program order, and whoever wrote the bytes for a reader did so on that worker.
+void MemoryChecker::check_own() const {
+  std::map<int, std::vector<std::pair<int, Box>>> writers;  // by buffer: stage, what it writes
+  std::vector<std::vector<char>> on(plan_.stages.size());   // by stage, worker: has a replica there
+  for (int stage = 0; stage < static_cast<int>(plan_.stages.size()); ++stage) {
+    on[stage].resize(plan_.queues.size(), 0);
+    for (const int task : tasks_of_[stage]) on[stage][plan_.tasks[task].worker] = 1;
+    for (const Access& access : plan_.stages[stage].accesses) {
+      const Box box = box_of(plan_.graph.values()[access.value]);
+      if (access.write && own(buffer_of(access))) writers[buffer_of(access)].push_back({stage, box});
+    }
+  }
+  if (writers.empty()) return;
+  for (const Queue& queue : plan_.queues) {
+    std::map<int, int> last;  // by buffer: the last task that touched it
+    for (const int index : queue.tasks) {
+      const Task& task = plan_.tasks[index];
+      for (const Access& access : plan_.stages[task.stage].accesses) {
+        const int buffer = buffer_of(access);
+        if (!own(buffer)) continue;
+        const auto [found, fresh] = last.try_emplace(buffer, index);
+        if (!fresh && plan_.tasks[found->second].stage > task.stage) {
+          order_error(describe(plan_, index) + " touches " + place_of(access) + " behind " +
+                      describe(plan_, found->second) + ", against program order");
+        }
+        found->second = index;
+        if (access.write) continue;
+        const Box box = box_of(plan_.graph.values()[access.value]);
+        for (const auto& [stage, wrote] : writers[buffer]) {
+          if (stage < task.stage && !on[stage][task.worker] && overlap(wrote, box)) {
+            order_error(describe(plan_, index) + " reads " + place_of(access) +
+                        " from its worker's own copy, which no replica of stage " + to_string(stage) + " wrote there");
+          }
+        }
+      }
+    }
+  }
+}
+
+// Temporaries that share bytes: all tasks that touch the one have ended before any that touches the other starts.
+void MemoryChecker::check_reuse() const {
+  const size_t workers = plan_.queues.size();
+  struct Life {
+    int buffer = -1;
+    std::vector<int> first, last;  // by worker: tasks; -1: none
+    std::vector<int64_t> ended;    // by worker: tasks that have ended when any of these starts
+  };
+  std::vector<Life> lives(plan_.placements.size());
+  for (const Queue& queue : plan_.queues) {
+    for (const int index : queue.tasks) {
+      const Task& task = plan_.tasks[index];
+      for (const Access& access : plan_.stages[task.stage].accesses) {
+        const int buffer = buffer_of(access);
+        if (plan_.placements[buffer].offset < 0) continue;
+        Life& life = lives[buffer];
+        if (life.buffer < 0) {
+          life.buffer = buffer;
+          life.first.assign(workers, -1);
+          life.last.assign(workers, -1);
+          life.ended.assign(workers, std::numeric_limits<int64_t>::max());
+        }
+        life.last[task.worker] = index;
+        if (life.first[task.worker] >= 0) continue;
+        life.first[task.worker] = index;
+        for (size_t other = 0; other < workers; ++other) {
+          life.ended[other] = std::min(life.ended[other], order_.ended(index, static_cast<int>(other)));
+        }
+      }
+    }
+  }
+  std::erase_if(lives, [](const Life& life) { return life.buffer < 0; });
+  const auto offset = [&](const Life& life) { return plan_.placements[life.buffer].offset; };
+  const auto end = [&](const Life& life) {
+    return offset(life) + placed_bytes(plan_.graph.buffers()[life.buffer], plan_.placements[life.buffer]);
+  };
+  // Two tasks, one of each, that are not ordered; -1: all are. On own copies only tasks of one worker meet.
+  const auto unordered = [&](const Life& a, const Life& b, bool alone) {
+    for (size_t worker = 0; worker < workers; ++worker) {
+      if (a.last[worker] < 0) continue;
+      const int64_t place = order_.place(a.last[worker]);
+      if (alone) {
+        if (b.first[worker] >= 0 && order_.place(b.first[worker]) <= place) {
+          return std::pair(a.last[worker], b.first[worker]);
+        }
+        continue;
+      }
+      if (b.ended[worker] > place) continue;
+      for (const int first : b.first) {
+        if (first >= 0 && !order_.before(a.last[worker], first)) return std::pair(a.last[worker], first);
+      }
+    }
+    return std::pair(-1, -1);
+  };
+  std::sort(lives.begin(), lives.end(), [&](const Life& a, const Life& b) { return offset(a) < offset(b); });
+  for (size_t one = 0; one < lives.size(); ++one) {
+    for (size_t two = one + 1; two < lives.size() && offset(lives[two]) < end(lives[one]); ++two) {
+      const Life& a = lives[one];
+      const Life& b = lives[two];
+      if (own(a.buffer) != own(b.buffer)) continue;
+      if (plan_.placements[a.buffer].packets || plan_.placements[b.buffer].packets) {
+        const int toucher = *std::find_if(a.first.begin(), a.first.end(), [](int task) { return task >= 0; });
+        order_error(describe(plan_, toucher) + " touches buffer " + to_string(a.buffer) +
+                    ", which shares bytes with buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +
+                    " of the arena: one holds packets, which share with nobody");
+      }
+      const auto [first, second] = unordered(a, b, own(a.buffer));
+      if (first < 0 || unordered(b, a, own(a.buffer)).first < 0) continue;
+      order_error(describe(plan_, second) + " uses buffer " + to_string(b.buffer) + " at " + to_string(offset(b)) +
+                  " of the arena, where " + describe(plan_, first) + " may still use buffer " + to_string(a.buffer));
+    }
+  }
+}
+
+// A counter knows no steps: were one task's signal of the next step to come before another's of this one, a waiter
+// would take the former for the latter.
+void check_counters(const Plan& plan, const Order& order) {
+  std::vector<std::vector<int>> signallers(plan.events.size());
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    for (const int event : plan.tasks[index].signals) signallers[event].push_back(static_cast<int>(index));
+  }
+  for (size_t event = 0; event < signallers.size(); ++event) {
+    for (const int next : signallers[event]) {
+      for (const int before : signallers[event]) {
+        if (order.before(before, next, 0, 1)) continue;
+        order_error(describe(plan, next) + " may signal event " + to_string(event) + " for the next step before " +
+                    describe(plan, before) + " has for this one");
+      }
     }
   }
 }
@@ -209,7 +365,39 @@ void OrderChecker::check_defined() const {
 void check_order(const Plan& plan) {
   const Order order(plan);
   OrderChecker(plan, order).run();
-  check_memory(plan, order);
+  const MemoryChecker memory(plan, order);
+  memory.check_own();
+  memory.check_reuse();
+}
+
+void check_steps(const Plan& plan) {
+  const Order order(plan, 2);
+  check_counters(plan, order);
+  BoxHistory history(plan.graph, plan.stages, &plan.placements);
+  std::vector<std::vector<int>> tasks_of(plan.stages.size());
+  for (size_t index = 0; index < plan.tasks.size(); ++index) {
+    tasks_of[plan.tasks[index].stage].push_back(static_cast<int>(index));
+  }
+  for (const int step : {0, 1}) {
+    for (int stage = 0; stage < static_cast<int>(plan.stages.size()); ++stage) {
+      if (tasks_of[stage].empty()) continue;
+      for (const Access& access : plan.stages[stage].accesses) {
+        const int buffer = plan.graph.values()[access.value].buffer;
+        if (step == 0 || !history.may_conflict(buffer)) continue;
+        for (const int task : tasks_of[stage]) {
+          const Box box = box_of(plan.graph, plan.stages[stage], access, plan.tasks[task].begin, plan.tasks[task].end);
+          history.conflicts(buffer, box, access.write, [&](const BoxHistory::Record& record, int before) {
+            if (record.step == 1 || order.before(before, task, 0, 1)) return;
+            order_error(describe(plan, task) + (access.write ? " writes" : " reads") + " value " +
+                        to_string(access.value) + " in buffer " + to_string(buffer) +
+                        " in the next step while in this one " + describe(plan, before) +
+                        " may still touch the same bytes");
+          });
+        }
+      }
+      history.add(stage, tasks_of[stage], plan.tasks, step);
+    }
+  }
 }
 
 }  // namespace ark::compiler

@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <set>
+#include <thread>
+
+#include "process_group/group_core.hpp"
 
 namespace ark {
 
@@ -29,16 +32,16 @@ constexpr int kPoolStreams = 32;  // of each priority
 
 }  // namespace
 
-bool Enqueued::done() {
+bool OperationRecord::done() {
   if (capture != 0 || seen_done.load(std::memory_order_acquire)) return true;
   if (!has_passed(end)) return false;
   seen_done.store(true, std::memory_order_release);
   return true;
 }
 
-std::shared_ptr<void> Enqueued::release() {
+OperationRecord::Held OperationRecord::release() {
   const std::lock_guard lock(mutex);
-  return std::move(kept);
+  return std::exchange(held, {});
 }
 
 CudaGroup::CudaGroup(c10::Device where, std::unique_ptr<CudaCommunicator> communicator,
@@ -88,82 +91,77 @@ c10::Stream CudaGroup::own_stream(Line& line, bool captured) {
   return *own;
 }
 
-CudaGroup::EnqueuedPtr CudaGroup::enqueue(Request request, Number number, Body body) {
+void CudaGroup::enqueue(const RecordPtr& operation, const Way& way, GroupCore& core, FlightEntry& entry) {
   const c10::OptionalDeviceGuard on_device(device);
   const c10::Stream current = current_stream(device);
   const uint64_t capture = capture_of(current);
-  std::vector<EnqueuedPtr> passed;  // told, and freed, without the lock
-  std::vector<EnqueuedPtr> old_captured;
-  EnqueuedPtr mine;
+  OperationRecord& mine = *operation;
+  std::vector<RecordPtr> passed;  // told, and freed, without the lock
+  std::vector<RecordPtr> old_captured;
   {
     const std::lock_guard lock(mutex_);
     const auto communicator = this->communicator();
     if (!communicator) throw Error(ErrorKind::closed, "the process group was shut down");
-    Line& line = lines_[request.line];
+    Line& line = lines_[way.line];
     if (capture == 0) look(line, passed, false);
     if (!line.captured.empty() && line.captured.front()->capture != capture) old_captured.swap(line.captured);
-    const c10::Stream stream = request.own_stream ? own_stream(line, capture != 0) : current;
+    const c10::Stream stream = way.own_stream ? own_stream(line, capture != 0) : current;
     if (stream != current) hand_over(*events_, current, stream, capture != 0);
-    EnqueuedPtr& last = capture != 0 ? line.last_captured : line.last;
-    if (last && last->capture == capture && last->stream != stream) last->end->block(stream);
+    RecordPtr& last = capture != 0 ? line.last_captured : line.last;
+    if (last && last->capture == capture && *last->on != stream) last->end->block(stream);
 
-    const auto [sequence, flight] = number();
-    mine = std::shared_ptr<Enqueued>(new Enqueued{.issuer = current,
-                                                  .stream = stream,
-                                                  .capture = capture,
-                                                  .start = {},
-                                                  .end = events_->take(capture != 0, request.timed),
-                                                  .type = request.type,
-                                                  .name = request.name,
-                                                  .sequence = sequence,
-                                                  .flight = flight,
-                                                  .issued = Clock::now()});
-    if (request.timed && capture == 0) {
+    core.number(mine, entry);
+    mine.issuer = current, mine.on = stream, mine.capture = capture;
+    mine.end = events_->take(capture != 0, way.timed);
+    mine.issued = Clock::now();
+    if (way.timed && capture == 0) {
       if (!clock_) clock_ = std::make_unique<DeviceClock>(device.index());
-      mine->start = events_->take(false, true);
-      mine->start->record(stream);
+      mine.start = events_->take(false, true);
+      mine.start->record(stream);
     }
     {
       std::optional<c10::StreamGuard> on_stream;
       if (stream != current) on_stream.emplace(stream);
-      body(*communicator, native_stream(stream), sequence);
+      mine.context = core.context(mine.name(), mine.sequence(), mine.asked);
+      mine.stream = native_stream(stream);
+      if (way.line == kCollectives && nccl && nccl->ready()) {
+        SharedCommunicator shared(*communicator, *nccl, mine.even);
+        mine.held.first(shared, mine);
+      } else {
+        mine.held.first(*communicator, mine);
+      }
     }
-    mine->end->record(stream);
-    if (stream != current) mine->kept = std::move(request.keep);
-    last = mine;
+    mine.end->record(stream);
+    last = operation;
     if (capture == 0) {
-      line.pending.push_back(mine);
+      line.pending.push_back(operation);
     } else {
-      line.captured.push_back(mine);
+      line.captured.push_back(operation);
     }
   }
-  for (const EnqueuedPtr& one : passed) {
+  if (*mine.on == current) mine.release();
+  for (const RecordPtr& one : passed) {
     if (completed) completed(*one);
     one->release();
   }
-  for (const EnqueuedPtr& one : old_captured) one->release();
-  return mine;
+  for (const RecordPtr& one : old_captured) one->release();
 }
 
-CudaGroup::EnqueuedPtr CudaGroup::mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start) {
+CudaGroup::RecordPtr CudaGroup::mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start) {
   const c10::Stream current = current_stream(device);
-  const uint64_t capture = capture_of(current);
-  const bool timed = start != nullptr;
-  const std::shared_ptr<Enqueued> mine(new Enqueued{.issuer = current,
-                                                    .stream = current,
-                                                    .capture = capture,
-                                                    .start = std::move(start),
-                                                    .end = events_->take(capture != 0, timed),
-                                                    .type = type,
-                                                    .name = name,
-                                                    .sequence = sequence,
-                                                    .flight = 0,
-                                                    .issued = Clock::now()});
+  const auto mine = std::make_shared<OperationRecord>();
+  mine->type = type;
+  mine->context = {name, sequence};
+  mine->issuer = mine->on = current;
+  mine->capture = capture_of(current);
+  mine->end = events_->take(mine->capture != 0, start != nullptr);
+  mine->start = std::move(start);
+  mine->issued = Clock::now();
   mine->end->record(current);
   return mine;
 }
 
-void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
+void CudaGroup::look(Line& line, std::vector<RecordPtr>& passed, bool all) {
   // The operations of a line end in the order of issue, so one that has ended speaks for those before it. Abandoned
   // ones hold tensors: while there are any, every call looks.
   const bool eager = all || abandoned_.load(std::memory_order_relaxed) > 0;
@@ -184,7 +182,7 @@ void CudaGroup::look(Line& line, std::vector<EnqueuedPtr>& passed, bool all) {
   }
 }
 
-std::pair<int64_t, int64_t> CudaGroup::times_of(const Enqueued& operation, bool ended) {
+std::pair<int64_t, int64_t> CudaGroup::times_of(const OperationRecord& operation, bool ended) {
   if (!operation.start || !clock_) return {0, 0};
   try {
     const int64_t start = clock_->time_of(operation.start).value_or(0);
@@ -194,14 +192,14 @@ std::pair<int64_t, int64_t> CudaGroup::times_of(const Enqueued& operation, bool 
   }
 }
 
-void CudaGroup::abandon(Enqueued& operation) {
+void CudaGroup::abandon(OperationRecord& operation) {
   // A synchronous one holds nothing, a captured one is held with its capture, and one that has ended has let go.
-  if (operation.stream == operation.issuer || operation.capture != 0 || operation.seen_done) return;
+  if (operation.on == operation.issuer || operation.capture != 0 || operation.seen_done) return;
   if (!operation.abandoned.exchange(true)) abandoned_.fetch_add(1, std::memory_order_relaxed);
 }
 
 void CudaGroup::look() {
-  std::vector<EnqueuedPtr> passed;
+  std::vector<RecordPtr> passed;
   try {
     // Who looks may be a thread that someone waits for with the lock held: it then comes back another time.
     const std::unique_lock lock(mutex_, std::try_to_lock);
@@ -209,7 +207,7 @@ void CudaGroup::look() {
     for (auto& [number, line] : lines_) {
       look(line, passed, true);
       if (line.pending.empty()) continue;
-      const EnqueuedPtr& running = line.pending.front();
+      const RecordPtr& running = line.pending.front();
       if (!running->start || running->told_started || !has_passed(running->start)) continue;
       running->told_started = true;
       if (started) started(*running);
@@ -217,10 +215,76 @@ void CudaGroup::look() {
   } catch (const std::exception&) {
     // The device has failed; whoever waits for it is told.
   }
-  for (const EnqueuedPtr& one : passed) {
+  for (const RecordPtr& one : passed) {
     if (completed) completed(*one);
     one->release();
   }
+}
+
+void CudaGroup::check(const OperationContext& context) {
+  if (const auto communicator = this->communicator()) communicator->check(context);
+}
+
+bool CudaGroup::failed(const OperationContext& context, std::exception_ptr& error) {
+  try {
+    check(context);
+    return false;
+  } catch (...) {
+    error = std::current_exception();
+    return true;
+  }
+}
+
+void CudaGroup::abort() {
+  if (carrier) carrier->abort();
+  if (nccl) nccl->abort();
+  if (const auto communicator = this->communicator()) communicator->abort();
+}
+
+bool CudaGroup::drain(Clock::time_point until) {
+  for (auto pause = std::chrono::microseconds(20);; pause = std::min(pause * 2, std::chrono::microseconds(1000))) {
+    look();
+    {
+      const std::lock_guard lock(mutex_);
+      const bool idle = std::all_of(lines_.begin(), lines_.end(), [](auto& entry) {
+        try {
+          Line& line = entry.second;
+          return line.pending.empty() || line.pending.back()->done();
+        } catch (const std::exception&) {
+          return true;  // a device that has failed runs nothing any more
+        }
+      });
+      if (idle) break;
+    }
+    if (Clock::now() >= until) return false;
+    std::this_thread::sleep_for(pause);
+  }
+  look();
+  return true;
+}
+
+std::optional<std::string> CudaGroup::wait_told(Clock::time_point until) {
+  const auto communicator = this->communicator();
+  return communicator ? communicator->wait_told(until) : std::nullopt;
+}
+
+void CudaGroup::close(bool drained) {
+  std::vector<OperationRecord::Held> garbage;
+  std::shared_ptr<CudaCommunicator> gone;
+  {
+    const std::lock_guard lock(mutex_);
+    const std::lock_guard life(life_);
+    for (auto& [number, line] : lines_) {
+      for (const RecordPtr& one : line.pending) garbage.push_back(one->release());
+      for (const RecordPtr& one : line.captured) garbage.push_back(one->release());
+      line.pending.clear();
+      line.captured.clear();
+      line.last.reset();
+      line.last_captured.reset();
+    }
+    gone = std::move(communicator_);
+  }
+  if (!drained && gone) new std::shared_ptr<CudaCommunicator>(std::move(gone));
 }
 
 }  // namespace ark

@@ -19,8 +19,6 @@
 // runs under it. life_ guards the communicator's pointer, for those who only check.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/FunctionRef.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <deque>
@@ -32,71 +30,47 @@
 #include <string>
 
 #include "collectives/cuda/cuda_communicator.hpp"
+#include "health/flight/flight_record.hpp"
 #include "process_group/carriers/nccl_entry.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/cuda/device_clock.hpp"
+#include "process_group/operation_record.hpp"
 
 namespace ark {
 
-// One operation that was enqueued.
-struct Enqueued {
-  c10::Stream issuer;  // the caller's current stream
-  c10::Stream stream;  // what it is on: the issuer, or the line's own
-  uint64_t capture;    // 0: eager
-  SharedEvent start;   // where timing is on, else null
-  SharedEvent end;
-  c10d::OpType type;
-  const char* name;
-  uint64_t sequence;
-  uint64_t flight;
-  Clock::time_point issued;
-
-  // Tensors that must live until the device is done with them, or until the stream that frees them waits.
-  std::shared_ptr<void> kept = {};
-  std::mutex mutex = {};                // kept
-  std::atomic<bool> abandoned = false;  // nobody but the line keeps it
-  std::atomic<bool> seen_done = false;
-  bool told_started = false;  // under the group's mutex
-
-  bool done();  // the device has passed it; captured ones count as done
-  std::shared_ptr<void> release();
-};
+class GroupCore;
 
 class CudaGroup {
  public:
-  using EnqueuedPtr = std::shared_ptr<Enqueued>;
+  using RecordPtr = std::shared_ptr<OperationRecord>;
   // Which line an operation belongs to: kCollectives, or a peer and a direction.
   static constexpr int kCollectives = 0;
   static int line_of(int peer, bool is_send) { return is_send ? 1 + peer : -1 - peer; }
 
-  struct Request {
+  // On which line, on its own stream or the caller's, and whether the device's time is taken.
+  struct Way {
     int line = kCollectives;
     bool own_stream = false;
     bool timed = false;
-    c10d::OpType type = c10d::OpType::UNKNOWN;
-    const char* name = "";
-    std::shared_ptr<void> keep = {};  // for operations on a stream of the line
   };
-  using Number = c10::function_ref<std::pair<uint64_t, uint64_t>()>;  // sequence and flight id, in the order of issue
-  using Body = c10::function_ref<void(CudaCommunicator&, void* stream, uint64_t sequence)>;
 
   // `nccl`: an entry of the dispatch table; null where it has no share.
   CudaGroup(c10::Device device, std::unique_ptr<CudaCommunicator> communicator, std::shared_ptr<NcclEntry> nccl = {});
   explicit CudaGroup(c10::Device device, c10::intrusive_ptr<c10d::Backend> carrier);
   ~CudaGroup();
 
-  // Numbers the operation and runs `body` with its stream current.
-  EnqueuedPtr enqueue(Request request, Number number, Body body);
+  // Has the group's core number and record the operation, and runs its body with its stream current.
+  void enqueue(const RecordPtr& operation, const Way& way, GroupCore& core, FlightEntry& entry);
   // What the current stream holds by now, as an operation: for what belongs to no line. Keeps no tensors. `start`:
   // where it is timed.
-  EnqueuedPtr mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start = {});
+  RecordPtr mark(c10d::OpType type, const char* name, uint64_t sequence, SharedEvent start = {});
 
   // Throws the error that ended the group, if one did.
   void check(const OperationContext& context);
   bool failed(const OperationContext& context, std::exception_ptr& error);  // the same, returned
   void abort();
   // Nobody keeps the operation's tensors any more: they go when the device is done with them.
-  void abandon(Enqueued& operation);
+  void abandon(OperationRecord& operation);
   // Looks at what the device has done since; `completed` is told of each operation, never with a lock held.
   void look();
   // False: the device was not done by then. Graphs that still run are waited for when the communicator goes.
@@ -113,21 +87,21 @@ class CudaGroup {
   std::shared_ptr<CudaCommunicator> communicator();  // null: carried, or closed
   uint64_t shared_bytes();                           // of this rank's GPU memory, which the group's peers map
   // When the device began and ended the operation, on the steady clock (ns); 0: not known. Ended or not.
-  std::pair<int64_t, int64_t> times_of(const Enqueued& operation, bool ended);
+  std::pair<int64_t, int64_t> times_of(const OperationRecord& operation, bool ended);
   // Set before the first operation. `started` is told of operations that are timed and still run, when somebody looks.
-  std::function<void(const Enqueued&)> completed, started;
+  std::function<void(const OperationRecord&)> completed, started;
 
  private:
   struct Line {
     std::optional<c10::Stream> own, own_captured;
-    EnqueuedPtr last, last_captured;
-    std::deque<EnqueuedPtr> pending;
-    size_t look_at = 0;                 // how many are pending when the device is asked next
-    std::vector<EnqueuedPtr> captured;  // of the newest capture, with what they keep
+    RecordPtr last, last_captured;
+    std::deque<RecordPtr> pending;
+    size_t look_at = 0;               // how many are pending when the device is asked next
+    std::vector<RecordPtr> captured;  // of the newest capture, with what they keep
   };
   c10::Stream own_stream(Line& line, bool captured);
   // Moves what the device has passed to `passed`.
-  void look(Line& line, std::vector<EnqueuedPtr>& passed, bool all);
+  void look(Line& line, std::vector<RecordPtr>& passed, bool all);
 
   std::atomic<int> abandoned_{0};
   std::unique_ptr<DeviceClock> clock_;  // from the first timed operation on; made under mutex_

@@ -7,8 +7,8 @@
 
 #include <algorithm>
 
-#include "collectives/cuda/dispatch_rules.hpp"
-#include "collectives/cuda/launcher.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "jit/settings.hpp"
 #include "process_group/cuda/cuda_group.hpp"
 #include "process_group/process_group_ark.hpp"
@@ -17,29 +17,6 @@ namespace ark {
 
 namespace {
 constexpr char kCudaFailure[] = "failure";
-}
-
-c10::Device ProcessGroupArk::device_of(const Call& call) const {
-  std::optional<c10::Device> device;
-  std::string first;
-  const auto look = [&](const char* argument, const TensorArgument& tensors) {
-    size_t index = 0;
-    tensors.for_each([&](const at::Tensor& tensor) {
-      if (!device) {
-        device = tensor.device();
-        first = argument;
-      } else if (*device != tensor.device()) {
-        refuse({rank_, call.name}, ErrorKind::invalid_argument,
-               entry_of(argument, index) + " is on " + tensor.device().str() + " but " + first + "[0] is on " +
-                   device->str(),
-               "Give one call tensors of one device.");
-      }
-      ++index;
-    });
-  };
-  look("input", call.inputs);
-  look("output", call.outputs);
-  return device.value_or(c10::Device(c10::kCPU));
 }
 
 uint64_t ProcessGroupArk::cuda_shared_bytes() const {

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "process_group/translate.hpp"
+#include "process_group/group_core.hpp"
 
 namespace ark {
 
@@ -25,7 +25,7 @@ CudaWork::CudaWork(std::shared_ptr<GroupCore> core, std::shared_ptr<CudaGroup> c
       core_(std::move(core)),
       cuda_(std::move(cuda)),
       name_(name),
-      sequence_(parts.empty() ? 0 : parts.back()->sequence),
+      sequence_(parts.empty() ? 0 : parts.back()->sequence()),
       outputs_(std::move(outputs)),
       parts_(std::move(parts)) {}
 
@@ -82,7 +82,7 @@ int CudaWork::sourceRank() const {
 void CudaWork::wait_streams(const c10::Stream& current) {
   std::optional<uint64_t> capture;
   for (const auto& part : parts_) {
-    if (part->stream == current) continue;  // the stream's own order suffices
+    if (part->on == current) continue;  // the stream's own order suffices
     if (!capture) capture = capture_of(current);
     if (part->capture == *capture) {
       part->end->block(current);
@@ -184,12 +184,11 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   std::optional<c10::StreamGuard> on_stream;
   if (!parts_.empty()) {
     // On a line's own stream, where there is one: an issuer's is the caller's, and is to wait for nothing here.
-    const auto own =
-        std::find_if(parts_.rbegin(), parts_.rend(), [](auto& part) { return part->stream != part->issuer; });
-    const c10::Stream stream = own != parts_.rend() ? (*own)->stream : parts_.back()->stream;
+    const auto own = std::find_if(parts_.rbegin(), parts_.rend(), [](auto& part) { return part->on != part->issuer; });
+    const c10::Stream stream = *(own != parts_.rend() ? (*own)->on : parts_.back()->on);
     on_stream.emplace(stream);
     for (const auto& part : parts_) {
-      if (part->stream != stream) part->end->block(stream);
+      if (part->on != stream) part->end->block(stream);
     }
   }
   if (const auto error = failure()) {
@@ -226,6 +225,44 @@ float CudaWork::getDuration() const {
               "_enable_collectives_timing() on the group before it is issued (captured operations have none)");
   TORCH_CHECK(done(), "ark: [rank ", rank_, "] getDuration() before the work is complete");
   return static_cast<float>(parts_.front()->start->elapsedTime(*parts_.back()->end));
+}
+
+c10::intrusive_ptr<c10d::Work> join_cuda(const std::shared_ptr<GroupCore>& core,
+                                         const std::vector<c10::intrusive_ptr<c10d::Work>>& works) {
+  CudaWork::Parts parts;
+  std::vector<at::Tensor> outputs;
+  std::shared_ptr<CudaGroup> cuda;
+  std::chrono::milliseconds timeout{-1};
+  bool blocks_host = false;
+  for (const auto& work : works) {
+    auto* on_device = dynamic_cast<CudaWork*>(work.get());
+    if (on_device == nullptr) continue;
+    cuda = on_device->cuda_;
+    parts.insert(parts.end(), on_device->parts_.begin(), on_device->parts_.end());
+    outputs.insert(outputs.end(), on_device->outputs_.begin(), on_device->outputs_.end());
+    timeout = std::max(timeout, on_device->timeout);
+    blocks_host |= on_device->blocks_host;
+    if (on_device->host_part) on_device->host_part->wait();
+    const std::lock_guard lock(on_device->mutex_);
+    on_device->released_ = true;  // the joined work keeps the tensors
+  }
+  if (!cuda) return nullptr;
+  bool waited = false;
+  for (const auto& work : works) {
+    if (dynamic_cast<CudaWork*>(work.get()) != nullptr) continue;
+    work->wait();
+    waited = true;
+  }
+  // A carrier's was waited for by the current stream alone; another may wait for the joined work.
+  if (waited) {
+    const uint64_t sequence = parts.empty() ? 0 : parts.back()->sequence();
+    parts.push_back(cuda->mark(c10d::OpType::COALESCED, "coalesced", sequence));
+  }
+  auto joined = c10::make_intrusive<CudaWork>(core, cuda, c10d::OpType::COALESCED, "coalesced", std::move(outputs),
+                                              std::move(parts));
+  joined->timeout = timeout;
+  joined->blocks_host = blocks_host;
+  return joined;
 }
 
 }  // namespace ark

@@ -19,7 +19,7 @@ namespace ark {
 
 class CudaWork : public c10d::Work {
  public:
-  using Parts = std::vector<CudaGroup::EnqueuedPtr>;
+  using Parts = std::vector<CudaGroup::RecordPtr>;
   CudaWork(std::shared_ptr<GroupCore> core, std::shared_ptr<CudaGroup> cuda, c10d::OpType type, const char* name,
            std::vector<at::Tensor> outputs, Parts parts);
   ~CudaWork() override;

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "protocol/slots.hpp"
+#include "slots.hpp"
 #include "support/wait_until.hpp"
 
 namespace ark::protocol {

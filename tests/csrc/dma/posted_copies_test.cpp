@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "collectives/cuda/fake_driver.hpp"
-#include "dma/copy_poster.hpp"
-#include "protocol/flag.hpp"
-#include "protocol/slots.hpp"
+#include "copy_poster.hpp"
+#include "flag.hpp"
+#include "slots.hpp"
 #include "support/wait_until.hpp"
 #include "util/error.hpp"
 
@@ -120,7 +120,6 @@ TEST(CopyPoster, EveryMessageHasItsSlotAndWaitsForItsFlag) {
   CopyPoster poster(0, kSlots, arrived.data());
   for (uint64_t n = 0; n < 4 * kSlots + 1; ++n) {
     const uint64_t slot = n % kSlots;
-    ASSERT_EQ(poster.next_slot(), slot);
     const auto word_of = [&](uint64_t i) { return n * 1000 + i; };
     for (uint64_t i = 0; i < kWords; ++i) source[slot * kWords + i] = word_of(i);
     poster.post(&there[slot * kWords], &source[slot * kWords], kWords * sizeof(uint64_t));

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "dma/proxy.hpp"
+#include "proxy.hpp"
 #include "support/wait_until.hpp"
 #include "util/error.hpp"
 

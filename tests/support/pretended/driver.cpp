@@ -12,14 +12,13 @@
 #include <mutex>
 #include <utility>
 
-#include "collectives/cuda/launcher.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
 #include "cuda/add.cuh"
 #include "cuda/fused/matmul.cuh"
 #include "cuda/fused/moe_product.cuh"
 #include "cuda/fused/moe_rows.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
-#include "cuda/relay.cuh"
 
 using namespace ark;
 
@@ -141,12 +140,12 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},  {"move", sizeof(device::MoveParams)},
-               {"relay", sizeof(device::RelayParams)},       {"two_shot", sizeof(device::TwoShotParams)},
-               {"add", sizeof(device::AddParams)},           {"loop_kernel", sizeof(loop::Launch<1>)},
-               {"matmul", sizeof(device::MatmulParams)},     {"moe_dispatch", sizeof(device::MoeParams)},
-               {"moe_scatter", sizeof(device::MoeParams)},   {"moe_gather", sizeof(device::MoeParams)},
-               {"moe_settle", sizeof(device::SettleParams)}, {"moe_product", sizeof(device::MoeProductParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},      {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},      {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},         {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},      {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},        {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;

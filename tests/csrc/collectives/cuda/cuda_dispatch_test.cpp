@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "collectives/cuda/dispatch_rules.hpp"
+#include "collectives/cuda/cuda_dispatch.hpp"
 #include "support/processes.hpp"
 
 namespace ark {

@@ -4,7 +4,7 @@
 // many warps have a channel each, others store meanwhile.
 #pragma once
 
-#include "cuda/channel.cuh"
+#include "channel.cuh"
 
 namespace ark::device {
 

@@ -4,7 +4,8 @@
 #include <memory>
 #include <utility>
 
-#include "collectives/cuda/launcher.hpp"
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "cuda/add.cuh"
 #include "shm/shared_pinned_memory.hpp"
 #include "shm/symmetric_memory.hpp"
 
@@ -13,7 +14,7 @@ namespace ark {
 namespace {
 
 // What an engine works with, and graphs that hold its calls.
-struct Shared {
+struct EngineMemory {
   std::vector<DeviceMemory> slots;
   std::unique_ptr<SharedPinnedMemory> words;
 };
@@ -36,21 +37,25 @@ class Hash {
 
 // Null where it cannot be: under capture memory is not shared, and where it was refused once it is not asked again.
 // Alike on all ranks, as their calls are.
-CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
+CopyEngine* CudaCommunicator::copy_engine(const Operation& operation) {
   if (engine_ || engine_refusal_) return engine_.get();
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_NONE;
-  check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
+  ark::check(driver().stream_is_capturing(stream_of(operation), &capturing), "cuStreamIsCapturing");
   if (capturing != CU_STREAM_CAPTURE_STATUS_NONE) return nullptr;
   SymmetricMemory::Options sharing;
   sharing.device = device_, sharing.device_each = device_each_;
-  sharing.bytes = CopyEngine::memory_bytes(size_, buffer_bytes_);
+  sharing.bytes = CopyEngine::memory_bytes(size_, dispatch_.buffer_bytes);
   std::string why;
-  const auto refused = [&]() -> CopyEngine* { return engine_refusal_ = why, nullptr; };
+  const auto refused = [&]() -> CopyEngine* {
+    engine_refusal_ = why;
+    engine_refused_.store(true, std::memory_order_release);
+    return nullptr;
+  };
   if (sharing.bytes == 0) return refused();
   const auto meeting =
       MemoryMeeting::join(*store_, {rank_, size_, timeout_, "buckets", ends_with(health_, timeout_)}, why);
   if (!meeting) return refused();
-  const auto shared = std::make_shared<Shared>();
+  const auto shared = std::make_shared<EngineMemory>();
   shared->slots = SymmetricMemory::create(*meeting, sharing, why);
   if (shared->slots.empty()) return refused();
   shared->words = SharedPinnedMemory::create(
@@ -66,15 +71,16 @@ CopyEngine* CudaLauncher::copy_engine(const Operation& operation) {
   }
   engine_ = std::make_unique<CopyEngine>(rank_, device_, std::move(memory), sharing.bytes, std::move(words),
                                          &device_status()->engine, &host_status()->engine, shared);
-  engine_->in_line_to = in_line_to_;
+  engine_->in_line_to = dispatch_.in_line_to;
   shared_bytes_ += shared->slots[rank_].size();
   watch_.watch_engine(
       &host_status()->engine, [this] { engine_->release_all(); }, [this] { return engine_->diagnose(); });
   return engine_.get();
 }
 
-CopyEngine::Add CudaLauncher::adding(const Operation& operation) {
-  const jit::Kernel* const kernel = reducing(operation).add;
+CopyEngine::Add CudaCommunicator::adding(const Operation& operation) {
+  const jit::Kernel* const kernel =
+      &this->kernel(GroupKernel::add, rule_of(operation.descriptor.dtype, operation.descriptor.op));
   return [this, &operation, kernel](const void* const* parts, void* sum, void* handed_out, uint64_t bytes,
                                     CUstream stream) {
     device::AddParams params{};
@@ -91,8 +97,8 @@ CopyEngine::Add CudaLauncher::adding(const Operation& operation) {
 
 // outs: this rank's outputs of `bytes` each, in the order of the ranks they come from; own: which of them is where this
 // rank's message belongs in every rank's.
-CudaLauncher::Marked CudaLauncher::marked(const Operation& operation, void* const* outs, int count, uint64_t bytes,
-                                          int own) const {
+CudaCommunicator::Marked CudaCommunicator::marked(const Operation& operation, void* const* outs, int count,
+                                                  uint64_t bytes, int own) const {
   Marked made;
   if (windows_.size() == 0) return made;
   Hash plain;
@@ -115,7 +121,7 @@ CudaLauncher::Marked CudaLauncher::marked(const Operation& operation, void* cons
   return made;
 }
 
-bool CudaLauncher::engine_all_reduce(const Operation& operation, const void* in, void* out, uint64_t bytes) {
+bool CudaCommunicator::engine_all_reduce(const Operation& operation, const void* in, void* out, uint64_t bytes) {
   CopyEngine* const engine = copy_engine(operation);
   if (engine == nullptr) return false;
   watch_.engine_used(operation.context.timeout);
@@ -125,8 +131,8 @@ bool CudaLauncher::engine_all_reduce(const Operation& operation, const void* in,
   return true;
 }
 
-bool CudaLauncher::engine_reduce_scatter(const Operation& operation, const void* const* ins, void* out,
-                                         uint64_t bytes) {
+bool CudaCommunicator::engine_reduce_scatter(const Operation& operation, const void* const* ins, void* out,
+                                             uint64_t bytes) {
   CopyEngine* const engine = copy_engine(operation);
   if (engine == nullptr) return false;
   watch_.engine_used(operation.context.timeout);
@@ -134,7 +140,8 @@ bool CudaLauncher::engine_reduce_scatter(const Operation& operation, const void*
   return true;
 }
 
-bool CudaLauncher::engine_all_gather(const Operation& operation, const void* in, void* const* outs, uint64_t bytes) {
+bool CudaCommunicator::engine_all_gather(const Operation& operation, const void* in, void* const* outs,
+                                         uint64_t bytes) {
   CopyEngine* const engine = copy_engine(operation);
   if (engine == nullptr) return false;
   watch_.engine_used(operation.context.timeout);
@@ -146,7 +153,7 @@ bool CudaLauncher::engine_all_gather(const Operation& operation, const void* in,
   return true;
 }
 
-bool CudaLauncher::engine_broadcast(const Operation& operation, void* data, uint64_t bytes) {
+bool CudaCommunicator::engine_broadcast(const Operation& operation, void* data, uint64_t bytes) {
   CopyEngine* const engine = copy_engine(operation);
   if (engine == nullptr) return false;
   watch_.engine_used(operation.context.timeout);
@@ -156,7 +163,7 @@ bool CudaLauncher::engine_broadcast(const Operation& operation, void* data, uint
 }
 
 // Which messages are large only their two ranks know, so the memory is not made here: it must be there already.
-void CudaLauncher::engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from) {
+void CudaCommunicator::engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from) {
   if (engine_ == nullptr) return;
   CopyEngine::Message sends[device::kMaxRanks] = {};
   CopyEngine::Place receives[device::kMaxRanks] = {};

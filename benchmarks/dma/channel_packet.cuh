@@ -7,7 +7,7 @@
 // A message is put as a whole, by one put() to its slot, of packet_bytes(bytes); the receiver knows its size.
 #pragma once
 
-#include "cuda/channel.cuh"
+#include "channel.cuh"
 
 namespace ark::device {
 

@@ -1,5 +1,5 @@
 // The channel of requests: a kernel puts 16 bytes into a ring in host memory, and a host thread starts a copy engine
-// (csrc/dma/proxy.hpp), later a NIC. For peers that no mapped memory reaches; slower by a trip to the host.
+// (proxy.hpp), later a NIC. For peers that no mapped memory reaches; slower by a trip to the host.
 //
 // Ordering: protocol/request_ring.hpp. The team's stores to the source, its barrier, the leader's post (a release at
 // system scope); the host thread acquires it and enqueues the copy, and the word `arrived` behind it on one stream.
@@ -7,7 +7,7 @@
 // Liveness: a poster waits for the host thread alone, bounded as all waits are; the host thread for nobody.
 #pragma once
 
-#include "cuda/channel.cuh"
+#include "channel.cuh"
 #include "protocol/request_ring.hpp"
 
 namespace ark::device {

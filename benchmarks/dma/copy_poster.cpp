@@ -1,5 +1,5 @@
 // The pieces of copy_poster.hpp.
-#include "dma/copy_poster.hpp"
+#include "copy_poster.hpp"
 
 #include <thread>
 

@@ -1,5 +1,5 @@
 // The pieces of proxy.hpp.
-#include "dma/proxy.hpp"
+#include "proxy.hpp"
 
 #include "util/error.hpp"
 

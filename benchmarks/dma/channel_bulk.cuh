@@ -12,8 +12,8 @@
 // behind a message that this end holds back. The telling thread ends when the mover closes or leaves.
 #pragma once
 
-#include "cuda/bulk_mover.cuh"
-#include "cuda/channel.cuh"
+#include "bulk_mover.cuh"
+#include "channel.cuh"
 
 namespace ark::device {
 

@@ -10,7 +10,7 @@
 // receiver: wait() (the next message is there), release() (it was taken), close(). `to` is any memory of the peer that
 // is mapped here; slot() is the message's own place in the channel's ring. bool: false when it is time to leave.
 //
-// Ordering: protocol/slots.hpp. The team's stores, its barrier, then its leader's store of `arrived` with release at
+// Ordering: slots.hpp. The team's stores, its barrier, then its leader's store of `arrived` with release at
 // system scope, which is cumulative over what the barrier ordered before it; the receiver's leader loads `arrived` with
 // acquire and passes the knowledge on by its barrier. Credits go back behind the receiver's barrier.
 //
@@ -19,7 +19,7 @@
 #pragma once
 
 #include "cuda/packet.cuh"
-#include "protocol/slots.hpp"
+#include "slots.hpp"
 
 namespace ark::device {
 

@@ -1,15 +1,15 @@
 // The channel of copies that the host has posted ahead: a kernel raises a flag, a stream that waits for it copies and
-// raises the receiver's. No SM moves a byte; from and to are those of the posted copy (csrc/dma/copy_poster.hpp).
+// raises the receiver's. No SM moves a byte; from and to are those of the posted copy (copy_poster.hpp).
 //
-// Ordering: protocol/flag.hpp. The team's stores to the source, its barrier, the leader's raise (release at system
+// Ordering: flag.hpp. The team's stores to the source, its barrier, the leader's raise (release at system
 // scope); the driver orders the copy behind the wait that saw it, and the receiver's flag behind the copy. The receiver
 // lowers its flag before it gives the credit, with release.
 //
 // Liveness: a stream's wait has no bound. Its flags are in memory that the host writes, and whoever aborts raises all.
 #pragma once
 
-#include "cuda/channel.cuh"
-#include "protocol/flag.hpp"
+#include "channel.cuh"
+#include "flag.hpp"
 
 namespace ark::device {
 

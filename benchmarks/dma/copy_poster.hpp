@@ -1,9 +1,9 @@
-// Copies posted ahead on a stream, each released by a flag that a kernel raises (cuda/channel_copy_engine.cuh).
+// Copies posted ahead on a stream, each released by a flag that a kernel raises (channel_copy_engine.cuh).
 //
 // Message n waits for go[n % slots], copies, and raises arrived[n % slots] in the peer's memory. Values are constants,
 // so post() may be captured in a graph, and every replay finds the flags as the last one left them: lowered. The go
 // flags lie in host memory, so that release_all() can end every wait without the device's help. Ordering:
-// protocol/flag.hpp.
+// flag.hpp.
 //
 // A stream holds some thousand operations, and a post is three: with more than kMostPosted posted and not yet released,
 // post() may block until kernels release some.
@@ -13,7 +13,7 @@
 #include <memory>
 
 #include "cuda/device_memory.hpp"
-#include "protocol/flag.hpp"
+#include "flag.hpp"
 
 namespace ark {
 
@@ -27,10 +27,9 @@ class CopyPoster {
   CopyPoster(const CopyPoster&) = delete;
   CopyPoster& operator=(const CopyPoster&) = delete;
 
-  // The next message's copy; both ends stay valid until it has run.
+  // The next message's copy; both ends stay valid until it has run. A graph that is to be replayed posts whole rounds
+  // of slots.
   void post(void* to, const void* from, uint64_t bytes);
-  // The slot of the next message: a graph that is to be replayed posts whole rounds of slots.
-  uint32_t next_slot() const { return next_; }
 
   protocol::Flag* go() const { return static_cast<protocol::Flag*>(flags_->device()); }  // for kernels
   CUstream stream() const { return stream_; }

@@ -1,0 +1,373 @@
+// Which algorithm carries an operation, and the launches of its kernels: from buffers and sizes to parameters, grid and
+// stream.
+//
+// Launches of one group are made in the order of issue by a caller that holds them apart. A new algorithm is a member
+// of Launch and a line of the operation that takes it; its kernel is a row of stubs.cpp, its size one of
+// cuda_dispatch.hpp.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <type_traits>
+
+#include "collectives/cuda/cuda_communicator.hpp"
+#include "cuda/bulk_two_shot.cuh"
+#include "cuda/relay.cuh"
+
+namespace ark {
+
+namespace {
+
+constexpr uint32_t kAllRanks = ~uint32_t{0};  // of TwoShotParams::receivers
+
+uint64_t nanoseconds_of(const OperationContext& context) {
+  if (context.deadline == Clock::time_point::max()) return ~uint64_t{0};
+  return std::max<int64_t>(context.timeout.count(), 1) * 1'000'000;
+}
+
+// What of a message of `bytes` goes in the launch that begins at `at`, and where that is.
+uint64_t slice(uint64_t bytes, uint64_t at, uint64_t most = device::kMostMessageBytes) {
+  return at < bytes ? std::min(bytes - at, most) : 0;
+}
+template <class Pointer>
+Pointer slice(Pointer from, uint64_t at) {
+  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<Pointer>>, const char, char>;
+  return from == nullptr ? from : static_cast<Byte*>(from) + at;
+}
+
+}  // namespace
+
+struct CudaCommunicator::Launch {
+  CudaCommunicator& group;
+  const Operation& operation;
+  const int rank = group.rank_, size = group.size_;
+  const CudaDispatch& dispatch = group.dispatch_;
+  const ArenaLayout& layout = group.layout_;
+
+  const jit::Kernel& kernel(GroupKernel kind) const {
+    return group.kernel(kind, rule_of(operation.descriptor.dtype, operation.descriptor.op));
+  }
+
+  // Blocks of few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+  template <class Params>
+  void by_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Params& params) const {
+    const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(params.rings.ranks));
+    const CurrentContext context(kernel.device);
+    jit::launch(kernel, {(lanes + each - 1) / each}, {each * roles * 32}, 0, stream_of(operation), params,
+                jit::LaunchMode::overlapped);
+  }
+
+  device::Rings rings(const RingSet& set) const {
+    device::Rings rings{};
+    for (int r = 0; r < size; ++r) rings.arena[r] = group.memory_[r].data();
+    rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
+    rings.landing_words = set.landings;
+    rings.landings_from = ~uint64_t{0};
+    rings.chunks_from = dispatch.chunks_from;
+    rings.status = &group.device_status()->group;
+    rings.limit_ns = nanoseconds_of(operation.context);
+    rings.rank = rank, rings.ranks = size;
+    return rings;
+  }
+
+  // Where peers shall store what is for this rank, if that is registered memory. All ranks have as many windows,
+  // because registering is collective; but sends and recvs are not in order with it.
+  void find_landings(void* const* receive, const uint64_t* bytes, device::Rings& rings) const {
+    if (group.windows_.size() == 0) return;
+    rings.landings_from = dispatch.landings_from;
+    for (int r = 0; r < size; ++r) {
+      if (r == rank || bytes[r] < dispatch.landings_from) continue;
+      if (const auto window = group.windows_.find(receive[r], bytes[r]))
+        rings.landing[r] = window->seen[r] + window->offset;
+    }
+  }
+
+  void launch_move(const RingSet& set, device::MoveParams& params) const {
+    params.rings = rings(set);
+    const bool transfer = &set == &layout.transfers;
+    if (!transfer) find_landings(params.receive, params.receive_bytes, params.rings);
+    uint32_t lanes = 0;
+    for (int r = 0; r < size; ++r) {
+      for (const uint64_t bytes : {params.send_bytes[r], params.receive_bytes[r]}) {
+        lanes = std::max(lanes, lanes_of(set, bytes, r == rank || bytes >= dispatch.chunks_from));
+        if (bytes >= params.rings.landings_from) lanes = std::max(lanes, lanes_of(set, bytes, true));
+      }
+    }
+    params.first_role = 0, params.roles = device::ring_roles(size);
+    for (int r = 0; r < size && transfer; ++r) {
+      // One message: more would take SMs from others that this rank waits for.
+      if (params.send_bytes[r] != 0) params.first_role = (r - rank + size) % size, params.roles = 1;
+      if (params.receive_bytes[r] != 0) params.first_role = size + (rank + size - 1 - r) % size, params.roles = 1;
+    }
+    if (lanes != 0)
+      by_lanes(group.kernel(GroupKernel::move, RuleKind::any), lanes, static_cast<int>(params.roles), params);
+  }
+
+  // Messages: all but the rings is set. Long ones go by several launches.
+  void move(const RingSet& set, const device::MoveParams& whole) const {
+    uint64_t most = 0;
+    for (int r = 0; r < size; ++r) most = std::max({most, whole.send_bytes[r], whole.receive_bytes[r]});
+    for (uint64_t at = 0; at < most; at += device::kMostMessageBytes) {
+      device::MoveParams params = whole;
+      for (int r = 0; r < size; ++r) {
+        params.send[r] = slice(whole.send[r], at);
+        params.receive[r] = slice(whole.receive[r], at);
+        params.send_bytes[r] = slice(whole.send_bytes[r], at);
+        params.receive_bytes[r] = slice(whole.receive_bytes[r], at);
+      }
+      launch_move(set, params);
+    }
+  }
+
+  // The root's data to everybody, by way of each other: for more than two ranks.
+  void relay(void* data, uint64_t bytes) const {
+    device::RelayParams params{};
+    params.root = operation.descriptor.root;
+    const uint64_t units = (bytes + 15) / 16, part = (units + size - 2) / (size - 1) * 16;
+    const uint64_t each = std::min(part, dispatch.part_bytes);
+    for (uint64_t at = 0; at < part; at += each) {
+      params.rings = rings(layout.collectives);
+      params.handed_on = rings(layout.results);
+      params.data = static_cast<char*>(data);
+      for (int r = 0, k = 0; r < size; ++r) {
+        params.at[r] = params.bytes[r] = 0;
+        if (r == params.root) continue;
+        const uint64_t from = std::min(k * part, bytes), to = std::min(from + part, bytes);
+        params.at[r] = std::min(from + at, to);
+        params.bytes[r] = std::min(each, to - params.at[r]);
+        ++k;
+      }
+      const bool chunked = params.bytes[params.root == 0 ? 1 : 0] >= dispatch.chunks_from;
+      by_lanes(group.kernel(GroupKernel::relay, RuleKind::any),
+               lanes_of_parts(layout.collectives, params.bytes, size, chunked), device::ring_roles(size), params);
+    }
+  }
+
+  // Every rank's word of `bytes` (at most 16) from own_word() to words().
+  CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(group.memory_[rank].data() + layout.scratch); }
+  CUdeviceptr words() const { return own_word() + 16; }
+  void gather_words(uint64_t bytes) const {
+    device::MoveParams params{};
+    for (int r = 0; r < size; ++r) {
+      params.send[r] = reinterpret_cast<const void*>(own_word());
+      params.receive[r] = reinterpret_cast<void*>(words() + 16 * r);
+      params.send_bytes[r] = params.receive_bytes[r] = bytes;
+    }
+    move(layout.collectives, params);
+  }
+
+  // Equal parts of whole units, one a rank; the last ones may be short or empty. Bit r of `receivers`: rank r gets the
+  // result, in `out`.
+  device::TwoShotParams parts_of(const void* in, void* out, uint64_t bytes, uint32_t receivers) const {
+    device::TwoShotParams params{};
+    const uint64_t units = (bytes + 15) / 16, part = (units + size - 1) / size * 16;
+    for (int r = 0; r < size; ++r) {
+      const uint64_t from = std::min<uint64_t>(r * part, bytes);
+      params.in[r] = static_cast<const char*>(in) + from;
+      params.out[r] = out == nullptr ? nullptr : static_cast<char*>(out) + from;
+      params.bytes[r] = std::min(part, bytes - from);
+    }
+    params.receivers = receivers;
+    return params;
+  }
+
+  void launch_two_shot(device::TwoShotParams& params, bool bulk) const {
+    params.rings = rings(layout.collectives);
+    params.results = rings(layout.results);
+    if (params.receivers == kAllRanks) find_landings(params.out, params.bytes, params.results);
+    if (bulk) {
+      // Its lanes keep step (BulkPace): no message is too long for one launch. Nor does the next launch begin before
+      // its end: it would hold as many SMs again all the while.
+      const jit::Kernel& adding = kernel(GroupKernel::bulk);
+      const CurrentContext context(group.device_);
+      jit::launch(adding, {layout.collectives.bulk.lanes}, {device::kBulkThreads}, device::kBulkSharedBytes,
+                  stream_of(operation), params);
+      return;
+    }
+    const bool chunked = *std::max_element(params.bytes, params.bytes + size) >= dispatch.chunks_from;
+    by_lanes(kernel(chunked ? GroupKernel::chunks : GroupKernel::lines),
+             lanes_of_parts(layout.collectives, params.bytes, size, chunked), device::ring_roles(size), params);
+  }
+
+  // in, out, bytes and receivers are set.
+  void two_shot(device::TwoShotParams whole) const {
+    describe_reduction(operation, whole);
+    if (operation.descriptor.op == ReduceOp::premul_sum) {  // every rank needs every rank's factor
+      uint32_t halves[2];
+      std::memcpy(halves, &operation.factor, sizeof halves);
+      const CurrentContext context(group.device_);
+      for (int i = 0; i < 2; ++i)
+        ark::check(driver().memset_d32_async(own_word() + 4 * i, halves[i], 1, stream_of(operation)),
+                   "cuMemsetD32Async");
+      gather_words(sizeof(double));
+      whole.factors = reinterpret_cast<const double*>(words());
+    }
+    if (std::accumulate(whole.bytes, whole.bytes + size, uint64_t{0}) >= dispatch.bulk_from)
+      return launch_two_shot(whole, true);
+    const uint64_t most = *std::max_element(whole.bytes, whole.bytes + size);
+    // With one receiver ranks have unequal work and their lanes drift apart sooner (256 MB: 0.8 ms instead of 1.1).
+    const uint64_t each = whole.receivers == 0           ? device::kMostMessageBytes
+                          : whole.receivers == kAllRanks ? dispatch.part_bytes
+                                                         : dispatch.part_bytes / 2;
+    for (uint64_t at = 0; at < most; at += each) {
+      device::TwoShotParams params = whole;
+      for (int r = 0; r < size; ++r) {
+        params.in[r] = slice(whole.in[r], at);
+        params.out[r] = slice(whole.out[r], at);
+        params.bytes[r] = slice(whole.bytes[r], at, each);
+      }
+      launch_two_shot(params, false);
+    }
+  }
+
+  void one_shot(const void* in, void* out, uint64_t bytes) const {
+    device::OneShotParams params{};
+    params.in = in, params.out = out, params.bytes = bytes;
+    for (int r = 0; r < size; ++r) params.slots[r] = group.memory_[r].data() + layout.one_shot;
+    params.capacity = layout.one_shot_capacity;
+    params.control = reinterpret_cast<device::GroupControl*>(group.memory_[rank].data() + layout.control);
+    params.status = &group.device_status()->group;
+    params.limit_ns = nanoseconds_of(operation.context);
+    describe_reduction(operation, params);
+    const uint64_t units = (bytes + 15) / 16;
+    const unsigned threads = units <= 64 * 128 ? 128 : 256;
+    const uint64_t most_blocks = group.device_each_ ? 64 : blocks_of_a_sharer(size);
+    const unsigned blocks = static_cast<unsigned>(std::min<uint64_t>((units + threads - 1) / threads, most_blocks));
+    const jit::Kernel& adding = kernel(GroupKernel::one_shot);
+    const CurrentContext context(group.device_);
+    jit::launch(adding, {blocks}, {threads}, 0, stream_of(operation), params, jit::LaunchMode::overlapped);
+  }
+};
+
+void CudaCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
+  watch_.check(operation.context);
+  const uint64_t bytes = count * size_of(operation.descriptor.dtype);
+  if (bytes == 0) return;
+  const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
+  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, most_one_shot_bytes(size_)) && !factors)
+    return Launch{*this, operation}.one_shot(in, out, bytes);
+  if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && engine_all_reduce(operation, in, out, bytes))
+    return;
+  const Launch launch{*this, operation};
+  launch.two_shot(launch.parts_of(in, out, bytes, kAllRanks));
+}
+
+void CudaCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
+  watch_.check(operation.context);
+  const uint64_t bytes = count * size_of(operation.descriptor.dtype);
+  if (bytes == 0) return;
+  const Launch launch{*this, operation};
+  const int root = operation.descriptor.root;
+  launch.two_shot(launch.parts_of(in, rank_ == root ? out : nullptr, bytes, uint32_t{1} << root));
+}
+
+void CudaCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
+  watch_.check(operation.context);
+  if (count == 0) return;
+  const uint64_t bytes = count * size_of(operation.descriptor.dtype);
+  if (size_ > 1 && bytes >= dispatch_.reduce_scatter_engine_from && operation.descriptor.op != ReduceOp::premul_sum &&
+      engine_reduce_scatter(operation, ins, out, bytes))
+    return;
+  device::TwoShotParams parts{};
+  for (int r = 0; r < size_; ++r) {
+    parts.in[r] = ins[r];
+    parts.bytes[r] = bytes;
+  }
+  parts.out[rank_] = out;
+  Launch{*this, operation}.two_shot(parts);
+}
+
+void CudaCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
+  watch_.check(operation.context);
+  const uint64_t engine_from =
+      windows_.size() == 0 ? dispatch_.all_gather_engine_from
+                           : std::min(dispatch_.all_gather_engine_from, dispatch_.registered_all_gather_engine_from);
+  if (size_ > 1 && bytes >= engine_from && bytes != 0 && engine_all_gather(operation, in, outs, bytes)) return;
+  device::MoveParams params{};
+  for (int r = 0; r < size_; ++r) {
+    params.send[r] = in;
+    params.receive[r] = outs[r];
+    params.send_bytes[r] = params.receive_bytes[r] = bytes;
+  }
+  Launch{*this, operation}.move(layout_.collectives, params);
+}
+
+void CudaCommunicator::broadcast(const Operation& operation, void* data, size_t bytes) {
+  watch_.check(operation.context);
+  if (size_ > 1 && bytes >= dispatch_.broadcast_engine_from && bytes != 0 && engine_broadcast(operation, data, bytes))
+    return;
+  if (size_ > 2 && bytes >= dispatch_.relay_from) return Launch{*this, operation}.relay(data, bytes);
+  const int root = operation.descriptor.root;
+  device::MoveParams params{};
+  for (int r = 0; r < size_ && rank_ == root; ++r) {
+    if (r == root) continue;
+    params.send[r] = data;
+    params.send_bytes[r] = bytes;
+  }
+  if (rank_ != root) {
+    params.receive[root] = data;
+    params.receive_bytes[root] = bytes;
+  }
+  Launch{*this, operation}.move(layout_.collectives, params);
+}
+
+void CudaCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
+  watch_.check(operation.context);
+  const int root = operation.descriptor.root;
+  device::MoveParams params{};
+  params.send[root] = in;
+  params.send_bytes[root] = bytes;
+  for (int r = 0; r < size_ && rank_ == root; ++r) {
+    params.receive[r] = outs[r];
+    params.receive_bytes[r] = bytes;
+  }
+  Launch{*this, operation}.move(layout_.collectives, params);
+}
+
+void CudaCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
+  watch_.check(operation.context);
+  const int root = operation.descriptor.root;
+  device::MoveParams params{};
+  params.receive[root] = out;
+  params.receive_bytes[root] = bytes;
+  for (int r = 0; r < size_ && rank_ == root; ++r) {
+    params.send[r] = ins[r];
+    params.send_bytes[r] = bytes;
+  }
+  Launch{*this, operation}.move(layout_.collectives, params);
+}
+
+void CudaCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
+  watch_.check(operation.context);
+  device::MoveParams params{};
+  for (int r = 0; r < size_; ++r) {
+    params.send[r] = ins[r].data;
+    params.send_bytes[r] = ins[r].size;
+    params.receive[r] = outs[r].data;
+    params.receive_bytes[r] = outs[r].size;
+  }
+  if (size_ > 1) engine_all_to_all(operation, params, dispatch_.all_to_all_engine_from);
+  Launch{*this, operation}.move(layout_.collectives, params);
+}
+
+void CudaCommunicator::barrier(const Operation& operation) {
+  watch_.check(operation.context);
+  Launch{*this, operation}.gather_words(16);
+}
+
+void CudaCommunicator::send(const Operation& operation, const void* data, size_t bytes, int peer) {
+  watch_.check(operation.context);
+  device::MoveParams params{};
+  params.send[peer] = data;
+  params.send_bytes[peer] = bytes;
+  Launch{*this, operation}.move(layout_.transfers, params);
+}
+
+void CudaCommunicator::recv(const Operation& operation, void* data, size_t bytes, int peer) {
+  watch_.check(operation.context);
+  device::MoveParams params{};
+  params.receive[peer] = data;
+  params.receive_bytes[peer] = bytes;
+  Launch{*this, operation}.move(layout_.transfers, params);
+}
+
+}  // namespace ark
