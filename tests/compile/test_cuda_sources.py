@@ -11,6 +11,7 @@ import re
 import struct
 from typing import Any
 
+import coded
 import models
 import pytest
 import recommender
@@ -209,6 +210,18 @@ def test_recommender(sources: Sources, compiled: Any) -> None:
 def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
     model = kind(dim=512, hidden=1024).to(torch.bfloat16).eval()
     compiled(model, dynamic=False, fallback=False)[0](torch.randn(12, 512, dtype=torch.bfloat16))
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-1-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
+    """Every form, of several batches of columns and several passes of the depth."""
+    products = [coded.coded(name, 2048, 4096)[0] for name in coded.FORMS]
+    compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
+        torch.randn(rows, 4096, dtype=dtype)
+    )
     sources.check()
 
 

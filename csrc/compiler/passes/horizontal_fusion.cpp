@@ -18,7 +18,7 @@ constexpr size_t kMostMerged = 4;
 const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   const auto* product = std::get_if<MatmulStage>(&stage.body);
   if (product == nullptr || product->batch != 1 || product->m > kMostMergedRows || product->tile_columns > 0 ||
-      product->axis != MatmulStage::Axis::columns)
+      product->axis != MatmulStage::Axis::columns || product->codes.bits != 0)
     return nullptr;
   const Value& b = graph.values()[product->b];
   return b.strides[b.shape.size() - 2] == 1 ? product : nullptr;
