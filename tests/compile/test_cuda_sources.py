@@ -9,6 +9,8 @@ import importlib.metadata
 import json
 import re
 import struct
+import sys
+from pathlib import Path
 from typing import Any
 
 import coded
@@ -23,6 +25,10 @@ from torch import Tensor
 import ark_torch
 from ark_torch import _C, _jit
 from ark_torch.compile import build
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from llama.quantized import quantize  # lies in examples/
 
 pytestmark = [
     pytest.mark.skipif(
@@ -222,6 +228,21 @@ def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.
     compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
         torch.randn(rows, 4096, dtype=dtype)
     )
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-1-int4")
+@pytest.mark.parametrize("form", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("batch", [1, 2, 8, 16])
+def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> None:
+    """Products that share their rows, and activations behind them, are the stages that they are of plain weights."""
+    model = models.Llama(models.Config(2048, 1, 32, 8, 8192, 512, 256), batch, torch.bfloat16).eval()
+    compiled(quantize(model, form), dynamic=False, fallback=False)[0](
+        torch.randint(0, 512, (batch, 1)), torch.tensor([5])
+    )
+    if batch <= 8 and sources.arch == "sm_90a":
+        one = f"{form} linear"
+        assert f"{one}, {one}, {one}" in sources.stages() and f"{one}, {one}, swiglu" in sources.stages()
     sources.check()
 
 

@@ -69,7 +69,7 @@ ARK_LOOP uint32 float8_pair(uint16 codes, bf16 type) {
 }
 
 template <Codes q, class B, class T>
-struct Decode {
+struct Coding {
   static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // of a word
   static constexpr int kOffset = q.offset + (q.is_signed ? 8 : 0);
 

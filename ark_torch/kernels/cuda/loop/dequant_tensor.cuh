@@ -7,12 +7,14 @@
 // the sum of the rows, which tensor cores add up, too, once for all columns.
 #pragma once
 
+#include "cuda/loop/coded_columns.cuh"
 #include "cuda/loop/decode.cuh"
 #include "cuda/loop/matvec_tensor.cuh"
 
 namespace ark::loop {
 
 inline constexpr int kDequantSlice = 128;  // of depth, a warp's
+inline constexpr int kDequantOctets = 2;   // of columns, a warp's
 
 // Whether sums of columns are complete before anything is multiplied into them.
 template <Product s, Codes q, class Zero>
@@ -22,38 +24,15 @@ template <Product s, Codes q>
 inline constexpr bool kDequantsByTensor = s.b_aligned&& s.b_depth == 1 && s.depth* q.bits % 128 == 0 &&
                                           (q.group == s.depth || q.group % kDequantSlice == 0);
 
-// Columns [.., c1) of one b, in bytes; their scales and zeros.
-template <Codes q, class B, class Scale, class Zero>
-struct CodedColumns {
-  const B* b;
-  int64_t stride;
-  const Scale* scales;
-  const Zero* zeros;
-  int c1;
-  ARK_LOOP const B* from(int c) const { return b + c * stride; }
-  ARK_LOOP int left(int c) const { return c1 - c; }
-  ARK_LOOP float scale(int g, int c) const {
-    if constexpr (kSame<Scale, NoScale>)
-      return 1;
-    else
-      return load_one(scales + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column));
-  }
-  ARK_LOOP float zero(int g, int c) const {
-    if constexpr (kSame<Zero, NoScale>)
-      return 0;
-    else
-      return static_cast<float>(
-          load_one(zeros + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column)));
-  }
-};
-
 // As tensor_parts of matvec_tensor.cuh.
-template <int Rows, Product kShape, Codes q, class T, class B, class Scale, class Zero>
-ARK_LOOP void dequant_parts(const T* a, const CodedColumns<q, B, Scale, Zero>& columns, int r0, int rows, int c,
-                            int batches, Parts parts) {
+template <int Rows, Product kShape, Codes q, class AAt, class Columns>
+ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int c, int batches, Parts parts) {
   constexpr Product s = kShape;
-  using Codes_ = Decode<q, B, T>;
-  constexpr int kOctets = 2, kTogether = kOctets * 8;
+  using T = typename Pointee<AAt>::Type;
+  using B = typename Columns::Element;
+  using Zero = typename Columns::ZeroElement;
+  using Words = Coding<q, B, T>;
+  constexpr int kOctets = kDequantOctets, kTogether = kOctets * 8;
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
   constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
@@ -105,12 +84,14 @@ ARK_LOOP void dequant_parts(const T* a, const CodedColumns<q, B, Scale, Zero>& c
     // Eight elements each of a's rows my_line and 8 further; word i of a chunk of 4 bits meets chunk i.
     Chunk x[4][2];
     float of_rows[4] = {};
+    const T* const from = now(a);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
       const int d = my_depth + pass * kStep + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
       ARK_UNROLL for (int half = 0; half < 2; ++half) {
         const int row = half * 8 + my_line;
-        x[i][half] = load_row_chunk(s, a + (r0 + (row < rows ? row : 0)) * s.a_row, d, half * 8 < Rows && row < rows);
-        Codes_::deal(x[i][half]);
+        x[i][half] =
+            load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, half * 8 < Rows && row < rows);
+        Words::deal(x[i][half]);
       }
       if constexpr (kZeros) {
         const uint32 one = pair_of<T>(1);
@@ -130,9 +111,9 @@ ARK_LOOP void dequant_parts(const T* a, const CodedColumns<q, B, Scale, Zero>& c
         float sums[4] = {};
         ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
           ARK_UNROLL for (int word = 0; word < 4; ++word) {
-            uint32 pairs[Codes_::kPairs];
-            Codes_::word(ring[o][chunk].words[word], pairs);
-            ARK_UNROLL for (int i = 0; i < Codes_::kPairs; i += 2) {
+            uint32 pairs[Words::kPairs];
+            Words::word(ring[o][chunk].words[word], pairs);
+            ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
               const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
               const int w = q.bits == 4 ? i : word % 2 * 2;
               const uint32 lines[4] = {of[0].words[w], of[1].words[w], of[0].words[w + 1], of[1].words[w + 1]};

@@ -1,4 +1,5 @@
-// Products of coded weights, as calls of the device libraries (kernels/cpu/dequant.hpp, kernels/cuda/loop/dequant.cuh).
+// Products of coded weights, as calls of the device libraries (kernels/cpu/dequant.hpp; kernels/cuda/loop/dequant.cuh,
+// by way of emit_products(), which has one product or several).
 #include <algorithm>
 #include <string>
 
@@ -36,18 +37,28 @@ void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const auto given = [&](int value, const char* otherwise) {
     return value >= 0 ? to.pointer(value, false) : "static_cast<const " + std::string(otherwise) + "*>(nullptr)";
   };
+  if (to.cuda()) return emit_products(to, {{matmul}});
   to.line("constexpr Product s" + product_shape(to, matmul) + ";");
   to.line("constexpr Codes q" + codes_text(to, matmul) + ";");
   std::string call = "dequant_product<" + number(matmul.m) + ", s, q>(" + to.pointer(matmul.a, false) + ", " +
                      to.pointer(matmul.b, false) + ", " + given(matmul.codes.scale, "NoScale") + ", " +
                      given(matmul.codes.zero, "NoScale") + ", " + to.pointer(matmul.out, true) + ", " +
                      given(matmul.bias, "NoBias") + ", " + r0 + ", " + r1 + ", " + c0 + ", " + c1;
-  if (!to.cuda()) {
-    // As dequant_scratch() of dequant.hpp counts: at most 48 rows, in pairs of vectors of 16.
-    const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 31) / 32 * 32) * 4);
-    call += ", " + to.scratch_at(scratch);
-  }
-  to.line(call + ");");
+  // At most kRowBlock packed rows of dequant.hpp: 48, in pairs of vectors of 16.
+  const int64_t scratch = to.scratch(std::min<int64_t>(matmul.m, 48) * ((matmul.k + 31) / 32 * 32) * 4);
+  to.line(call + ", " + to.scratch_at(scratch) + ");");
+}
+
+std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, const std::string& number) {
+  const auto given = [&](int value, const char* otherwise) {
+    return value >= 0 ? to.pointer_later(value, false) : "static_cast<const " + std::string(otherwise) + "*>(nullptr)";
+  };
+  to.line("constexpr Product s" + number + product_shape(to, matmul) + ";");
+  to.line("constexpr Codes q" + number + codes_text(to, matmul) + ";");
+  return "coded_share<s" + number + ", q" + number + ">(" + to.pointer_later(matmul.b, false) + ", " +
+         given(matmul.codes.scale, "NoScale") + ", " + given(matmul.codes.zero, "NoScale") + ", " +
+         to.pointer_later(matmul.out, true) + ", " + given(matmul.bias, "NoBias") + ", " + to.tile_begin(matmul.n) +
+         ", " + to.tile_end(matmul.n) + ")";
 }
 
 }  // namespace ark::compiler
