@@ -2,7 +2,8 @@
 
 The *root* of a tensor is the node whose storage it lies on: a placeholder, a lifted constant, or the operator that made
 the storage. Views share their base's root, and an operator that writes in place returns its argument's. Views and
-constants are *free*: they cost nothing, belong to no region, and are made anew wherever they are needed.
+constants are *free*: they cost nothing, belong to no region, and are made anew wherever they are needed. So are
+operators that decode weights of products which read the codes themselves (low_bits.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 aten = torch.ops.aten
+DECODES = "ark_decodes"  # in a node's meta: it decodes the weights of such products
 
 # ATen says of _unsafe_view that its result is new, yet it never is.
 _UNSAFE_VIEWS = frozenset({aten._unsafe_view.default})
@@ -100,7 +102,8 @@ def is_source(node: Node) -> bool:
 
 
 def is_free(node: Node) -> bool:
-    return is_source(node) or is_view(node) or is_constant(node) or is_getitem(node) or node.op == "output"
+    free = is_source(node) or is_view(node) or is_constant(node) or is_getitem(node) or node.op == "output"
+    return free or DECODES in node.meta
 
 
 def _node(argument: Any) -> Node:

@@ -26,6 +26,7 @@ from ark_torch.compile import (
     fast_call,
     in_place,
     inductor_fallback,
+    low_bits,
     products,
     regions,
 )
@@ -222,6 +223,9 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
         for line in report.products:
             log.info("%s: %s", title_of(graph_module), line)
     report.in_place = in_place.restore(graph_module)
+    report.weights = low_bits.mark(graph_module.graph)
+    for line in report.weights:
+        log.info("%s: %s", title_of(graph_module), line)
     needed = analysis.dependencies(graph_module)
     device = device_of(needed)
     if device.type == "cpu" and dense.rewrite(graph_module):

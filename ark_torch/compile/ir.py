@@ -24,6 +24,13 @@ SCALAR_TYPES = {
     torch.int32: ("int32", 4),
     torch.bool: ("bool", 1),
 }
+# Of weights that products read as codes, and nothing else does.
+CODE_TYPES = {torch.int8: ("int8", 1), torch.uint8: ("uint8", 1), torch.float8_e4m3fn: ("float8_e4m3fn", 1)}
+
+
+def scalar_type(dtype: torch.dtype) -> tuple[str, int]:
+    """Its name and its bytes."""
+    return SCALAR_TYPES[dtype] if dtype in SCALAR_TYPES else CODE_TYPES[dtype]
 
 
 class Unsupported(Exception):
@@ -142,7 +149,7 @@ class LoweredGraph:
             if operand.offset < 0:
                 raise Unsupported("a view that begins before the first element of its tensor")
             buffer = self.buffers[operand.buffer]
-            buffer.bytes = max(buffer.bytes, operand.end * SCALAR_TYPES[operand.dtype][1])
+            buffer.bytes = max(buffer.bytes, operand.end * scalar_type(operand.dtype)[1])
         self.values.append(operand)
         return len(self.values) - 1
 
@@ -179,7 +186,7 @@ class LoweredGraph:
             graph.buffer(b.kind, b.argument, b.bytes, mutated=b.mutated, parameter=b.parameter)
         for number in values:
             operand = self.values[number]
-            name = SCALAR_TYPES[operand.dtype][0]
+            name = scalar_type(operand.dtype)[0]
             if isinstance(operand, Literal):
                 graph.literal(operand.value, name)
             else:

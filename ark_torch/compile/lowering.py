@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from ark_torch.compile import analysis
 from ark_torch.compile.ir import (
+    CODE_TYPES,
     SCALAR_TYPES,
     Buffer,
     Literal,
@@ -26,6 +27,7 @@ from ark_torch.compile.ir import (
     Operand,
     Strided,
     Unsupported,
+    scalar_type,
 )
 from ark_torch.compile.ir import Node as GraphNode
 from ark_torch.compile.report import log
@@ -60,15 +62,16 @@ def rule_of(target: Any) -> Rule | None:
     return rule
 
 
-def check_tensor(tensor: torch.Tensor, device: torch.device | None) -> None:
-    """Raises Unsupported for what no value of the graph can be; device None: what has no memory may be anywhere."""
+def check_tensor(tensor: torch.Tensor, device: torch.device | None, codes: bool = False) -> None:
+    """Raises Unsupported for what no value of the graph can be; device None: what has no memory may be anywhere.
+    `codes`: it may be what a product decodes."""
     if tensor.layout != torch.strided:
         raise Unsupported(f"a tensor of layout {tensor.layout}")
     if type(tensor.numel()) is not int or any(type(n) is not int for n in (*tensor.shape, *tensor.stride())):
         raise Unsupported("a symbolic size (dynamic shapes)")
     if device is not None and tensor.device != device:
         raise Unsupported(f"a tensor on {tensor.device}, in a graph that ark runs on {device}")
-    if tensor.dtype not in SCALAR_TYPES:
+    if tensor.dtype not in SCALAR_TYPES and not (codes and tensor.dtype in CODE_TYPES):
         raise Unsupported(f"a tensor of type {str(tensor.dtype).removeprefix('torch.')}")
     if tensor.numel() == 0:
         raise Unsupported("a tensor without elements")
@@ -183,18 +186,24 @@ class Lowering:
         base = analysis.base_of(node)
         return self._input(node) if base is None else self.operand(base)
 
-    def _input(self, node: Node) -> Strided:
+    def source(self, node: Node) -> Strided:
+        """What the graph is given, codes too."""
+        if node not in self._operands:
+            self._operands[node] = self._input(node, codes=True)
+        return cast(Strided, self._operands[node])
+
+    def _input(self, node: Node, codes: bool = False) -> Strided:
         tensor = analysis.tensor_of(node)
         if tensor is None:
             raise Unsupported(f"an argument that is no tensor: {node.name}")
-        check_tensor(tensor, self.device)
+        check_tensor(tensor, self.device, codes)
         mutated = node in self.mutated
         buffer = self.graph.add_buffer(
             Buffer("input", len(self.inputs), 0, mutated, node in self._parameters and not mutated)
         )
         self.inputs.append(node)
         operand = Strided(buffer, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), 0)
-        self.graph.buffers[buffer].bytes = operand.end * SCALAR_TYPES[tensor.dtype][1]
+        self.graph.buffers[buffer].bytes = operand.end * scalar_type(tensor.dtype)[1]
         self.graph.arguments.append(self.graph.read(operand))
         return operand
 

@@ -89,6 +89,7 @@ class GraphReport:
     whole: str = ""  # why the whole graph went elsewhere
     whole_on: str = "Inductor"
     products: list[str] = field(default_factory=list)  # what became of collectives beside products
+    weights: list[str] = field(default_factory=list)  # which products read coded weights, and why others do not
     in_place: int = 0  # inputs that are updated where they lie
     target: str = ""  # what plans are made for besides, to be looked at
 
@@ -101,7 +102,7 @@ class GraphReport:
             as_ark = "" if self.choice.runs_on == "ark" else "; as ark would run it:"
             lines[0] += f"; runs on {NAMES[self.choice.runs_on]}, measured {self.choice}{as_ark}"
         lines += [f"  {piece}" for piece in self.pieces]
-        lines += [f"  {line}" for line in self.products]
+        lines += [f"  {line}" for line in (*self.products, *self.weights)]
         alike = Counter((f.operator, f.reason) for f in self.fallbacks)
         first = {(f.operator, f.reason): f for f in reversed(self.fallbacks)}
         lines += [

@@ -22,6 +22,9 @@ DTYPES = {
     "int64": torch.int64,
     "int32": torch.int32,
     "bool": torch.bool,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
 UNARY = (
@@ -216,6 +219,8 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
         product = torch.matmul(wide(inputs[0]), wide(inputs[1]))
         assert inputs[0].shape[:-2] == inputs[1].shape[:-2]
         return product if len(inputs) == 2 else product + wide(inputs[2])
+    if op == "dequant_matmul":
+        return dequant_matmul(inputs, attributes)
     if op == "attention":
         return attention(*(wide(x) for x in inputs[:3]), inputs[3] if len(inputs) > 3 else None, attributes)
     if op in ("sum", "mean", "amax", "amin", "any", "argmax"):
@@ -241,6 +246,31 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
     if op not in ("cast",):
         assert result.is_floating_point() == out.is_floating_point(), f"{op} writes another kind"
     return result
+
+
+def dequant_matmul(inputs: list[torch.Tensor], attributes: dict[str, Any]) -> torch.Tensor:
+    rows, codes, *others = inputs
+    if attributes["bits"] == 4:
+        assert codes.dtype in (torch.int8, torch.uint8)
+        codes = codes.view(torch.uint8)
+        halves = [(codes & 15).int(), (codes >> 4).int()]
+        numbers = torch.stack(halves[::-1] if attributes["high_first"] else halves, 1).flatten(0, 1)
+        if attributes["signed"]:
+            numbers = (numbers ^ 8) - 8
+    else:
+        assert codes.dtype in (torch.int8, torch.float8_e4m3fn)
+        numbers = codes
+    weight = numbers.float() - attributes["offset"]
+    assert weight.shape[0] == rows.shape[1]
+    scale = others.pop(0).float() if attributes["scaled"] else torch.ones(1, weight.shape[1])
+    zero = others.pop(0).float() if attributes["zero"] else torch.zeros_like(scale)
+    scale, zero = (x.repeat_interleave(weight.shape[0] // x.shape[0], 0) for x in (scale, zero))
+    weight = weight * scale + zero if attributes["zero"] == "after" else (weight - zero) * scale
+    product = rows.float() @ weight
+    if attributes["biased"]:
+        product = product + others.pop(0).float()
+    assert not others
+    return product
 
 
 def attention(

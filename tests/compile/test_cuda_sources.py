@@ -9,8 +9,11 @@ import importlib.metadata
 import json
 import re
 import struct
+import sys
+from pathlib import Path
 from typing import Any
 
+import coded
 import models
 import pytest
 import recommender
@@ -22,6 +25,10 @@ from torch import Tensor
 import ark_torch
 from ark_torch import _C, _jit
 from ark_torch.compile import build
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+from llama.quantized import quantize  # lies in examples/
 
 pytestmark = [
     pytest.mark.skipif(
@@ -209,6 +216,33 @@ def test_recommender(sources: Sources, compiled: Any) -> None:
 def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
     model = kind(dim=512, hidden=1024).to(torch.bfloat16).eval()
     compiled(model, dynamic=False, fallback=False)[0](torch.randn(12, 512, dtype=torch.bfloat16))
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-1-bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
+    """Every form, of several batches of columns and several passes of the depth."""
+    products = [coded.coded(name, 2048, 4096)[0] for name in coded.FORMS]
+    compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
+        torch.randn(rows, 4096, dtype=dtype)
+    )
+    sources.check()
+
+
+@pytest.mark.by_day("sm_90a-1-int4")
+@pytest.mark.parametrize("form", ["int8", "int4", "float8"])
+@pytest.mark.parametrize("batch", [1, 2, 8, 16])
+def test_coded_llama(sources: Sources, compiled: Any, batch: int, form: str) -> None:
+    """Products that share their rows, and activations behind them, are the stages that they are of plain weights."""
+    model = models.Llama(models.Config(2048, 1, 32, 8, 8192, 512, 256), batch, torch.bfloat16).eval()
+    compiled(quantize(model, form), dynamic=False, fallback=False)[0](
+        torch.randint(0, 512, (batch, 1)), torch.tensor([5])
+    )
+    if batch <= 8 and sources.arch == "sm_90a":
+        one = f"{form} linear"
+        assert f"{one}, {one}, {one}" in sources.stages() and f"{one}, {one}, swiglu" in sources.stages()
     sources.check()
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ark_torch.compile import analysis
+from ark_torch.compile import analysis, low_bits
 from ark_torch.compile.analysis import aten
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import Lowering, lowers
-from ark_torch.compile.operators import experts
+from ark_torch.compile.operators import dequantized, experts
 from ark_torch.compile.operators.pointwise import keyword
 
 # A row's running result stays in registers (csrc/compiler/emit/cpu/emit_cpu_stages.cpp).
@@ -30,11 +30,15 @@ def _matmul(low: Lowering, out: Strided, left: Operand, right: Operand, bias: Op
 
 @lowers(aten.mm.default, aten.bmm.default)
 def mm(low: Lowering, node: Node) -> Operand:
+    if (weight := low_bits.weight_of(node)) is not None:
+        return dequantized.product(low, weight, low.result(node), low.operand(node.args[0]))
     return _matmul(low, low.result(node), low.operand(node.args[0]), low.operand(node.args[1]))
 
 
 @lowers(aten.addmm.default, aten.baddbmm.default)
 def addmm(low: Lowering, node: Node) -> Operand:
+    if (weight := low_bits.weight_of(node)) is not None:
+        return dequantized.product(low, weight, low.result(node), low.operand(node.args[1]), low.operand(node.args[0]))
     bias, left, right = (low.operand(a) for a in node.args[:3])
     alpha, beta = float(keyword(node, "alpha", 1)), float(keyword(node, "beta", 1))
     out = low.result(node)

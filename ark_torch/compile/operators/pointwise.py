@@ -19,6 +19,7 @@ from torch.fx import Node
 from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.ir import Literal, Operand, Strided, Unsupported
 from ark_torch.compile.lowering import RULES, Lowering, lowers
+from ark_torch.compile.operators import dequantized
 
 prims = torch.ops.prims
 
@@ -184,6 +185,8 @@ def arithmetic(low: Lowering, node: Node, op: str, left: Any, right: Any) -> Str
 
 @lowers(*BINARY)
 def binary(low: Lowering, node: Node) -> Operand:
+    if node.target is aten.mul.Tensor and (scaled := dequantized.with_channels(low, node, "mul")) is not None:
+        return scaled
     return arithmetic(low, node, BINARY[node.target], *node.args[:2])
 
 
@@ -217,6 +220,8 @@ def add_or_subtract(low: Lowering, node: Node) -> Operand:
     name = node.target._schema.name  # type: ignore[union-attr]
     op = "add" if name == "aten::add" else "sub"
     left, right = node.args[:2]
+    if node.target is aten.add.Tensor and (biased := dequantized.with_channels(low, node, "add")) is not None:
+        return biased
     alpha = keyword(node, "alpha", 1)
     dtype = promoted(node, Promotion.DEFAULT, left, right)
     if dtype == torch.bool:

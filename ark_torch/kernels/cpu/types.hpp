@@ -47,6 +47,9 @@ struct bf16 {
 struct f16 {
   uint16_t bits;
 };
+struct e4m3 {
+  uint8_t bits;
+};
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();

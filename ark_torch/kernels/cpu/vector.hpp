@@ -81,6 +81,12 @@ ARK_INLINE int64_t load_one(const int64_t* p) {
 ARK_INLINE int64_t load_one(const int32_t* p) {
   return *p;
 }
+ARK_INLINE int64_t load_one(const int8_t* p) {
+  return *p;
+}
+ARK_INLINE int64_t load_one(const uint8_t* p) {
+  return *p;
+}
 // Any byte but 0 is true, as PyTorch reads it.
 ARK_INLINE bool load_one(const bool* p) {
   return *reinterpret_cast<const uint8_t*>(p) != 0;

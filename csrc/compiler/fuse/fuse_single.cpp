@@ -67,6 +67,8 @@ Stage single_stage(Graph& graph, int index) {
   Stage stage;
   if (node.op == "matmul") {
     stage = matmul_stage(graph, node);
+  } else if (node.op == "dequant_matmul") {
+    stage = dequant_matmul_stage(graph, node);
   } else if (node.op == "attention") {
     stage = attention_stage(graph, node);
   } else if (is_collective(node.op)) {

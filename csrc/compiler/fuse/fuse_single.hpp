@@ -1,6 +1,8 @@
-// Stages of one node: products (in fuse_matrix.cpp), those by index (in
+// Stages of one node: products (in fuse_matrix.cpp, of coded weights in fuse_codes.cpp), those by index (in
 // fuse_indexed.cpp), attention, collectives.
 #pragma once
+
+#include <vector>
 
 #include "compiler/graph/graph.hpp"
 #include "compiler/graph/stage.hpp"
@@ -10,6 +12,9 @@ namespace ark::compiler {
 // May add values to the graph. Throws Error(invalid_argument) for a node of another kind.
 Stage single_stage(Graph& graph, int node);
 Stage matmul_stage(Graph& graph, const Node& node);
+Stage dequant_matmul_stage(Graph& graph, const Node& node);
+// What a product touches, with coded weights or without, cut by columns or by rows.
+std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
 // What reads as its indices say: gather, scatter, embedding_bag, experts; and rows that are sorted or summed along.
 Stage indexed_stage(Graph& graph, const Node& node);
 

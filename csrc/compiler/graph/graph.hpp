@@ -56,6 +56,15 @@ using Attributes = std::map<std::string, Attribute>;
 //   iota         -                          1         start, step (int)
 //   sum mean amax amin argmax any           1 -> 1    dims (ints), keepdim (bool); argmax: the first of equals
 //   matmul       a [*, M, K], b [*, K, N], bias (optional, broadcasts to [*, M, N])    1
+//   dequant_matmul  a [M, K], codes [K, N], scale, zero (optional, [K / group, N]), bias (optional)    1 -> [M, N]
+//                                                     a product with coded weights: code - offset, times scale. bits
+//                                                     (int): 8, codes of int8 or float8_e4m3fn, or 4, two in each of
+//                                                     [K / 2, N] int8 or uint8, of adjacent depths;
+//                                                     signed (bool), high_first (bool: of two, the first in the high
+//                                                     bits), both of 4 bits;
+//                                                     offset (int); scaled (bool), zero ("": none; "before": minus
+//                                                     the code, then times scale; "after": plus what is scaled),
+//                                                     biased (bool): which inputs there are
 //   attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
 //                                           1         scale (float), causal (bool: key <= query position)
 //   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;

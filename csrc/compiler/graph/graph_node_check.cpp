@@ -16,8 +16,11 @@ class NodeChecker {
   NodeChecker(const Graph& graph, const Node& node) : graph_(graph), node_(node) {}
 
   void check() {
-    for (int value : node_.inputs) value_of(value);
-    for (int value : node_.outputs) check_output(value_of(value));
+    for (int value : node_.inputs) check_computed(value_of(value));
+    for (int value : node_.outputs) {
+      check_computed(value_of(value));
+      check_output(value_of(value));
+    }
     check_operator();
     check_in_place();
   }
@@ -28,6 +31,7 @@ class NodeChecker {
     if (node_.op == "iota") return iota();
     if (is_reduction(node_.op)) return reduction();
     if (node_.op == "matmul") return matmul();
+    if (node_.op == "dequant_matmul") return dequant_matmul();
     if (node_.op == "attention") return attention();
     if (node_.op == "gather") return gather();
     if (node_.op == "topk" || node_.op == "cumsum" || node_.op == "cumprod") return along_rows();
@@ -50,6 +54,11 @@ class NodeChecker {
   }
   const Value& in(size_t i) const { return graph_.values()[node_.inputs[i]]; }
   const Value& out() const { return graph_.values()[node_.outputs[0]]; }
+
+  void check_computed(const Value& value) const {
+    if (is_code(value.type) && node_.op != "dequant_matmul")
+      fail(std::string("takes no codes of ") + name_of(value.type));
+  }
 
   void check_output(const Value& value) const {
     if (value.is_literal()) fail("writes to a literal");
@@ -147,6 +156,41 @@ class NodeChecker {
       expect_floating(in(2));
       if (in(2).is_literal()) fail("takes a bias that is no literal");
       if (!broadcasts_to(in(2).shape, shape)) fail("a bias of " + to_string(in(2).shape) + " for " + to_string(shape));
+    }
+  }
+
+  void dequant_matmul() const {
+    const bool scaled = node_.flag("scaled"), biased = node_.flag("biased"), four = node_.integer("bits") == 4;
+    const std::string zero = node_.text("zero");
+    const size_t operands = 2 + (scaled ? 1 : 0) + (zero.empty() ? 0 : 1) + (biased ? 1 : 0);
+    count(operands, operands);
+    const Value &a = in(0), &codes = in(1);
+    for (const Value* value : {&a, &codes, &out()})
+      if (value->shape.size() != 2) fail("takes and gives two dimensions, not " + to_string(value->shape));
+    for (const Value* value : {&a, &out()}) expect_floating(*value);
+    if (!four && node_.integer("bits") != 8) fail("takes codes of 4 or 8 bits");
+    if (!is_code(codes.type) || codes.type == (four ? ScalarType::e4m3 : ScalarType::u8))
+      fail(std::string("takes no codes of ") + name_of(codes.type));
+    const int64_t offset = node_.integer("offset") + (node_.flag("signed") ? 8 : 0);
+    if (offset < (four ? 0 : -128) || offset > 128) fail("subtracts " + std::to_string(offset) + " from its codes");
+    if (!zero.empty() && zero != "before" && zero != "after") fail("has no zeros '" + zero + "'");
+    const int64_t k = a.shape[1], n = codes.shape[1];
+    expect_shape(codes, {four ? k / 2 : k, n}, "what is coded");
+    if ((four && k % 2 != 0) || codes.strides[0] != 1) fail("takes codes that are adjacent along a depth that is even");
+    expect_shape(out(), {a.shape[0], n}, "the result");
+    const int64_t groups = operands - (biased ? 1 : 0) > 2 ? (in(2).shape.empty() ? 0 : in(2).shape[0]) : 1;
+    if (groups < 1 || k % groups != 0 || (groups > 1 && k / groups % 32 != 0))
+      fail("takes groups of a multiple of 32, as many as the depth is of, not " + std::to_string(groups) + " of " +
+           std::to_string(k));
+    for (size_t i = 2; i < operands; ++i) {
+      const bool is_bias = biased && i + 1 == operands;
+      if (in(i).is_literal()) fail("takes no literal");
+      if (!is_bias) expect_shape(in(i), {groups, n}, "a scale or zero");
+      if (i == 2 && scaled) expect_floating(in(i));
+      if (is_bias) {
+        expect_floating(in(i));
+        if (!broadcasts_to(in(i).shape, out().shape)) fail("a bias of " + to_string(in(i).shape));
+      }
     }
   }
 

@@ -84,6 +84,18 @@ struct Push {
   int64_t elements = 0;
 };
 
+// How weights are coded: number [d, c] of `b` is (code [d, c] - offset) * scale [d / group, c]. `zero`, where there is
+// one, is subtracted from the code as well, or, `zero_after`, added to the result.
+struct Codes {
+  int bits = 0;             // 8, or 4: two a byte, of adjacent depths; 0: b holds the numbers themselves
+  bool is_signed = false;   // of 4 bits
+  bool high_first = false;  // of two in a byte, the first in its high bits
+  int64_t offset = 0;
+  int scale = -1, zero = -1;  // values [k / group, n]; -1: none
+  bool zero_after = false;
+  int64_t group = 0;
+};
+
 struct MatmulStage {
   int a = -1, b = -1, out = -1, bias = -1;  // values; bias -1: none
   int64_t batch = 1, m = 1, n = 1, k = 1;
@@ -96,6 +108,8 @@ struct MatmulStage {
   std::vector<RowProgram::Instruction> finish = {};
   // What lies at `out` is the sum over ranks.
   Push push = {};
+  // Of products of coded weights, which are cut by columns, or on a CPU by rows, and have one batch.
+  Codes codes = {};
 };
 
 // Several that share `a`, each with columns as tiles' axis; only fuse_horizontally() makes them. Tiles take their part

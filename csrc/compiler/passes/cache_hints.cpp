@@ -66,6 +66,9 @@ int64_t stride_or_one(const Value& value, size_t dim) {
 bool is_streamed(const Plan& plan, const MatmulStage& matmul) {
   const Value& b = value_at(plan, matmul.b);
   const size_t lead = b.shape.size() - 2;
+  if (matmul.codes.bits != 0)  // dequant_tensor.cuh
+    return matmul.m <= kTensorRows && size_of(value_at(plan, matmul.a).type) == 2 && b.shape[0] % per_chunk(b) == 0 &&
+           lies_aligned(plan, matmul.b, {stride_or_one(b, 1)});
   return is_streamed(plan, {matmul.b, matmul.k, stride_or_one(b, lead), stride_or_one(b, lead + 1), moves(b, lead)},
                      matmul.m, value_at(plan, matmul.a).type);
 }

@@ -52,7 +52,7 @@ int64_t elements_of(const Shape& shape) {
 int finisher(const Graph& graph, const std::vector<Stage>& stages, int at) {
   const auto& product = std::get<MatmulStage>(stages[at].body);
   const Value& out = graph.values()[product.out];
-  if (!multiplied_in_tiles(product) || !product.finish.empty() || !is_floating(out.type) ||
+  if (!multiplied_in_tiles(product) || product.codes.bits != 0 || !product.finish.empty() || !is_floating(out.type) ||
       graph.buffers()[out.buffer].kind != Buffer::Kind::temporary)
     return -1;
   int reader = -1;

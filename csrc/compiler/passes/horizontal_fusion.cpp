@@ -24,11 +24,21 @@ const MatmulStage* mergeable(const Graph& graph, const Stage& stage) {
   return b.strides[b.shape.size() - 2] == 1 ? product : nullptr;
 }
 
+// That both are decoded alike; where their scales lie may differ.
+bool coded_alike(const Graph& graph, const Codes& one, const Codes& other) {
+  const auto same_type = [&](int a, int b) {
+    return (a < 0) == (b < 0) && (a < 0 || graph.values()[a].type == graph.values()[b].type);
+  };
+  return one.bits == other.bits && one.is_signed == other.is_signed && one.high_first == other.high_first &&
+         one.offset == other.offset && one.zero_after == other.zero_after && one.group == other.group &&
+         same_type(one.scale, other.scale) && same_type(one.zero, other.zero);
+}
+
 // That the kernel reads both alike.
 bool alike(const Graph& graph, const MatmulStage& one, const MatmulStage& other) {
   const Value &b = graph.values()[one.b], &c = graph.values()[other.b];
-  return one.a == other.a && one.m == other.m && one.k == other.k && b.type == c.type &&
-         b.strides.back() == c.strides.back() && (one.n > 1) == (other.n > 1);
+  return coded_alike(graph, one.codes, other.codes) && one.a == other.a && one.m == other.m && one.k == other.k &&
+         b.type == c.type && b.strides.back() == c.strides.back() && (one.n > 1) == (other.n > 1);
 }
 
 void merge_into(Stage& to, const Stage& from) {

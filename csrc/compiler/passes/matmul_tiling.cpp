@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "compiler/fuse/fuse_single.hpp"
 #include "compiler/fuse/fuse_views.hpp"
 
 namespace ark::compiler {
@@ -29,13 +30,7 @@ void cut_by_columns(const Graph& graph, Stage& stage, MatmulStage& body, int64_t
   body.axis = MatmulStage::Axis::columns;
   stage.extent = body.n;
   stage.grain = grain;
-  const auto last = static_cast<int>(graph.values()[body.out].shape.size()) - 1;
-  stage.accesses = {{body.a, -1, false}, {body.b, last, false}};
-  if (body.bias >= 0) {
-    const Value& bias = graph.values()[body.bias];
-    stage.accesses.push_back({body.bias, bias.strides[bias.shape.size() - 1] != 0 ? last : -1, false});
-  }
-  stage.accesses.push_back({body.out, body.n > 1 ? last : -1, true});
+  stage.accesses = product_accesses(graph, body);
 }
 
 }  // namespace
@@ -48,7 +43,7 @@ std::vector<Stage> tile_matmuls(Graph& graph, std::vector<Stage> stages, const T
       split.push_back(std::move(stage));
       continue;
     }
-    if (product->m <= kMatvecRows) {
+    if (product->m <= kMatvecRows || product->codes.bits != 0) {
       auto& body = std::get<MatmulStage>(stage.body);
       const Value& b = graph.values()[body.b];
       const bool along_depth = b.strides[b.shape.size() - 2] == 1;

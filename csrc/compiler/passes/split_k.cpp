@@ -26,7 +26,8 @@ constexpr int64_t kPieceBytes = 16;      // that are loaded at once: each part b
 bool has_parts(const Graph& graph, const MatmulStage& product) {
   const Value &a = graph.values()[product.a], &out = graph.values()[product.out];
   const Buffer& buffer = graph.buffers()[out.buffer];
-  if (!multiplied_in_tiles(product) || !product.finish.empty() || size_of(a.type) != 2 || !is_floating(out.type))
+  if (!multiplied_in_tiles(product) || product.codes.bits != 0 || !product.finish.empty() || size_of(a.type) != 2 ||
+      !is_floating(out.type))
     return false;
   const int64_t elements = product.m * product.n;
   return buffer.kind == Buffer::Kind::temporary && buffer.bytes == elements * size_of(out.type) && out.offset == 0 &&

@@ -32,6 +32,9 @@ at::ScalarType to_torch(ScalarType type) {
     case ScalarType::i64: return at::kLong;
     case ScalarType::i32: return at::kInt;
     case ScalarType::boolean: return at::kBool;
+    case ScalarType::i8: return at::kChar;
+    case ScalarType::u8: return at::kByte;
+    case ScalarType::e4m3: return at::kFloat8_e4m3fn;
   }
   return at::kFloat;
 }

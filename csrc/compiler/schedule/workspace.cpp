@@ -16,7 +16,8 @@ namespace {
 bool takes_all(const Graph& graph, const Stage& stage) {
   if (std::holds_alternative<SelectStage>(stage.body) || std::holds_alternative<ExpertsStage>(stage.body)) return true;
   for (const MatmulStage& product : matmuls_of(stage)) {
-    const int64_t few = 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);  // kFewRows of matmul.cuh
+    // kFewRows of matmul.cuh; of coded weights those whose sums leave room for columns.
+    const int64_t few = product.codes.bits != 0 ? 8 : 2 * size_of(graph.values()[static_cast<size_t>(product.b)].type);
     if (product.m > few) return true;
   }
   if (const AttentionStage* attention = attention_of(stage)) {

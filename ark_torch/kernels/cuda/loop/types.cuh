@@ -18,6 +18,7 @@ using uint64_t = unsigned long long;
 using uint32_t = unsigned int;
 using uint16_t = unsigned short;
 using uint8_t = unsigned char;
+using int8_t = signed char;
 #endif
 
 #if defined(__CUDACC__)
@@ -34,6 +35,9 @@ struct bf16 {
 };
 struct f16 {
   uint16 bits;
+};
+struct e4m3 {
+  uint8 bits;
 };
 
 inline constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
@@ -101,6 +105,12 @@ ARK_LOOP int64_t widen(int64_t x) {
   return x;
 }
 ARK_LOOP int64_t widen(int32_t x) {
+  return x;
+}
+ARK_LOOP int64_t widen(int8_t x) {
+  return x;
+}
+ARK_LOOP int64_t widen(uint8_t x) {
   return x;
 }
 ARK_LOOP bool widen(bool x) {

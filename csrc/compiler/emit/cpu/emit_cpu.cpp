@@ -49,6 +49,11 @@ class CpuEmitter {
     std::string text;
     if (any([](const Stage& one) { return std::holds_alternative<BagStage>(one.body); }))
       text += "#include \"cpu/bag.hpp\"\n";
+    if (any([](const Stage& one) {
+          return std::ranges::any_of(matmuls_of(one),
+                                     [](const MatmulStage& product) { return product.codes.bits != 0; });
+        }))
+      text += "#include \"cpu/dequant.hpp\"\n";
     if (any([](const Stage& one) { return std::holds_alternative<ExpertsStage>(one.body); }))
       text += "#include \"cpu/experts.hpp\"\n";
     if (any([](const Stage& one) {

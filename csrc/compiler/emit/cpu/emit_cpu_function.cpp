@@ -173,6 +173,9 @@ const char* cpp_type(ScalarType type) {
     case ScalarType::i64: return "int64_t";
     case ScalarType::i32: return "int32_t";
     case ScalarType::boolean: return "bool";
+    case ScalarType::i8: return "int8_t";
+    case ScalarType::u8: return "uint8_t";
+    case ScalarType::e4m3: return "e4m3";
   }
   return "void";
 }

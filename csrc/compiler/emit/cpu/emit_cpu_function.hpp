@@ -125,6 +125,10 @@ void emit_rows(FunctionWriter& to, const RowProgram& program);
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // "{.depth = 64, ...}": the product's strides, for all targets' kernels.
 std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
+// A product of coded weights.
+void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
+// Of several, one, as an argument of dequant_products().
+std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, const std::string& number);
 void emit_products(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes what makes the queries and the position that is added, for one head of keys, tile [begin, end).
 void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});

@@ -103,6 +103,7 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
 }  // namespace
 
 void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
+  if (matmul.codes.bits != 0) return emit_dequant_matmul(to, matmul);
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   for (const int one : {matmul.a, matmul.b, matmul.out})
     if (!is_floating(to.value(one).type))
@@ -177,7 +178,7 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
     case ScalarType::f16: type = "f16"; break;
     case ScalarType::i64: type = "i64"; break;
     case ScalarType::i32: type = "i32"; break;
-    case ScalarType::boolean: break;
+    default: break;
   }
   const auto bytes = [&](const char* elements) {
     return std::string(elements) + (size == 1 ? "" : " * " + number(size));

@@ -94,6 +94,9 @@ class CudaEmitter {
     if (has_packets()) text += "#include \"cuda/loop/packets.cuh\"\n";
     if (has_pushes()) text += "#include \"cuda/loop/pushed.cuh\"\n";
     include("matmul", [](const Stage& one) { return std::holds_alternative<MatmulStage>(one.body); });
+    include("dequant", [](const Stage& one) {
+      return std::ranges::any_of(matmuls_of(one), [](const MatmulStage& product) { return product.codes.bits != 0; });
+    });
     include("products", [](const Stage& one) { return std::holds_alternative<ProductsStage>(one.body); });
     include("attention", [](const Stage& one) { return attention_of(one) != nullptr; });
     include("gather", [](const Stage& one) {

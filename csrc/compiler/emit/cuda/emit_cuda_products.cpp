@@ -8,6 +8,12 @@ namespace ark::compiler {
 void emit_products(FunctionWriter& to, const ProductsStage& stage) {
   if (!to.cuda()) to.refuse("products that share their rows");
   const MatmulStage& first = stage.products.at(0);
+  if (first.codes.bits != 0) {
+    std::string call = "dequant_products<" + number(first.m) + ">(" + to.pointer_later(first.a, false);
+    for (size_t i = 0; i < stage.products.size(); ++i)
+      call += ",\n           " + dequant_share(to, stage.products[i], number(static_cast<int64_t>(i)));
+    return to.line(call + ");");
+  }
   std::string call = "products<" + number(first.m) + ">(" + to.pointer_later(first.a, false);
   for (size_t i = 0; i < stage.products.size(); ++i) {
     const MatmulStage& product = stage.products[i];

@@ -60,6 +60,14 @@ inline jit::HostCompiler& cpu_compiler() {
   return *compiler;
 }
 
+// By the format's definition: 4 bits of exponent, of which 7 stand for 1, and 3 of significand.
+inline double number_of_e4m3(uint8_t code) {
+  const int exponent = code >> 3 & 15, significand = code & 7;
+  if (exponent == 15 && significand == 7) return std::nan("");
+  const double magnitude = exponent == 0 ? std::ldexp(significand, -9) : std::ldexp(8 + significand, exponent - 10);
+  return code >= 128 ? -magnitude : magnitude;
+}
+
 // Reads and writes of one element of any type, by way of the scalar functions of the device library.
 inline double read_element(const void* at, ScalarType type) {
   switch (type) {
@@ -69,6 +77,9 @@ inline double read_element(const void* at, ScalarType type) {
     case ScalarType::i64: return static_cast<double>(cpu::load_one(static_cast<const int64_t*>(at)));
     case ScalarType::i32: return static_cast<double>(cpu::load_one(static_cast<const int32_t*>(at)));
     case ScalarType::boolean: return cpu::load_one(static_cast<const bool*>(at)) ? 1 : 0;
+    case ScalarType::i8: return *static_cast<const int8_t*>(at);
+    case ScalarType::u8: return *static_cast<const uint8_t*>(at);
+    case ScalarType::e4m3: return number_of_e4m3(*static_cast<const uint8_t*>(at));
   }
   return 0;
 }
@@ -80,6 +91,9 @@ inline void write_element(void* at, ScalarType type, double x) {
     case ScalarType::i64: cpu::store_one(static_cast<int64_t*>(at), static_cast<int64_t>(x)); return;
     case ScalarType::i32: cpu::store_one(static_cast<int32_t*>(at), static_cast<int64_t>(x)); return;
     case ScalarType::boolean: cpu::store_one(static_cast<bool*>(at), x != 0); return;
+    case ScalarType::i8: *static_cast<int8_t*>(at) = static_cast<int8_t>(x); return;
+    case ScalarType::u8:
+    case ScalarType::e4m3: *static_cast<uint8_t*>(at) = static_cast<uint8_t>(x); return;  // the code itself
   }
 }
 

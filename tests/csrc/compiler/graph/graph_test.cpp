@@ -34,8 +34,8 @@ Node node_of(const std::string& op, std::vector<int> inputs, int output, Attribu
 }
 
 TEST(ScalarTypes, HaveThePyTorchNames) {
-  for (ScalarType type :
-       {ScalarType::f32, ScalarType::bf16, ScalarType::f16, ScalarType::i64, ScalarType::i32, ScalarType::boolean}) {
+  for (ScalarType type : {ScalarType::f32, ScalarType::bf16, ScalarType::f16, ScalarType::i64, ScalarType::i32,
+                          ScalarType::boolean, ScalarType::i8, ScalarType::u8, ScalarType::e4m3}) {
     EXPECT_EQ(scalar_type(name_of(type)), type);
   }
   EXPECT_THROW(scalar_type("complex64"), Error);
@@ -126,6 +126,42 @@ TEST(Graphs, RefuseNodesByTheirOperatorsRules) {
   EXPECT_TRUE(graph.nodes().empty());
   EXPECT_NO_THROW(graph.add_node(node_of("neg", {half}, half)));
   EXPECT_NO_THROW(graph.add_node(node_of("lt", {a, a}, truth)));
+}
+
+TEST(Graphs, RefuseCodesThatNoProductReads) {
+  GraphBuilder builder;
+  const int a = builder.input({3, 64}), out = builder.temporary({3, 5});
+  const int eight = builder.transpose(builder.parameter({5, 64}, ScalarType::i8));
+  const int four = builder.transpose(builder.parameter({5, 32}, ScalarType::u8));
+  const int scale = builder.transpose(builder.parameter({5, 2})), wrong = builder.transpose(builder.parameter({5, 4}));
+  const auto product = [&](std::vector<int> inputs, int64_t bits, bool scaled, const char* zero = "",
+                           int64_t offset = 0) {
+    return node_of("dequant_matmul", std::move(inputs), out,
+                   {{"bits", bits},
+                    {"signed", false},
+                    {"high_first", false},
+                    {"offset", offset},
+                    {"scaled", scaled},
+                    {"zero", std::string(zero)},
+                    {"biased", false}});
+  };
+  const auto refuse = [&](const std::string& words, const Node& node) {
+    expect_refused(words, [&] { builder.graph.add_node(node); });
+  };
+  refuse("takes no codes of int8", node_of("neg", {eight}, builder.temporary({64, 5}, ScalarType::i8)));
+  refuse("takes no codes of int8", node_of("matmul", {a, eight}, out));
+  refuse("takes no codes of uint8",
+         product({a, builder.transpose(builder.parameter({5, 64}, ScalarType::u8))}, 8, false));
+  refuse("takes no codes of float32", product({a, builder.transpose(builder.parameter({5, 64}))}, 8, false));
+  refuse("4 or 8 bits", product({a, eight}, 2, false));
+  refuse("should have [32, 5]", product({a, eight}, 4, false));
+  refuse("adjacent", product({a, builder.parameter({64, 5}, ScalarType::i8)}, 8, false));
+  refuse("takes 3 operands", product({a, eight}, 8, true));
+  refuse("groups of a multiple of 32", product({a, eight, wrong}, 8, true));
+  refuse("should have [2, 5]", product({a, four, scale, wrong}, 4, true, "after"));
+  refuse("has no zeros 'behind'", product({a, four, scale, scale}, 4, true, "behind"));
+  refuse("subtracts -1 from its codes", product({a, four, scale}, 4, true, "", -1));
+  EXPECT_NO_THROW(builder.graph.add_node(product({a, four, scale, scale}, 4, true, "before", 8)));
 }
 
 TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {

@@ -30,6 +30,49 @@ inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Val
   });
 }
 
+// One number of coded weights.
+inline double decoded(const Memory& memory, const std::vector<Value>& values, const MatmulStage& body, int64_t d,
+                      int64_t c) {
+  const Codes& codes = body.codes;
+  double code = read_value(memory, values[body.b], {codes.bits == 4 ? d / 2 : d, c});
+  if (codes.bits == 4) {
+    const auto both = static_cast<int>(code) & 255;
+    const int half = ((d % 2 == 1) != codes.high_first) ? both >> 4 : both & 15;
+    code = codes.is_signed && half > 7 ? half - 16 : half;
+  }
+  const Shape at = {d / codes.group, c};
+  const double scale = codes.scale >= 0 ? read_value(memory, values[codes.scale], at) : 1;
+  const double zero = codes.zero >= 0 ? read_value(memory, values[codes.zero], at) : 0;
+  code -= static_cast<double>(codes.offset);
+  return codes.zero_after ? code * scale + zero : (code - zero) * scale;
+}
+
+inline void run_dequant_matmul(Memory& memory, const std::vector<Value>& values, const MatmulStage& body, Part part) {
+  each_index(values[body.out].shape, [&](const Shape& index) {
+    if (!part.has(index)) return;
+    double sum = body.bias >= 0 ? read_value(memory, values[body.bias], index) : 0;
+    for (int64_t d = 0; d < body.k; ++d)
+      sum += read_value(memory, values[body.a], {index[0], d}) * decoded(memory, values, body, d, index[1]);
+    write_value(memory, values[body.out], index, sum);
+  });
+}
+
+// Of a node, with what its attributes say; written apart from dequant_matmul_stage().
+inline MatmulStage coded_product(const std::vector<Value>& values, const Node& node) {
+  MatmulStage body{.a = node.inputs[0], .b = node.inputs[1], .out = node.outputs[0]};
+  body.k = values[body.a].shape[1];
+  body.codes = {static_cast<int>(node.integer("bits")), node.flag("signed"), node.flag("high_first"),
+                node.integer("offset")};
+  auto rest = node.inputs.begin() + 2;
+  if (node.flag("scaled")) body.codes.scale = *rest++;
+  if (!node.text("zero").empty()) body.codes.zero = *rest++;
+  if (node.flag("biased")) body.bias = *rest++;
+  body.codes.zero_after = node.text("zero") == "after";
+  const int by = body.codes.scale >= 0 ? body.codes.scale : body.codes.zero;
+  body.codes.group = by >= 0 ? body.k / values[by].shape[0] : body.k;
+  return body;
+}
+
 // The rows of a position that is added first, of the heads of the part.
 inline void add_position(Memory& memory, const AttentionStage& body, const std::vector<Value>& values, Part part) {
   const AttentionStage::Added& added = body.added;
@@ -179,6 +222,8 @@ inline void run_node(Memory& memory, const Graph& graph, const Node& node) {
   } else if (node.op == "matmul") {
     run_matmul(memory, values[node.inputs[0]], values[node.inputs[1]],
                node.inputs.size() == 3 ? &values[node.inputs[2]] : nullptr, out, {});
+  } else if (node.op == "dequant_matmul") {
+    run_dequant_matmul(memory, values, coded_product(values, node), {});
   } else if (node.op == "attention") {
     AttentionStage body{
         node.inputs[0],  node.inputs[1],     node.inputs[2],     node.inputs.size() == 4 ? node.inputs[3] : -1,

@@ -159,6 +159,7 @@ inline void run_product(Memory& memory, const Graph& graph, const Stage& stage, 
       values[matmul.a].shape.back() != matmul.k || values[matmul.a].shape[rank - 2] != matmul.m) {
     throw std::logic_error("a product's sizes");
   }
+  if (matmul.codes.bits != 0) return run_dequant_matmul(memory, values, matmul, {axis, begin, end});
   std::function<double(double)> finish;
   if (!matmul.finish.empty()) finish = [&](double sum) { return finished(matmul.finish, values, sum); };
   run_matmul(memory, values[matmul.a], values[matmul.b], matmul.bias >= 0 ? &values[matmul.bias] : nullptr, out,

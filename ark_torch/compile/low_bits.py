@@ -1,0 +1,171 @@
+"""Products with coded weights: which operators of a graph decode a weight, and what the weight is before.
+
+A weight of int8, float8 or 4 bits is decoded by ordinary operators (a conversion, a zero that is subtracted, a scale
+that is multiplied, views in whatever order), and a product reads the result. mark() follows these from each product
+back to the codes. Where all of it is understood, the decoding operators become *free*, as views are (analysis.py): they
+belong to no region, the product's lowering reads the codes themselves, and a piece that goes to Inductor has the
+operators as they were. Hand-written modules and torchao's tensor subclasses come out of one rule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Graph, Node
+
+from ark_torch.compile import analysis
+from ark_torch.compile.analysis import aten, tensor_of
+from ark_torch.compile.decoding import Decoded, Factor, NotTaken, follow, joined, leaf_of, may_decode
+from ark_torch.compile.ir import Strided, Unsupported
+
+MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
+GROUPS = 32  # groups are of a multiple of so many
+CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
+_WEIGHT = "ark_weight"  # in a product's: its weight
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Of a product, [depth, columns]. Strides of scale and zero: [groups, columns]."""
+
+    codes: Strided  # of bytes
+    decoded: Decoded
+    group: int
+    groups: int
+    scale: tuple[int, int]
+    zero: tuple[int, int]
+    behind: bool = False  # what it has no scale for is scaled behind the product
+
+    def __str__(self) -> str:
+        of = self.decoded
+        name = "int4" if of.bits == 4 else CODES[of.codes.view.dtype]
+        per = "a channel" if self.groups == 1 else f"a group of {self.group}"
+        if of.scale is not None and self.groups == 1 and self.scale[1] == 0:
+            per = "a tensor"
+        scales = f"scale {per}" if of.scale is not None or self.behind else "no scale"
+        return f"{name} weights, {scales}{', and a zero' if of.zero is not None else ''}"
+
+
+def weight_of(product: Node) -> Weight | None:
+    weight: Weight | None = product.meta.get(_WEIGHT)
+    return weight
+
+
+def mark(graph: Graph) -> list[str]:
+    """Marks products and what decodes their weights; says how many of each form there are, and why others are not
+    taken."""
+    told: Counter[str] = Counter()
+    found: dict[Node, Weight] = {}
+    for product in graph.nodes:
+        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1]):
+            continue
+        try:
+            found[product] = weight_of_product(product)
+        except (NotTaken, Unsupported) as reason:
+            told[f"a product of coded weights is not ark's: {reason}"] += 1
+    chains = {product: _chain(product.args[-1]) for product in found}  # type: ignore[arg-type]
+    written = {root for node in graph.nodes for root in analysis.written_roots(node)}
+    # What others read as well has to be computed after all, and what is written has an order.
+    while others := _with_other_readers(chains, written):
+        for product in others:
+            del chains[product]
+            told["a product of coded weights is not ark's: others read what it decodes, or it is written"] += 1
+    for product, chain in chains.items():
+        product.meta[_WEIGHT] = found[product]
+        told[f"product of {found[product]}"] += 1
+        for node in chain:
+            if not analysis.is_free(node):
+                node.meta[analysis.DECODES] = True
+    return [f"{count} times: {line}" if count > 1 else line for line, count in told.items()]
+
+
+def _chain(weight: Node) -> list[Node]:
+    """The operators between codes and what a product reads; views are free as they are."""
+    chain: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if analysis.is_source(node) or analysis.is_constant(node) or node in chain:
+            return
+        chain[node] = None
+        for one in node.all_input_nodes:
+            visit(one)
+
+    visit(weight)
+    return list(chain)
+
+
+def _with_other_readers(chains: dict[Node, list[Node]], written: set[Node]) -> list[Node]:
+    known = {one for chain in chains.values() for one in chain}
+
+    def read_elsewhere(node: Node) -> bool:
+        if analysis.is_source(analysis.root_of(node)):  # a view of what the graph is given, whoever reads it
+            return analysis.root_of(node) in written
+        return any(user not in known and (user not in chains or node is not user.args[-1]) for user in node.users)
+
+    return [
+        product
+        for product, chain in chains.items()
+        if any(read_elsewhere(one) or any(analysis.root_of(n) in written for n in one.all_input_nodes) for one in chain)
+    ]
+
+
+def weight_of_product(product: Node) -> Weight:
+    rows, weight = product.args[-2:]
+    value, given = tensor_of(product), tensor_of(rows)  # type: ignore[arg-type]
+    assert isinstance(weight, Node)
+    if value is None or given is None or any(type(n) is not int for n in (*value.shape, *given.shape)):
+        raise NotTaken("its sizes are symbolic")
+    if any(product.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")):
+        raise NotTaken("its sum is scaled")
+    if value.device.type == "cuda" and value.shape[0] > MOST_ROWS:
+        raise NotTaken(f"it has more than {MOST_ROWS} rows ({value.shape[0]})")
+    decoded = follow(weight)
+    if decoded is None:
+        raise NotTaken("its weights are not decoded by operators that ark knows")
+    return replace(_as_matrix(decoded), behind=decoded.scale is None and _is_scaled(product))
+
+
+def _is_scaled(product: Node) -> bool:
+    """Whether numbers of channels are multiplied behind it (operators/dequantized.py)."""
+    while len(product.users) == 1:
+        [user] = product.users
+        if user.target is aten.mul.Tensor:
+            [by] = [one for one in user.args if one is not product] or [None]
+            leaf, value = leaf_of(by), tensor_of(product)
+            return leaf is not None and value is not None and leaf.view.shape[-1:] in ((1,), value.shape[-1:])
+        if not analysis.is_view(user):
+            break
+        product = user
+    return False
+
+
+def _as_matrix(of: Decoded) -> Weight:
+    if of.half:
+        raise NotTaken("halves of bytes are its numbers, and not both")
+    if of.codes.view.dtype == torch.uint8 and of.bits == 8:
+        raise NotTaken("its codes are uint8")
+    depth, columns = (joined(dim) for dim in of.dims)
+    if len(columns) > 1:
+        raise NotTaken("its columns are spread over several dimensions")
+    column = columns[0] if columns else Factor(1, 0)
+    if not depth:
+        raise NotTaken("its depth is 1")
+    outer, inner = (depth[0], depth[1]) if len(depth) == 2 else (Factor(1, 0), depth[0])
+    if len(depth) > 2 or inner.scale or inner.zero or (len(depth) == 2 and outer.code != inner.length * inner.code):
+        raise NotTaken("its scales do not belong to channels or to groups of a channel's depth")
+    if inner.code != 1:
+        raise NotTaken("its codes are not adjacent along the depth")
+    if outer.length > 1 and inner.length % GROUPS:
+        raise NotTaken(f"its groups of {inner.length} are not of a multiple of {GROUPS}")
+    whole = outer.length * inner.length
+    if of.bits == 4 and (whole % 2 or column.code % 2):
+        raise NotTaken("its columns do not begin with a byte")
+    if not 0 <= of.offset + (8 if of.signed else 0) <= 128 and of.bits == 4:
+        raise NotTaken(f"{of.offset} is subtracted from its codes")
+    per_byte = 8 // of.bits
+    codes = of.codes.view._replace(
+        shape=(whole // per_byte, column.length), strides=(1, column.code // per_byte if column.length > 1 else whole)
+    )
+    return Weight(codes, of, inner.length, outer.length, (outer.scale, column.scale), (outer.zero, column.zero))

@@ -1,0 +1,131 @@
+"""Products of coded weights (low_bits.py), and scales and biases of channels that come behind them.
+
+Many write the scale of a channel behind the product: `linear(x, codes.to(x.dtype)) * scales`, and torchao the bias
+behind that. Each of these is one more factor or summand of a column, so a product that is remembered is made anew with
+it; the one before is then read by nobody, and goes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from ark_torch.compile.decoding import Leaf, leaf_of
+from ark_torch.compile.ir import Operand, Strided, Unsupported
+from ark_torch.compile.low_bits import Weight
+from ark_torch.compile.lowering import Lowering, contiguous_strides
+
+
+@dataclass(frozen=True)
+class _Product:
+    weight: Weight
+    rows: Strided
+    versions: tuple[int, int]  # of what it reads, and of its result
+    scale: Strided | None = None  # of channels, behind it
+    bias: Operand | None = None
+
+
+def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Operand | None = None) -> Strided:
+    stored = low.stored(rows)
+    if not stored.dtype.is_floating_point:
+        raise Unsupported("a product of integers with decoded weights")
+    made = _Product(weight, stored, (low.graph.version(stored.buffer), low.graph.version(out.buffer) + 1), None, bias)
+    return _write(low, made, out)
+
+
+def _write(low: Lowering, made: _Product, out: Strided) -> Strided:
+    weight, decoded = made.weight, made.weight.decoded
+    columns = decoded.shape[1]
+    inputs: list[Operand] = [
+        made.rows,
+        _of(low, decoded.codes)._replace(
+            shape=weight.codes.shape, strides=weight.codes.strides, offset=weight.codes.offset
+        ),
+    ]
+    if decoded.scale is not None:
+        inputs.append(_of(low, decoded.scale)._replace(shape=(weight.groups, columns), strides=weight.scale))
+    elif made.scale is not None:
+        inputs.append(made.scale)
+    if decoded.zero is not None:
+        inputs.append(_of(low, decoded.zero)._replace(shape=(weight.groups, columns), strides=weight.zero))
+    if made.bias is not None:
+        inputs.append(low.stored(made.bias))
+    low.node(
+        "dequant_matmul",
+        inputs,
+        out,
+        bits=decoded.bits,
+        signed=decoded.signed,
+        high_first=decoded.high_first,
+        offset=decoded.offset,
+        scaled=decoded.scale is not None or made.scale is not None,
+        zero="" if decoded.zero is None else "after" if decoded.zero_after else "before",
+        biased=made.bias is not None,
+    )
+    low.notes.setdefault("dequantized", {})[out.buffer] = replace(
+        made, versions=(made.versions[0], low.graph.version(out.buffer))
+    )
+    return out
+
+
+def _of(low: Lowering, leaf: Leaf) -> Strided:
+    source = low.source(leaf.source)
+    return leaf.view._replace(buffer=source.buffer)
+
+
+def with_channels(low: Lowering, node: Node, op: str) -> Strided | None:
+    """Of a product that is multiplied by numbers of channels, or to which these are added: the product that does both.
+    None: `node` is something else."""
+    known = low.notes.get("dequantized")
+    if not known or node.kwargs.get("alpha", 1) != 1:
+        return None
+    for of, by in (node.args[:2], node.args[1::-1]):
+        if not isinstance(of, Node) or not isinstance(by, Node):
+            continue
+        operand = low.operand(of)
+        made = known.get(operand.buffer) if isinstance(operand, Strided) else None
+        if made is None or not isinstance(operand, Strided):
+            continue
+        numbers = _channels(low, by, operand)
+        if numbers is not None:
+            return _joined(low, node, op, made, operand, numbers)
+    return None
+
+
+def _channels(low: Lowering, by: Node, of: Strided) -> Strided | None:
+    """Numbers of the last dimension of a product's result, as the graph was given them where that is known."""
+    columns = of.shape[-1]
+    leaf = leaf_of(by)
+    known = leaf is not None and leaf.source not in low.mutated
+    numbers: Operand = _of(low, leaf) if leaf is not None and known else low.operand(by)
+    if not isinstance(numbers, Strided) or not numbers.dtype.is_floating_point or len(numbers.shape) > len(of.shape):
+        return None
+    if any(n != 1 for n in numbers.shape[:-1]) or low.graph.buffers[numbers.buffer].mutated:
+        return None
+    last = (numbers.shape[-1], numbers.strides[-1]) if numbers.shape else (1, 0)
+    if last[0] not in (1, columns):
+        return None
+    return numbers._replace(shape=(1, columns), strides=(0, last[1] if last[0] == columns else 0))
+
+
+def _joined(low: Lowering, node: Node, op: str, made: _Product, operand: Strided, numbers: Strided) -> Strided | None:
+    rows, columns = made.rows.shape[0], made.weight.decoded.shape[1]
+    whole = (
+        operand.offset == 0 and operand.shape[-1] == columns and operand.strides == contiguous_strides(operand.shape)
+    )
+    now = (low.graph.version(made.rows.buffer), low.graph.version(operand.buffer))
+    if not whole or now != made.versions or made.bias is not None:
+        return None
+    decoded = made.weight.decoded
+    if op == "mul" and (decoded.scale is not None or decoded.zero is not None or made.scale is not None):
+        return None
+    out = low.result(node)
+    if out.shape != operand.shape or out.strides != operand.strides or not out.dtype.is_floating_point:
+        return None
+    changed: dict[str, Any] = {"scale": numbers} if op == "mul" else {"bias": numbers}
+    version = (low.graph.version(made.rows.buffer), 0)
+    matrix = out._replace(shape=(rows, columns), strides=(columns, 1))
+    _write(low, replace(made, versions=version, **changed), matrix)
+    return out

@@ -1,0 +1,114 @@
+// Columns of coded weights with what they are decoded with: of one product, or of several that share their rows, whose
+// columns then are numbered through, as in products.cuh.
+#pragma once
+
+#include "cuda/loop/decode.cuh"
+
+namespace ark::loop {
+
+// Columns [c0, c1) of a product. Where b and the others lie is asked for when it is needed (Later of task.cuh).
+template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
+struct CodedShare {
+  using Element = typename Pointee<BAt>::Type;
+  using ScaleElement = typename Pointee<ScaleAt>::Type;
+  using ZeroElement = typename Pointee<ZeroAt>::Type;
+  static constexpr Product kProduct = kShape;
+  static constexpr Codes q = kCodes;
+  BAt b;
+  ScaleAt scales;
+  ZeroAt zeros;
+  OutAt out;
+  BiasAt bias;
+  int c0, c1;
+
+  ARK_LOOP const Element* column(int c) const { return now(b) + c * kProduct.b_column; }
+  ARK_LOOP float scale(int g, int c) const {
+    if constexpr (kSame<ScaleElement, NoScale>)
+      return 1;
+    else
+      return load_one(now(scales) + g * static_cast<int64_t>(q.scale.group) + c * static_cast<int64_t>(q.scale.column));
+  }
+  ARK_LOOP float zero(int g, int c) const {
+    if constexpr (kSame<ZeroElement, NoScale>)
+      return 0;
+    else
+      return static_cast<float>(
+          load_one(now(zeros) + g * static_cast<int64_t>(q.zero.group) + c * static_cast<int64_t>(q.zero.column)));
+  }
+  // The same, of which nothing can have been computed before, as Parts::anew().
+  ARK_LOOP CodedShare anew() const {
+    CodedShare same = *this;
+    asm volatile("" : "+r"(same.c0), "+r"(same.c1));
+    return same;
+  }
+};
+
+template <Product kShape, Codes kCodes, class BAt, class ScaleAt, class ZeroAt, class OutAt, class BiasAt>
+ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_share(BAt b, ScaleAt scales,
+                                                                                     ZeroAt zeros, OutAt out,
+                                                                                     BiasAt bias, int64_t c0,
+                                                                                     int64_t c1) {
+  return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
+}
+
+// The shares' columns, the first one's from number `begin` on, each one's from a multiple of kTogether on.
+template <int kTogether, class... Shares>
+struct CodedRuns {
+  const int total;
+  ARK_LOOP explicit CodedRuns(int begin) : total(begin) {}
+};
+
+template <int kTogether, class First, class... Rest>
+struct CodedRuns<kTogether, First, Rest...> {
+  using Element = typename First::Element;
+  using ZeroElement = typename First::ZeroElement;
+  static constexpr Product s = First::kProduct;
+  static constexpr bool kLast = sizeof...(Rest) == 0;
+
+  const First first;
+  const int begin;
+  const CodedRuns<kTogether, Rest...> rest;
+  const int total;
+
+  ARK_LOOP CodedRuns(int begin, const First& first, const Rest&... others)
+      : first(first), begin(begin), rest(padded(begin, first), others...), total(kLast ? past() : rest.total) {}
+
+  static ARK_LOOP int padded(int begin, const First& of) {
+    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, kTogether)) * kTogether;
+  }
+  ARK_LOOP int past() const { return begin + first.c1 - first.c0; }
+  ARK_LOOP bool mine(int c) const { return kLast || c < padded(begin, first); }
+  ARK_LOOP int own(int c) const { return first.c0 + c - begin; }
+
+  ARK_LOOP const Element* from(int c) const {
+    if constexpr (!kLast)
+      if (!mine(c)) return rest.from(c);
+    return first.column(own(c));
+  }
+  ARK_LOOP int left(int c) const {
+    if constexpr (!kLast)
+      if (!mine(c)) return rest.left(c);
+    return past() - c;
+  }
+  ARK_LOOP float scale(int g, int c) const {
+    if constexpr (!kLast)
+      if (!mine(c)) return rest.scale(g, c);
+    return first.scale(g, own(c));
+  }
+  ARK_LOOP float zero(int g, int c) const {
+    if constexpr (!kLast)
+      if (!mine(c)) return rest.zero(g, c);
+    return first.zero(g, own(c));
+  }
+  // kScale: it has waited for the sum.
+  template <bool kScale>
+  ARK_LOOP void finish(int row, int c, float sum) const {
+    if constexpr (!kLast)
+      if (!mine(c)) return rest.template finish<kScale>(row, c, sum);
+    if (c >= past()) return;
+    if constexpr (kScale) sum *= first.scale(0, own(c));
+    finish_one(s, now(first.out) + row * s.out_row, now(first.bias), row, own(c), sum);
+  }
+};
+
+}  // namespace ark::loop

@@ -1,0 +1,133 @@
+// Codes of weights as pairs of halves, for tensor cores: words of four codes of 8 bits, or of eight of 4 bits.
+//
+// A few instructions a word, since memory brings a word in every few clocks. Integers are put into the significand of a
+// power of two, which is then subtracted: no conversion, and exact. Which depths a pair has follows from what is
+// cheapest, and rows are dealt out alike (deal()). What is exact in float8 is so in both halves' types, NaN included.
+#pragma once
+
+#include "cuda/loop/product.cuh"
+#include "protocol/codes.hpp"
+
+namespace ark::loop {
+
+using ark::Codes;
+using ark::NoScale;
+
+// a * b + c of pairs.
+template <class T>
+ARK_LOOP uint32 fused_pair(uint32 a, uint32 b, uint32 c) {
+  uint32 sum;
+  if constexpr (kSame<T, bf16>)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+}
+// Bits of a whole number up to 256, or, in f16, 2048, twice.
+template <class T>
+ARK_LOOP constexpr uint32 pair_of(int x) {
+  if (x == 0) return 0;
+  const uint32 sign = x < 0 ? 0x8000u : 0u;
+  uint32 magnitude = x < 0 ? -x : x, exponent = 0;
+  while (magnitude >> (exponent + 1) != 0) ++exponent;
+  const uint32 rest = magnitude - (1u << exponent);
+  const uint32 bits =
+      kSame<T, bf16> ? (127 + exponent) << 7 | rest << 7 >> exponent : (15 + exponent) << 10 | rest << 10 >> exponent;
+  return (sign | bits) * 0x10001u;
+}
+template <class T>
+ARK_LOOP uint32 minus(uint32 pair, int x) {
+  return fused_pair<T>(pair, pair_of<T>(1), pair_of<T>(-x));
+}
+
+// The power of two whose significand has room for a code of T, and its bits in both halves of a word.
+template <class T>
+inline constexpr int kPower = kSame<T, bf16> ? 128 : 1024;
+template <class T>
+inline constexpr uint32 kPowerBits = kSame<T, bf16> ? 0x43004300u : 0x64006400u;
+
+// Two codes of e4m3, in the bytes of a half of a word each, the low bytes 0.
+ARK_LOOP uint32 float8_pair(uint32 high_bytes, f16) {
+  // 8 more in the exponent stand for 1.
+  const uint32 bits = (high_bytes & 0x80008000u) | (high_bytes & 0x7f007f00u) >> 1;
+  const uint32 nan = __vcmpeq2(high_bytes & 0x7f007f00u, 0x7f007f00u);
+  return fused_pair<f16>(bits, 0x5c005c00u, 0x80008000u) | (nan & 0x7e007e00u);
+}
+// Two adjacent codes of e4m3.
+ARK_LOOP uint32 float8_pair(uint16 codes, f16 type) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32 pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+  return pair;
+#else
+  return float8_pair(__byte_perm(codes, 0, 0x1404), type);
+#endif
+}
+ARK_LOOP uint32 float8_pair(uint16 codes, bf16 type) {
+  const uint32 pair = float8_pair(codes, f16{});
+  return pack_two(widen(f16{static_cast<uint16>(pair)}), widen(f16{static_cast<uint16>(pair >> 16)}), type);
+}
+
+template <Codes q, class B, class T>
+struct Coding {
+  static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // of a word
+  static constexpr int kOffset = q.offset + (q.is_signed ? 8 : 0);
+
+  // Numbers without scales.
+  static ARK_LOOP void word(uint32 codes, uint32 (&pairs)[kPairs]) {
+    if constexpr (q.bits == 4) {
+      if constexpr (q.is_signed) codes ^= 0x88888888u;
+      ARK_UNROLL for (int i = 0; i < 4; ++i) pairs[i] =
+          minus<T>((codes >> 4 * i & 0x000f000fu) | kPowerBits<T>, kPower<T> + kOffset);
+    } else if constexpr (kSame<B, e4m3>) {
+      pairs[0] = float8_pair(static_cast<uint16>(codes), T{});
+      pairs[1] = float8_pair(static_cast<uint16>(codes >> 16), T{});
+    } else if constexpr (kSame<T, bf16>) {
+      ARK_UNROLL for (int i = 0; i < 2; ++i) {
+        // Seven bits fit: the eighth makes 256 of the 128 that is subtracted.
+        const uint32 two = codes >> 8 * i;
+        pairs[i] =
+            fused_pair<T>((two & 0x00800080u) | kPowerBits<T>, pair_of<T>(-1), (two & 0x007f007fu) | kPowerBits<T>);
+      }
+    } else {
+      const uint32 raised = codes ^ 0x80808080u;
+      ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] =
+          minus<T>((raised >> 8 * i & 0x00ff00ffu) | kPowerBits<T>, kPower<T> + 128);
+    }
+    if constexpr (q.bits == 8 && q.offset != 0)
+      ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] = minus<T>(pairs[i], q.offset);
+  }
+
+  // Of eight elements of a row in order, the pairs that meet those of a word of 4 bits, or of two words of 8.
+  static ARK_LOOP void deal(Chunk& row) {
+    const Chunk by = row;
+    const auto low = [](uint32 a, uint32 b) { return __byte_perm(a, b, 0x5410); };
+    const auto high = [](uint32 a, uint32 b) { return __byte_perm(a, b, 0x7632); };
+    if constexpr (q.bits == 4) {
+      constexpr int f = q.high_first ? 1 : 0;
+      ARK_UNROLL for (int i = 0; i < 2; ++i) {
+        row.words[2 * i + f] = low(by.words[i], by.words[i + 2]);
+        row.words[2 * i + 1 - f] = high(by.words[i], by.words[i + 2]);
+      }
+    } else if constexpr (!kSame<B, e4m3>) {
+      ARK_UNROLL for (int i = 0; i < 4; i += 2) {
+        row.words[i] = low(by.words[i], by.words[i + 1]);
+        row.words[i + 1] = high(by.words[i], by.words[i + 1]);
+      }
+    }
+  }
+
+  // One number, at depth d of a column of bytes.
+  static ARK_LOOP float one(const B* column, int d) {
+    if constexpr (q.bits == 4) {
+      const int code = column[d / 2] >> ((d & 1) == (q.high_first ? 1 : 0) ? 0 : 4) & 15;
+      return static_cast<float>((q.is_signed ? code ^ 8 : code) - kOffset);
+    } else if constexpr (kSame<B, e4m3>) {
+      return widen(f16{static_cast<uint16>(float8_pair(static_cast<uint16>(column[d].bits), f16{}))}) - q.offset;
+    } else {
+      return static_cast<float>(column[d] - q.offset);
+    }
+  }
+};
+
+}  // namespace ark::loop

@@ -1,0 +1,75 @@
+// Products with coded weights of a tile: out[r, c] = sum over d of a[r, d] w[d, c] (+ bias[r, c]), where w is decoded
+// in registers, so that what streams from memory is codes: int8, float8 (e4m3) or two numbers of 4 bits a byte.
+//
+// Halves by tensor cores (dequant_tensor.cuh); float32 rows, and what is not aligned or grouped as those need it,
+// number by number. Which of the two computes an element depends on shapes, strides, alignment and types alone. Several
+// products that share their rows pass as one run of columns.
+#pragma once
+
+#include "cuda/loop/dequant_tensor.cuh"
+
+namespace ark::loop {
+
+// A column for each warp, a number for each lane.
+template <int Rows, class A, class Share>
+ARK_LOOP void dequant_plain(const A* a, const Share& share, int r0, int rows) {
+  constexpr Product s = Share::kProduct;
+  constexpr Codes q = Share::q;
+  for (int c = share.c0 + warp(); c < share.c1; c += kWarps) {
+    const auto* const codes = share.column(c);
+    float sums[Rows] = {};
+    ARK_ROLLED for (int d = lane(); d < s.depth; d += 32) {
+      const int g = d / q.group;
+      float w = Coding<q, typename Share::Element, f16>::one(codes, d);
+      if constexpr (!q.zero_after) w -= share.zero(g, c);
+      w *= share.scale(g, c);
+      if constexpr (q.zero_after) w += share.zero(g, c);
+      ARK_UNROLL for (int r = 0; r < Rows; ++r) if (r < rows) sums[r] =
+          fused(load_one(a + (r0 + r) * s.a_row + d * s.a_depth), w, sums[r]);
+    }
+    ARK_UNROLL for (int r = 0; r < Rows; ++r) {
+      const float one[1] = {sums[r]};
+      const float sum = fold_lanes<16, 1>(one);
+      if (lane() == 0 && r < rows)
+        finish_one(s, now(share.out) + (r0 + r) * s.out_row, now(share.bias), r0 + r, c, sum);
+    }
+  }
+}
+
+// All kRows rows of a, which has no more than fit a tensor core's.
+template <int kRows, class AAt, class First, class... Rest>
+ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
+  constexpr Product s = First::kProduct;
+  constexpr Codes q = First::q;
+  constexpr int kTogether = kDequantOctets * 8;
+  constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
+  const auto runs = [&] { return CodedRuns<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
+  in_slices<kRows>(
+      kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
+      [&](int, int, int c, int batches, Parts parts) {
+        dequant_parts<kRows, s, q>(a, runs(), 0, kRows, c, batches, parts);
+      },
+      [&](int row, int c, float sum) {
+        runs().template finish<kScaledLast<s, q, typename First::ZeroElement>>(row, c, sum);
+      });
+}
+
+// All kRows rows of a, with columns of each share, which are coded alike.
+template <int64_t kRows, class AAt, class First, class... Rest>
+ARK_LOOP void dequant_products(AAt a, const First& first, const Rest&... rest) {
+  using A = typename Pointee<AAt>::Type;
+  constexpr bool kTensor = kIsHalf<A> && kDequantsByTensor<First::kProduct, First::q>;
+  static_assert((kSame<typename First::Element, typename Rest::Element> && ...));
+  if constexpr (kTensor && kRows <= kTensorRows) {
+    dequant_runs<kRows>(a, first, rest...);
+  } else {
+    ARK_ROLLED for (int r = 0; r < kRows; r += kTensorRows) {
+      constexpr int kMost = least<int64_t>(kRows, kTensorRows);
+      const int rows = least<int>(kRows - r, kTensorRows);
+      dequant_plain<kMost>(now(a), first, r, rows);
+      (dequant_plain<kMost>(now(a), rest, r, rows), ...);
+    }
+  }
+}
+
+}  // namespace ark::loop

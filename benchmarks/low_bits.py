@@ -1,0 +1,204 @@
+"""Decoding with weight-only int8, float8 and int4 weights: a step of a Llama, by ark and by Inductor, batch 1.
+
+    python benchmarks/low_bits.py [--size small] [--forms bfloat16 int8 float8 int4] [--output FOLDER]
+    python benchmarks/low_bits.py --device cuda [--size 1b | 8b] [--layers N] [--seconds 150]
+
+Linear layers are those of examples/llama/quantized.py, plain PyTorch as GPT-fast and torchao write it, so that ark and
+Inductor get the same graph. All contenders take turns in one process, some calls one after the other, with the same
+tokens at the same position; on a GPU Inductor's steps (mode max-autotune) and ark's are captured in CUDA graphs. Errors
+are relative to the same codes decoded in float64. `speedup`: to the same backend's step with weights as they were;
+`beside Inductor`: Inductor's time of the same form by ark's. After --seconds no further contender is compiled: ark's
+forms come first, and what is left out is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ark_torch.tools.bench import report as bench
+
+FOLDER = Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "examples")]
+
+import gpu_models  # noqa: E402
+import models  # noqa: E402  (lies in tests/compile, which gpu_models adds)
+import real_sizes  # noqa: E402
+from llama.quantized import FORMS as CODED  # noqa: E402  (lies in examples/)
+from llama.quantized import quantize  # noqa: E402
+
+Row = dict[str, Any]
+SIZES = {
+    "small": models.Config(1024, 8, 16, 4, 2816, 8192, 512),
+    "1b": real_sizes.LLAMA_1B,
+    "8b": models.Config(4096, 32, 32, 8, 14336, 128256, 1024, theta=500000.0),
+    "tiny": models.Config(256, 1, 4, 2, 512, 64, 32),  # to see that the script works
+}
+FORMS = ("bfloat16", *CODED)
+BACKENDS = ("ark", "inductor")
+THREADS = 2  # on a CPU
+
+
+def model_of(config: models.Config, form: str, device: torch.device, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    with device:
+        torch.set_default_dtype(dtype)  # 8 thousand million weights of float32 would not fit beside the others
+        try:
+            model = real_sizes.ready(models.Llama(config, 1, dtype), dtype, 0.02)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return model if form == "bfloat16" else quantize(model, form)
+
+
+def exactly(model: nn.Module) -> nn.Module:
+    """The same codes, scales and weights, computed with in float64."""
+    wide = (torch.bfloat16, torch.float16, torch.float32)
+    return copy.deepcopy(model)._apply(lambda tensor: tensor.double() if tensor.dtype in wide else tensor)
+
+
+def bytes_of(model: nn.Module) -> int:
+    """That a step reads of weights: not the embedding, of which it reads a row."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return sum(t.nbytes for name, t in tensors if not name.startswith("emb.") and not name.endswith("_cache"))
+
+
+class Contest:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device = gpu_models.device_of(arguments)
+        self.config = SIZES[arguments.size]
+        if arguments.layers:
+            self.config = models.Config(**{**vars(self.config), "layers": arguments.layers})
+        self.position = min(512, self.config.max_len // 2)
+        self.ids = torch.randint(0, self.config.vocab, (1, 1), device=self.device)
+        self.where = torch.tensor([self.position], device=self.device)
+        self.dtype = getattr(torch, arguments.dtype)
+        self.ends = time.time() + arguments.seconds
+        self.steps: dict[str, Any] = {}
+        self.rows: dict[str, Row] = {}
+
+    def add(self, form: str, backend: str) -> None:
+        row: Row = {"backend": backend, "form": form}
+        self.rows[f"{backend}, {form}"] = row
+        if time.time() > self.ends:
+            row["left_out"] = True
+            return
+        model = model_of(self.config, form, self.device, self.dtype)
+        row["bytes"] = bytes_of(model)
+        right = None
+        if row["bytes"] < 6e9:  # four times as much must fit beside the others
+            exact = exactly(model)
+            real_sizes.fill(exact, self.position)
+            right = exact(self.ids, self.where)
+        self._compile(row, model, right)
+
+    def _compile(self, row: Row, model: Any, right: torch.Tensor | None) -> None:
+        real_sizes.fill(model, self.position)
+        told = None
+        if row["backend"] == "ark":
+            call, told = gpu_models.of_ark(model)
+        else:
+            gpu = self.device.type == "cuda"
+            torch._dynamo.reset()
+            call = torch.compile(
+                model, dynamic=False, **({"mode": "max-autotune-no-cudagraphs"} if gpu else {"options": CPU_OPTIONS})
+            )
+
+        def step() -> torch.Tensor:
+            result: torch.Tensor = call(self.ids, self.where)
+            return result
+
+        begin = time.perf_counter()
+        result = step().double()
+        gpu_models.finish(self.device)
+        row["first_call_seconds"] = time.perf_counter() - begin
+        if right is not None:
+            row["error"] = float((result - right).abs().max() / right.abs().max())
+        if told is not None:
+            row |= gpu_models.made_of(told) | {"weights": [line for graph in told.graphs for line in graph.weights]}
+        self.steps[f"{row['backend']}, {row['form']}"] = (
+            gpu_models.captured(step) if self.device.type == "cuda" else step
+        )
+
+    def measure(self, turns: int) -> list[Row]:
+        for name, times in gpu_models.in_turns(self.steps, turns, self.device).items():
+            self.rows[name]["microseconds"] = times
+        for row in self.rows.values():
+            mine = self._median(row["backend"], row["form"])
+            if mine is None:
+                continue
+            plain, theirs = self._median(row["backend"], "bfloat16"), self._median("inductor", row["form"])
+            row["gigabytes_per_second"] = row["bytes"] / mine / 1e3
+            row["speedup"] = plain / mine if plain else None
+            row["beside_inductor"] = theirs / mine if theirs else None
+        return list(self.rows.values())
+
+    def _median(self, backend: str, form: str) -> float | None:
+        times = self.rows.get(f"{backend}, {form}", {}).get("microseconds")
+        return times["median"] if times else None
+
+
+CPU_OPTIONS = {"freezing": True, "max_autotune": True}
+
+
+def table(rows: list[Row]) -> str:
+    lines = [
+        "| weights | backend | median, us | GB/s of weights | speedup | beside Inductor | error | first call, s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        if "microseconds" not in row:
+            lines.append(f"| {row['form']} | {row['backend']} | left out for time | | | | | |")
+            continue
+        ratios = [f"{row[key]:.2f}" if row[key] else "" for key in ("speedup", "beside_inductor")]
+        error = f"{row['error']:.1e}" if "error" in row else ""
+        lines.append(
+            f"| {row['form']} | {row['backend']} | {row['microseconds']['median']:.0f} | "
+            f"{row['gigabytes_per_second']:.0f} | {' | '.join(ratios)} | {error} | {row['first_call_seconds']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=SIZES, default="", help="small on a CPU, 1b on a GPU")
+    parser.add_argument("--layers", type=int, default=0, help="instead of all")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--turns", type=int, default=20, help="of each contender")
+    parser.add_argument("--seconds", type=float, default=150, help="after so many nothing more is compiled")
+    parser.add_argument("--output", type=Path, default=FOLDER / "results")
+    arguments = parser.parse_args()
+    arguments.size = arguments.size or ("1b" if arguments.device == "cuda" else "small")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("low_bits.py: this PyTorch sees no GPU")
+    if arguments.device == "cpu":
+        torch.set_num_threads(THREADS)
+        torch.set_float32_matmul_precision("highest")
+    about = gpu_models.surroundings(arguments)
+    contest = Contest(arguments)
+    for backend in arguments.backends:
+        for form in arguments.forms:
+            contest.add(form, backend)
+    rows = contest.measure(arguments.turns)
+    about |= {"size": arguments.size, "layers": contest.config.layers, "dtype": arguments.dtype}
+    about |= {"position": contest.position}
+    print(f"# {arguments.size}, {contest.config.layers} layers, {arguments.dtype}; {about['date']}\n{table(rows)}")
+    where = gpu_models.slug("cuda") if arguments.device == "cuda" else "cpu"
+    path = arguments.output / f"low_bits_{arguments.size}_{where}.json"
+    bench.write_json(path, about, rows)
+    print(f"# written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

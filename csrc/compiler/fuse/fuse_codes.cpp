@@ -1,0 +1,75 @@
+// Products with coded weights: int8, float8 or 4 bits, with a scale for each column or each group of a column's depth.
+//
+// A stage of its own making, for what it reads beside its weights; passes see a product as any other. Every weight is
+// read once where there are few rows, so tiles cut columns; many rows, which only a CPU gets, are cut as rows.
+#include <string>
+
+#include "compiler/fuse/fuse_single.hpp"
+#include "compiler/fuse/fuse_views.hpp"
+
+namespace ark::compiler {
+
+namespace {
+
+constexpr int64_t kFewRows = 16;  // as in fuse_matrix.cpp
+
+std::string name_of(const Codes& codes, ScalarType type) {
+  const std::string coded = codes.bits == 4 ? "int4" : type == ScalarType::e4m3 ? "float8" : "int8";
+  return coded + " linear";
+}
+
+}  // namespace
+
+Stage dequant_matmul_stage(Graph& graph, const Node& node) {
+  MatmulStage body;
+  size_t next = 2;
+  body.a = node.inputs[0];
+  body.b = node.inputs[1];
+  body.out = node.outputs[0];
+  Codes& codes = body.codes;
+  codes.bits = static_cast<int>(node.integer("bits"));
+  codes.is_signed = node.flag("signed");
+  codes.high_first = node.flag("high_first");
+  codes.offset = node.integer("offset");
+  codes.zero_after = node.text("zero") == "after";
+  if (node.flag("scaled")) codes.scale = node.inputs[next++];
+  if (!node.text("zero").empty()) codes.zero = node.inputs[next++];
+  const Value &a = graph.values()[body.a], &out = graph.values()[body.out];
+  body.m = out.shape[0];
+  body.n = out.shape[1];
+  body.k = a.shape[1];
+  const int grouped = codes.scale >= 0 ? codes.scale : codes.zero;
+  codes.group = grouped < 0 ? body.k : body.k / graph.values()[grouped].shape[0];
+  if (node.flag("biased")) body.bias = view_value(graph, with_lead(graph.values()[node.inputs[next]], {body.m}, 1));
+  Stage stage;
+  body.axis = body.m <= kFewRows || body.n >= 4 * body.m ? MatmulStage::Axis::columns : MatmulStage::Axis::rows;
+  const bool columns = body.axis == MatmulStage::Axis::columns;
+  stage.extent = columns ? body.n : body.m;
+  if (columns) stage.grain = line_elements(graph.values()[body.out]);
+  stage.accesses = product_accesses(graph, body);
+  stage.flops = 2.0 * static_cast<double>(body.m * body.n) * static_cast<double>(body.k);
+  stage.bytes = bytes_of(graph, {body.a, body.b, body.out});
+  for (const int one : {codes.scale, codes.zero})
+    if (one >= 0) stage.bytes += bytes_of(graph, {one});
+  stage.kind = "matmul";
+  stage.name = name_of(codes, graph.values()[body.b].type);
+  stage.body = body;
+  return stage;
+}
+
+std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product) {
+  const bool columns = product.axis == MatmulStage::Axis::columns;
+  const auto cut = [&](int value, bool by_columns) {
+    const Value& of = graph.values()[value];
+    const size_t dim = of.shape.size() - (columns ? 1 : 2);
+    return columns == by_columns && of.shape[dim] > 1 && of.strides[dim] != 0 ? static_cast<int>(dim) : -1;
+  };
+  std::vector<Access> accesses{{product.a, cut(product.a, false), false}, {product.b, cut(product.b, true), false}};
+  for (const int one : {product.codes.scale, product.codes.zero})
+    if (one >= 0) accesses.push_back({one, cut(one, true), false});
+  if (product.bias >= 0) accesses.push_back({product.bias, cut(product.bias, columns), false});
+  accesses.push_back({product.out, cut(product.out, columns), true});
+  return accesses;
+}
+
+}  // namespace ark::compiler

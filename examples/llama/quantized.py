@@ -1,0 +1,79 @@
+"""Weight-only quantisation of a model's linear layers, in plain PyTorch: int8 and float8 with a scale a channel, int4
+with a scale and a zero for each group of a channel's depth.
+
+    from llama.quantized import quantize
+    model = torch.compile(quantize(model, "int4"), backend="ark")
+
+Written as GPT-fast and torchao write them: torch.compile(backend="ark") finds the decoding in the graph and does it in
+registers, while the product reads the codes (docs/compile.md).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUP = 128
+FORMS = ("int8", "float8", "int4")
+
+
+class Int8Linear(nn.Module):
+    """The product of codes, times the scales of channels."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scales = weight.float().abs().amax(1).clamp_min(1e-8) / 127
+        self.register_buffer("codes", (weight.float() / scales[:, None]).round().clamp(-127, 127).to(torch.int8))
+        self.register_buffer("scales", scales.to(weight.dtype))
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = F.linear(x, self.codes.to(x.dtype)) * self.scales
+        return product if self.bias is None else product + self.bias
+
+
+class Float8Linear(nn.Module):
+    """The product of what is decoded in float32 and rounded to the activations' type."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        scales = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 448
+        self.register_buffer("codes", (weight.float() / scales).to(torch.float8_e4m3fn))
+        self.register_buffer("scales", scales)
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, (self.codes.float() * self.scales).to(x.dtype), self.bias)
+
+
+class Int4Linear(nn.Module):
+    """Two codes a byte, the first in the low bits, with a scale and a zero for each group."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: int = GROUP) -> None:
+        super().__init__()
+        groups = weight.float().view(weight.shape[0], -1, group)
+        least, most = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+        scales = ((most - least).clamp_min(1e-8) / 15).to(weight.dtype)
+        zeros = (-least / scales.float()).round().clamp(0, 15)
+        codes = (groups / scales.float() + zeros).round().clamp(0, 15).to(torch.uint8).view(weight.shape)
+        self.register_buffer("codes", codes[:, ::2] | codes[:, 1::2] << 4)
+        self.register_buffer("scales", scales)
+        self.register_buffer("zeros", zeros.to(weight.dtype))
+        self.register_buffer("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), -1).view(*self.scales.shape[:2], -1)
+        weight = (codes.to(x.dtype) - self.zeros) * self.scales
+        return F.linear(x, weight.view(weight.shape[0], -1), self.bias)
+
+
+def quantize(model: nn.Module, form: str) -> nn.Module:
+    """Every nn.Linear in its place; the model itself comes back."""
+    make = {"int8": Int8Linear, "float8": Float8Linear, "int4": Int4Linear}[form]
+    for name, child in model.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(model, name, make(child.weight.detach(), None if child.bias is None else child.bias.detach()))
+        else:
+            quantize(child, form)
+    return model

@@ -1,0 +1,120 @@
+"""Products of coded weights, in every form of decoding that is followed: what test_low_bits.py, test_cuda_sources.py
+and tests/gpu/test_low_bits.py compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+EIGHT, FOUR, FLOAT = "int8 weights", "int4 weights", "float8 weights"
+Decode = Callable[[Tensor, Tensor, Tensor, torch.dtype], Tensor]
+
+
+class Coded(nn.Module):
+    """A product of decoded weights [n, k]. `decode`: of the codes, scales, zeros and the rows' type."""
+
+    def __init__(self, decode: Decode, n: int, k: int, codes: torch.dtype, groups: int = 1) -> None:
+        super().__init__()
+        self.decode = decode
+        if codes == torch.float8_e4m3fn:
+            self.register_buffer("codes", torch.randn(n, k).to(codes))
+        else:
+            least, most = (-128, 128) if codes == torch.int8 else (0, 256)
+            self.register_buffer("codes", torch.randint(least, most, (n, k), dtype=codes))
+        self.register_buffer("scales", torch.rand(n, groups) + 0.1)
+        self.register_buffer("zeros", torch.randint(0, 16, (n, groups)).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales, zeros = self.scales.to(x.dtype), self.zeros.to(x.dtype)
+        return F.linear(x, self.decode(self.codes, scales, zeros, x.dtype))
+
+
+def low_first(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+
+
+def high_first(codes: Tensor) -> Tensor:
+    return torch.stack((codes >> 4, codes & 0xF), 2).view(codes.shape[0], -1)
+
+
+def signed(codes: Tensor) -> Tensor:
+    return torch.stack(((codes << 4) >> 4, codes >> 4), -1).flatten(1)
+
+
+def grouped(w: Tensor, of: Tensor) -> Tensor:
+    return w.view(w.shape[0], of.shape[1], -1)
+
+
+# Of codes, scales, zeros and the type that is computed in; how the report names it; groups of 256 of depth.
+FORMS: dict[str, tuple[Decode, torch.dtype, str, int]] = {
+    "int8, scaled": (lambda w, s, z, t: w.to(t) * s, torch.int8, f"{EIGHT}, scale a channel", 1),
+    "int8, no scale": (lambda w, s, z, t: w.to(t), torch.int8, f"{EIGHT}, no scale", 1),
+    "int8, zeros": (lambda w, s, z, t: (w.to(t) - z) * s, torch.int8, f"{EIGHT}, scale a channel, and a zero", 1),
+    "int8, a number": (lambda w, s, z, t: (w.to(t) + 3) * s, torch.int8, f"{EIGHT}, scale a channel", 1),
+    "int8, groups": (
+        lambda w, s, z, t: ((grouped(w, s).to(t) - z[:, :, None]) * s[:, :, None]).flatten(1),
+        torch.int8,
+        f"{EIGHT}, scale a group of 64, and a zero",
+        4,
+    ),
+    "int8, transposed": (
+        lambda w, s, z, t: (w.t().to(t) * s.view(1, -1)).t().contiguous(),
+        torch.int8,
+        f"{EIGHT}, scale a channel",
+        1,
+    ),
+    "int8, one scale": (lambda w, s, z, t: s[:1] * w.to(t), torch.int8, f"{EIGHT}, scale a tensor", 1),
+    "float8, scaled": (lambda w, s, z, t: (w.float() * s).to(t), torch.float8_e4m3fn, f"{FLOAT}, scale a channel", 1),
+    "float8, one scale": (lambda w, s, z, t: w.to(t) * s[0, 0], torch.float8_e4m3fn, f"{FLOAT}, scale a tensor", 1),
+    "float8, groups": (
+        lambda w, s, z, t: (grouped(w.to(t), s) * s.unsqueeze(2)).view(w.shape),
+        torch.float8_e4m3fn,
+        f"{FLOAT}, scale a group of 128",
+        2,
+    ),
+    "int4, zeros": (
+        lambda w, s, z, t: ((grouped(low_first(w), s).to(t) - z[:, :, None]) * s[:, :, None]).flatten(1),
+        torch.uint8,
+        f"{FOUR}, scale a group of 128, and a zero",
+        2,
+    ),
+    "int4, eight, and zeros behind": (
+        lambda w, s, z, t: ((grouped(low_first(w).to(t), s) - 8) * s[:, :, None] + z[:, :, None]).flatten(1),
+        torch.uint8,
+        f"{FOUR}, scale a group of 32, and a zero",
+        8,
+    ),
+    "int4, behind a group of 128": (
+        lambda w, s, z, t: (z[:, :, None] + (grouped(low_first(w).to(t), s) - 8) * s[:, :, None]).flatten(1),
+        torch.uint8,
+        f"{FOUR}, scale a group of 128, and a zero",
+        2,
+    ),
+    "int4, high first": (
+        lambda w, s, z, t: (grouped(high_first(w).to(torch.int8) - 8, s).to(t) * s[:, :, None]).flatten(1),
+        torch.uint8,
+        f"{FOUR}, scale a group of 128",
+        2,
+    ),
+    "int4, channels": (
+        lambda w, s, z, t: (low_first(w).to(t) - z) * s,
+        torch.uint8,
+        f"{FOUR}, scale a channel, and a zero",
+        1,
+    ),
+    "int4, signed": (
+        lambda w, s, z, t: (grouped(signed(w).to(t), s) * s[:, :, None]).flatten(1),
+        torch.int8,
+        f"{FOUR}, scale a group of 128",
+        2,
+    ),
+}
+
+
+def coded(name: str, n: int, k: int = 256) -> tuple[Coded, str]:
+    """The product, and how the report names its weights where k is 256."""
+    decode, codes, told, groups = FORMS[name]
+    return Coded(decode, n, k // 2 if told.startswith(FOUR) else k, codes, groups * k // 256 if groups > 1 else 1), told

@@ -1,0 +1,106 @@
+"""Products of coded weights in loop kernels on a GPU, against float64: every form, few rows to sixteen, odd sizes; and
+a Llama with coded weights as one kernel."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from compile_support import DEVICE, compiled, on_one_kernel
+from torch import Tensor
+
+sys.path += [
+    str(Path(__file__).resolve().parents[1] / "compile"),
+    str(Path(__file__).resolve().parents[2] / "examples"),
+]
+
+import models  # lies in tests/compile
+from coded import FORMS, coded
+from llama.quantized import FORMS as MODULES  # lies in examples/
+from llama.quantized import quantize
+
+pytestmark = pytest.mark.limit(200)
+
+# Columns and depth: several batches of columns, several passes, a last slice that is a part, and none that fits.
+SIZES = [(37, 256), (1000, 4096), (264, 768)]
+ROWS = [1, 2, 7, 8, 9, 16]
+
+
+@pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 4.1e-3), (torch.float16, 5.2e-4), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form(form: str, dtype: torch.dtype, close: float) -> None:
+    """Sums in float32 of exact numbers, rounded once; the same bits each time."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    products = [coded(form, *size)[0].to(DEVICE) for size in SIZES]
+    given = [torch.randn(m, k, dtype=dtype, device=DEVICE) for m in ROWS for _, k in SIZES]
+
+    def call(given: list[Tensor]) -> list[Tensor]:
+        return [products[i % len(products)](x) for i, x in enumerate(given)]
+
+    with torch.no_grad():
+        ours, report = compiled(call, minimum=1, fallback=False)
+        got, again = ours(given), ours(given)
+        on_one_kernel(report)
+        for i, (x, one, other) in enumerate(zip(given, got, again, strict=True)):
+            product = products[i % len(products)]
+            right = product(x.double())
+            magnitudes = torch.eye(x.shape[1], dtype=torch.float64, device=DEVICE)
+            weight = product(magnitudes).t()  # decoded in float64
+            scale = (x.double().square() @ weight.square().t() + 1).sqrt() + right.abs()
+            assert float(((one.double() - right).abs() / scale).max()) < close, (x.shape, one.shape)
+            assert torch.equal(one, other), (x.shape, one.shape)
+
+
+@pytest.mark.parametrize("depth", [96, 160, 272])
+@pytest.mark.parametrize("form", ["int8, scaled", "float8, scaled", "int4, channels"])
+def test_odd_depths(form: str, depth: int) -> None:
+    """What is no multiple of a slice, or of 16 bytes of codes."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    product = coded(form, 65, depth)[0].to(DEVICE)
+    x = torch.randn(3, depth, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        ours, report = compiled(product, minimum=1, fallback=False)
+        got, right = ours(x), product(x.double())
+    on_one_kernel(report)
+    assert float((got.double() - right).abs().max() / right.abs().max()) < 4.1e-3
+
+
+def test_every_code_of_float8() -> None:
+    """Subnormal numbers are decoded exactly, and what is not a number stays none."""
+    torch._dynamo.reset()
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    weight = torch.zeros(256, 64, device=DEVICE).to(torch.float8_e4m3fn)
+    weight[:, 5] = codes
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.zeros(1, 64, dtype=dtype, device=DEVICE)
+        x[0, 5] = 1
+        with torch.no_grad():
+            ours, report = compiled(
+                lambda x, w: torch.nn.functional.linear(x, w.to(x.dtype)), minimum=1, fallback=False
+            )
+            torch.testing.assert_close(ours(x, weight)[0].float(), codes.float(), rtol=0, atol=0, equal_nan=True)
+        on_one_kernel(report)
+
+
+@pytest.mark.parametrize("form", MODULES)
+def test_a_quantized_llama_is_one_kernel(form: str) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = models.Llama(models.Config(1024, 2, 16, 4, 2816, 512, 64), 1, torch.bfloat16).eval().to(DEVICE)
+    quantize(model, form)
+    exact, eager = copy.deepcopy(model).double(), copy.deepcopy(model)
+    with torch.no_grad():
+        call, report = compiled(model, fallback=False)
+        for position in range(12):
+            ids = torch.randint(0, 512, (1, 1), device=DEVICE)
+            where = torch.tensor([position], device=DEVICE)
+            right = exact(ids, where)
+            place = torch.finfo(torch.bfloat16).eps * float(right.abs().max())
+            far = float((call(ids, where).double() - right).abs().max())
+            assert far <= 1.5 * float((eager(ids, where).double() - right).abs().max()) + place
+    on_one_kernel(report)
