@@ -9,7 +9,7 @@
 #pragma once
 
 #include <c10/core/Stream.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <atomic>
 #include <functional>
