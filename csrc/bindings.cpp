@@ -324,8 +324,10 @@ PYBIND11_MODULE(_C, m) {
           "goes between its nodes.")
       .def_property_readonly(
           "plan", &ProcessGroupArk::plan,
-          "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, gloo between them\"; empty where "
+          "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, ..., gloo between them\"; empty where "
           "all do.")
+      .def_property_readonly("messages_between_nodes", &ProcessGroupArk::messages_between_nodes,
+                             "How many messages this rank has sent to other nodes in collectives.")
       .def_property_readonly(
           "cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
           "Bytes of this rank's GPU memory that are the group's own and that its peers map; 0 before "

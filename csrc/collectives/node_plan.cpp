@@ -6,6 +6,18 @@
 
 namespace ark {
 
+namespace {
+
+// A block that goes with others is copied three times more on its way, which costs as much as a message of its own at
+// some tens of KB.
+constexpr size_t kMostParcelBlock = 16 << 10;
+constexpr size_t kParcelRound = 1 << 20;  // bytes of all parcels in a round
+// First messages name the sizes for all ranks of a node, and come to a rank in one round, 1 KB each.
+constexpr int kMostInParcelNode = 32, kMostParcels = 1000;
+constexpr int kLeastInParcelNode = 3;
+
+}  // namespace
+
 NodePlan::NodePlan(const std::vector<int>& node_of, int rank) : rank_(rank) {
   std::map<int, int> numbers;
   for (const int given : node_of) {
@@ -24,6 +36,11 @@ NodePlan::NodePlan(const std::vector<int>& node_of, int rank) : rank_(rank) {
     for (const auto& other : members_)
       if (&other != &node) stood_for += (static_cast<int>(other.size()) + ranks - 1) / ranks;
     most_stood_for_ = std::max(most_stood_for_, stood_for);
+  }
+  const bool named = most_in_node_ <= kMostInParcelNode && most_stood_for_ <= kMostParcels;
+  if (most_in_node_ >= kLeastInParcelNode && named) {
+    const size_t round = kParcelRound / (static_cast<size_t>(most_stood_for_) * most_in_node_);
+    parcel_limit_ = std::min(kMostParcelBlock, round);
   }
   for (int other = 0; other < static_cast<int>(node_.size()); ++other) {
     if (node_[other] == node_[rank]) continue;

@@ -39,6 +39,16 @@ class NodePlan {
   // The ranks of other nodes for which this rank stands.
   const std::vector<int>& targets() const { return targets_; }
 
+  // Blocks of one rank for another of up to so many bytes go between nodes together with others, where that was
+  // measured to be faster; 0: every block goes alone. With two ranks a node an all_to_all has as many messages in some
+  // sizes. A round of the node's memory holds all that come to a rank.
+  size_t parcel_limit() const { return parcel_limit_; }
+  // `room`: what a first message carries. What is beyond takes three messages (both ranks' words and the data), for
+  // each rank of a node or for all of them; the blocks of a gather that are not go to root in one hop.
+  bool gathers_parcels(size_t bytes, size_t room) const { return bytes > room && bytes <= parcel_limit_; }
+  // Root's messages leave one after the other; few are sooner there than what one rank spreads.
+  bool scatters_parcels() const { return parcel_limit_ > 0 && most_in_node_ >= 8; }
+
   // "2 nodes (2 + 3 ranks), 2 rails"
   std::string text() const;
 
@@ -48,6 +58,7 @@ class NodePlan {
   std::vector<std::vector<int>> members_;
   std::vector<int> peers_, targets_;
   int rails_, most_in_node_ = 1, most_stood_for_ = 1;
+  size_t parcel_limit_ = 0;
 };
 
 // A range of elements.

@@ -42,6 +42,14 @@ ShmOptions shm_options_of(const ProcessGroupArk::Options& options) {
 constexpr const char* kShares = "shares memory";
 constexpr const char* kApart = "shares no memory";
 
+std::string parcels_of(const NodePlan& plan) {
+  const size_t limit = plan.parcel_limit();
+  if (limit == 0) return "";
+  const std::string shown = limit % 1024 == 0 ? std::to_string(limit / 1024) + " KB" : std::to_string(limit) + " bytes";
+  return std::string(", ") + (plan.scatters_parcels() ? "all_to_all, gather and scatter" : "all_to_all and gather") +
+         " aggregated per node up to " + shown + " a pair";
+}
+
 }  // namespace
 
 void ProcessGroupArk::join() {
@@ -149,7 +157,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   };
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
-  plan_ = plan.text() + (rdma.carrier ? ", rdma between them" : ", gloo between them");
+  plan_ = plan.text() + parcels_of(plan) + (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";
     const std::string how = plan.flat() ? "shares no memory and is carried by " + by
@@ -172,6 +180,11 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   core_->communicator =
       std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo, std::move(plan),
                                             std::move(node), shm_options_of(*options_));
+}
+
+uint64_t ProcessGroupArk::messages_between_nodes() const {
+  const auto* carried = dynamic_cast<const CarriedCommunicator*>(core_->communicator.get());
+  return carried ? carried->messages_sent() : 0;
 }
 
 // Ranks may have different minors: what they share is ark's own (messages, memory). Once a process, since every later

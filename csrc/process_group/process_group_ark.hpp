@@ -154,6 +154,7 @@ class ProcessGroupArk : public c10d::Backend {
 
   // "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty where all ranks share memory.
   const std::string& plan() const { return plan_; }
+  uint64_t messages_between_nodes() const;  // that this rank has sent in collectives
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;

@@ -100,6 +100,79 @@ def test_sizes_on_nodes(placement: Placement) -> None:
     run_ranks(_sizes, len(placement), placement, SIZES)
 
 
+# Bytes of a block: 8, 3 or 2 fit into a first message with their sizes up to 104, 304 and 468, each alone up to 968;
+# blocks go together up to 16 KB. 0 and what is large stand beside all of them.
+BLOCKS = (0, 4, 104, 108, 304, 308, 468, 472, 968, 972, 16_384, 16_388, 200_000)
+
+
+def _blocks(rank: Rank, placement: Placement) -> None:
+    """all_to_all whose every block has another size, as tensor and as list; gather and scatter of each size."""
+    on_nodes(rank, placement)
+    me, world = rank.rank, rank.world_size
+    for turn in range(len(BLOCKS)):
+        counts = [[BLOCKS[(turn + 3 * s + d) % len(BLOCKS)] // 4 for d in range(world)] for s in range(world)]
+        block = lambda s, d: torch.arange(counts[s][d], dtype=torch.int32) + 1000 * (world * s + d)  # noqa: B023, E731
+        sent, expected = [block(me, d) for d in range(world)], [block(s, me) for s in range(world)]
+        received = torch.full((sum(map(len, expected)),), -1, dtype=torch.int32)
+        dist.all_to_all_single(received, torch.cat(sent), list(map(len, expected)), list(map(len, sent)))
+        assert torch.equal(received, torch.cat(expected)), turn
+        # A list of empty tensors is no list of blocks to PyTorch, so every one has an element more.
+        grown = [torch.cat([one, torch.ones(1, dtype=torch.int32)]) for one in sent]
+        outs = [torch.empty(len(one) + 1, dtype=torch.int32) for one in expected]
+        dist.all_to_all(outs, grown)
+        assert all(torch.equal(out[:-1], one) and out[-1] == 1 for out, one in zip(outs, expected, strict=True)), turn
+        even, root = torch.full((BLOCKS[turn] // 4,), me, dtype=torch.int32), turn % world
+        gathered = [torch.empty_like(even) for _ in range(world)] if me == root else None
+        dist.gather(even, gathered, root)
+        assert gathered is None or all((one == r).all() for r, one in enumerate(gathered)), turn
+        blocks = [torch.full_like(even, 7 + r) for r in range(world)] if me == root else None
+        dist.scatter(even, blocks, root)
+        assert (even == 7 + me).all(), turn
+
+
+@pytest.mark.parametrize(
+    "placement", [TWO, UNEVEN, (0, *[1] * 8), by_night(STAR), by_night((0, 1, 1, 1, 0, 2))], ids=str
+)
+def test_blocks_on_nodes(placement: Placement) -> None:
+    run_ranks(_blocks, len(placement), placement)
+
+
+def _messages(rank: Rank, placement: Placement, expected: dict[int, tuple[int, ...]]) -> None:
+    """By bytes of a block: messages of rank 0 in an all_to_all, of all ranks in a gather and in a scatter."""
+    backend = on_nodes(rank, placement)._get_backend(torch.device("cpu"))
+    world = rank.world_size
+    for bytes_, counts in expected.items():
+        x, many = torch.ones(bytes_, dtype=torch.uint8), torch.ones(bytes_ * world, dtype=torch.uint8)
+        found = []
+        for call in (
+            lambda: dist.all_to_all_single(torch.empty_like(many), many),  # noqa: B023
+            lambda: dist.gather(x, list(many.chunk(world)) if rank.rank == 0 else None),  # noqa: B023
+            lambda: dist.scatter(x, list(many.chunk(world)) if rank.rank == 0 else None),  # noqa: B023
+        ):
+            before = backend.messages_between_nodes
+            call()
+            found.append(backend.messages_between_nodes - before)
+        dist.barrier()
+        sums = torch.tensor(found)
+        dist.all_reduce(sums)
+        assert rank.rank > 0 or (found[0], *sums[1:].tolist()) == counts, (bytes_, found, sums)
+
+
+@pytest.mark.parametrize(
+    "placement, expected",
+    [
+        (TWO, {4: (2, 2, 2), 2000: (4, 6, 6)}),  # one by one
+        # One by one they would be 3, 6 and 6 in an all_to_all, 3 and 9 in a gather or scatter.
+        ((0, 0, 0, 1, 1, 1), {4: (1, 3, 3), 2000: (2, 3, 9), 20_000: (4, 9, 9)}),
+        # A node of 8: 8, 16 and 16; 8 and 24.
+        ((0, *[1] * 8), {4: (1, 8, 1), 2000: (2, 3, 3), 20_000: (9, 24, 24)}),
+    ],
+    ids=["2+2", "3+3", "1+8"],
+)
+def test_messages_between_nodes(placement: Placement, expected: dict[int, tuple[int, ...]]) -> None:
+    run_ranks(_messages, len(placement), placement, expected)
+
+
 def _every_type(rank: Rank, placement: Placement, counts: tuple[int, ...]) -> None:
     """Every dtype and operation, to the bit; whole, in chunks, and scattered."""
     on_nodes(rank, placement)
@@ -147,7 +220,8 @@ def _subgroups(rank: Rank) -> None:
     """Groups of the ranks of a node share memory; one over nodes is planned anew."""
     world = on_nodes(rank, UNEVEN)
     plan = world._get_backend(torch.device("cpu")).plan
-    assert plan == "2 nodes (2 + 3 ranks), 2 rails, gloo between them", plan
+    parcels = ", all_to_all and gather aggregated per node up to 16 KB a pair, gloo between them"
+    assert plan == "2 nodes (2 + 3 ranks), 2 rails" + parcels, plan
     for members, expected in (
         ([2, 3, 4], ""),
         ([1, 2], "2 nodes (1 + 1 ranks), 1 rail, gloo between them"),

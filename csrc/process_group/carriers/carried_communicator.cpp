@@ -121,6 +121,7 @@ void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
     Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};
     body(exchange);
     messages.wait_for_all();
+    sent_.fetch_add(messages.sent(), std::memory_order_relaxed);
     expect_next(exchange.heard);
     protocol::store_relaxed(progress.completed, operation.descriptor.sequence);
   } catch (const CarriedMessages::Aborted&) {
@@ -304,15 +305,24 @@ void CarriedCommunicator::broadcast(const Operation& operation, void* data, size
 }
 
 void CarriedCommunicator::gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {
-  guarded(operation, [&](Exchange& exchange) { gather_to_root(exchange, in, outs, bytes); });
+  guarded(operation, [&](Exchange& exchange) {
+    if (plan_.gathers_parcels(bytes, First::kRoom)) return gather_in_parcels(exchange, in, outs, bytes);
+    gather_to_root(exchange, in, outs, bytes);
+  });
 }
 
 void CarriedCommunicator::scatter(const Operation& operation, const void* const* ins, void* out, size_t bytes) {
-  guarded(operation, [&](Exchange& exchange) { scatter_from_root(exchange, ins, out, bytes); });
+  guarded(operation, [&](Exchange& exchange) {
+    if (plan_.scatters_parcels() && bytes <= plan_.parcel_limit()) return scatter_in_parcels(exchange, ins, out, bytes);
+    scatter_from_root(exchange, ins, out, bytes);
+  });
 }
 
 void CarriedCommunicator::all_to_all(const Operation& operation, const Bytes* ins, const MutableBytes* outs) {
-  guarded(operation, [&](Exchange& exchange) { exchange_blocks(exchange, ins, outs); });
+  guarded(operation, [&](Exchange& exchange) {
+    if (plan_.parcel_limit() > 0) return exchange_parcels(exchange, ins, outs);
+    exchange_blocks(exchange, ins, outs);
+  });
 }
 
 // A rank speaks once all of its node have come, and has heard from every other node.

@@ -16,6 +16,7 @@
 // noticed.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -49,6 +50,7 @@ class CarriedCommunicator : public Communicator {
   void barrier(const Operation&) override;
   void abort(const Error&) override;
   void close() override;
+  uint64_t messages_sent() const { return sent_.load(std::memory_order_relaxed); }  // by this rank, in collectives
 
  private:
   struct First {
@@ -103,12 +105,20 @@ class CarriedCommunicator : public Communicator {
   void scatter_from_root(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
   void exchange_blocks(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
 
+  // The same, together with others of a node (carried_parcels.cpp).
+  class ParcelExchange;
+  void gather_in_parcels(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
+  void scatter_in_parcels(Exchange& exchange, const void* const* ins, void* out, size_t bytes);
+  void exchange_parcels(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
+  void exchange_in_node(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
+
   const std::shared_ptr<Carrier> carrier_;
   const NodePlan plan_;
   std::vector<First> heard_, told_;  // by rank
-  std::vector<std::byte> scratch_;
+  std::vector<std::byte> scratch_, parcels_;
   std::vector<CarriedMessages::Work> left_;
   std::vector<double> factors_;
+  std::atomic<uint64_t> sent_{0};
   std::mutex mutex_;  // of what follows
   CarriedMessages* now_ = nullptr;
   bool failed_ = false;

@@ -25,6 +25,7 @@ CarriedMessages::~CarriedMessages() {
 
 size_t CarriedMessages::send(int peer, MessageChannel channel, const void* data, size_t bytes) {
   if (bytes == 0) return begin(peer, nullptr, false);
+  ++sent_;
   return begin(peer, carrier_.send(peer, tag_of(channel), data, bytes), false);
 }
 

@@ -51,6 +51,7 @@ class CarriedMessages {
   void wait_for_all();
   void abort();  // from any thread
   const Operation& operation() const { return operation_; }
+  uint64_t sent() const { return sent_; }  // messages
 
  private:
   struct Begun {
@@ -64,6 +65,7 @@ class CarriedMessages {
   const Operation& operation_;
   const int rank_;
   std::vector<Work>& left_;
+  uint64_t sent_ = 0;
   std::mutex mutex_;  // of what follows
   std::condition_variable ended_;
   std::vector<Begun> begun_;

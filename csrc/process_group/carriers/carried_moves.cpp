@@ -229,6 +229,10 @@ void CarriedCommunicator::exchange_blocks(Exchange& exchange, const Bytes* ins, 
     if (in_first(out.size)) copy_bytes(out.data, first.data, out.size);
     if (!in_first(block.size)) exchange.messages.send(peer, data, block.data, block.size);
   }
+  exchange_in_node(exchange, ins, outs);
+}
+
+void CarriedCommunicator::exchange_in_node(Exchange& exchange, const Bytes* ins, const MutableBytes* outs) {
   std::vector<Bytes> to_node;
   std::vector<MutableBytes> from_node;
   for (const int rank : plan_.own()) to_node.push_back(ins[rank]), from_node.push_back(outs[rank]);

@@ -48,6 +48,33 @@ TEST(NodePlan, FlatWhereEveryRankIsANode) {
   EXPECT_EQ(plan.text(), "3 nodes (1 + 1 + 1 ranks), 1 rail");
 }
 
+TEST(NodePlan, SmallBlocksGoTogetherInNodesOfThreeRanksAndMore) {
+  EXPECT_EQ(NodePlan(std::vector<int>(33), 0).parcel_limit(), 0u);  // no room for their sizes
+  for (const auto& nodes : kPlacements) {
+    for (int rank = 0; rank < static_cast<int>(nodes.size()); ++rank) {
+      const NodePlan plan(nodes, rank);
+      EXPECT_EQ(plan.parcel_limit(), plan.most_in_node() < 3 ? 0u : 16384u);
+      // What comes to a rank for its node fits into a round.
+      EXPECT_LE(plan.targets().size() * plan.own().size() * plan.parcel_limit(), 1u << 20);
+    }
+  }
+  std::vector<int> many(512);  // 64 nodes of 8
+  for (int rank = 0; rank < 512; ++rank) many[rank] = rank / 8;
+  EXPECT_EQ(NodePlan(many, 9).parcel_limit(), (1u << 20) / (64 * 8));
+}
+
+TEST(NodePlan, BlocksOfRootsGoTogetherWhereThatIsFaster) {
+  constexpr size_t kRoom = 968;
+  const NodePlan two({0, 0, 1, 1}, 0), three({0, 0, 0, 1, 1}, 0), eight({0, 0, 0, 0, 0, 0, 0, 0, 1}, 0);
+  EXPECT_FALSE(two.gathers_parcels(969, kRoom));
+  EXPECT_FALSE(three.gathers_parcels(968, kRoom));
+  EXPECT_TRUE(three.gathers_parcels(969, kRoom));
+  EXPECT_TRUE(three.gathers_parcels(16384, kRoom));
+  EXPECT_FALSE(three.gathers_parcels(16385, kRoom));
+  EXPECT_FALSE(three.scatters_parcels());
+  EXPECT_TRUE(eight.scatters_parcels());
+}
+
 // Every rank hears once from every other node, from whoever says that it stands for that rank; both know.
 TEST(NodePlan, RanksAgreeOnWhoStandsForWhom) {
   for (const auto& nodes : kPlacements) {
