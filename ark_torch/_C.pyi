@@ -40,6 +40,7 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     spin_us: int
     buffer_mb: int
     reduction: str
+    order: str
     net: str
     rdma: RdmaOptions
     share_gpu: bool

@@ -294,6 +294,14 @@ VARIABLES = (
         choices=("exact", "fast"),
     ),
     Variable(
+        "ARK_ORDER",
+        "choice",
+        "node",
+        "node: sums over several nodes are taken within each node, then between nodes, which sends the fewest bytes. "
+        "flat: in the order of all ranks, the same bits as on one node whatever the placement, for more bytes.",
+        choices=("node", "flat"),
+    ),
+    Variable(
         "ARK_SHARE_GPU",
         "bool",
         False,
@@ -402,6 +410,7 @@ class Settings:
     dispatch: str
     buffer_mb: int
     reduction: str
+    order: str
     share_gpu: bool
     disable_p2p: bool
     cache: str

@@ -103,8 +103,8 @@ py::str repr_of(const py::object& options) {
   const py::object mode = options.attr("shared_memory").attr("name");
   py::list shown;
   shown.append(py::str("shared_memory={}").format(mode));
-  for (const char* name : {"debug", "node", "spin_us", "buffer_mb", "reduction", "net", "share_gpu", "disable_p2p",
-                           "timing", "flight_record", "flight_dump"}) {
+  for (const char* name : {"debug", "node", "spin_us", "buffer_mb", "reduction", "order", "net", "share_gpu",
+                           "disable_p2p", "timing", "flight_record", "flight_dump"}) {
     shown.append(py::str("{}={!r}").format(name, options.attr(name)));
   }
   for (const char* name : {"dispatch", "cuda_dispatch"}) {
@@ -282,6 +282,13 @@ PYBIND11_MODULE(_C, m) {
             if (reduction != "exact" && reduction != "fast")
               throw py::value_error("reduction is '" + reduction + "': it takes 'exact' or 'fast'");
             self.fast_reduction = reduction == "fast";
+          })
+      .def_property(
+          "order", [](const Options& self) { return self.flat_order ? "flat" : "node"; },
+          [](Options& self, const std::string& order) {
+            if (order != "node" && order != "flat")
+              throw py::value_error("order is '" + order + "': it takes 'node' or 'flat'");
+            self.flat_order = order == "flat";
           })
       .def_property(
           "net", [](const Options& self) { return kNets[static_cast<int>(self.net)]; },

@@ -82,6 +82,7 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.spin_us = -1 if settings.spin_us == "auto" else int(settings.spin_us)
         options.buffer_mb = settings.buffer_mb
         options.reduction = settings.reduction
+        options.order = settings.order
         options.timing = settings.timing
         options.flight_record = settings.flight_record
         options.flight_dump = settings.flight_dump

@@ -18,6 +18,7 @@ std::string describe(const Descriptor& d) {
   text += name_of(d.dtype);
   if (d.kind == Kind::all_reduce || d.kind == Kind::reduce || d.kind == Kind::reduce_scatter) {
     text += std::string(", ") + name_of(d.op);
+    if (d.algorithm == kFlatOrder) text += ", order flat";
   }
   if (d.root >= 0) text += ", root " + std::to_string(d.root);
   return text + ") #" + std::to_string(d.sequence);
@@ -36,8 +37,10 @@ std::optional<Error> disagreement(const Operation& operation, const Descriptor& 
       "ranks disagree: rank " + std::to_string(rank) + " called " + describe(mine) + ", rank " + std::to_string(peer) +
           " called " + describe(theirs) + (only_shape ? " with a tensor of another shape" : ""),
       ErrorContext{rank, peer, operation.context.name, operation.context.sequence,
-                   std::string("Call the same collective with the same size, dtype, reduce op and root on every "
-                               "rank, in the same order.") +
+                   (theirs.kind == mine.kind && theirs.algorithm != mine.algorithm
+                        ? std::string("Give every rank the same Options.order (ARK_ORDER).")
+                        : std::string("Call the same collective with the same size, dtype, reduce op and root on every "
+                                      "rank, in the same order.")) +
                        kThen});
 }
 

@@ -8,6 +8,9 @@
 
 namespace ark {
 
+// Descriptor::algorithm of sums over several nodes in the order of all ranks (Options::flat_order).
+inline constexpr uint8_t kFlatOrder = 255;
+
 // `theirs` came from another process: compared as bytes, described only after its numbers were checked.
 std::optional<Error> disagreement(const Operation& operation, const Descriptor& theirs, int rank, int peer);
 

@@ -157,7 +157,8 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   };
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
-  plan_ = plan.text() + parcels_of(plan) + (rdma.carrier ? ", rdma between them" : ", gloo between them");
+  plan_ = plan.text() + parcels_of(plan) + (options_->flat_order && !plan.flat() ? ", order flat" : "") +
+          (rdma.carrier ? ", rdma between them" : ", gloo between them");
   if (rank_ == 0 && options_->log) {
     const std::string by = rdma.carrier ? "RDMA" : "PyTorch's Gloo";
     const std::string how = plan.flat() ? "shares no memory and is carried by " + by
@@ -179,7 +180,7 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   const auto gloo = std::make_shared<BackendCarrier>(core_->carrier);
   core_->communicator =
       std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo, std::move(plan),
-                                            std::move(node), shm_options_of(*options_));
+                                            std::move(node), shm_options_of(*options_), options_->flat_order);
 }
 
 uint64_t ProcessGroupArk::messages_between_nodes() const {

@@ -62,6 +62,7 @@ class ProcessGroupArk : public c10d::Backend {
     bool disable_p2p = false;             // CUDA tensors go through memory of the host
     bool timing = false;                  // CUDA tensors: operations take the device's times
     bool fast_reduction = false;          // CUDA tensors: sums in any order, where that was measured faster; rank 0's
+    bool flat_order = false;              // over nodes: sums in the order of all ranks, as on one node
     rdma::Wish net = rdma::Wish::automatic;  // what carries groups between nodes
     rdma::Options rdma;                      // where that is RDMA
     int64_t global_rank = -1;                // for names of dumps; -1: the rank in the group

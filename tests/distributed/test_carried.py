@@ -216,6 +216,64 @@ def test_integers_do_not_know_nodes() -> None:
     run_ranks(_one_order, 4)
 
 
+def _sums(rank: Rank, count: int) -> dict[str, torch.Tensor]:
+    """Whatever adds, of inputs whose sums tell their order."""
+    found, me, world = {}, rank.rank, rank.world_size
+    inputs = torch.randn(count * world, generator=torch.Generator().manual_seed(me)) * 10.0 ** (me % 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+        for op in ("SUM", "AVG", "PREMUL_SUM"):
+            if dtype is torch.complex64 and op == "AVG":
+                continue
+            x = inputs[:count].to(dtype)
+            dist.all_reduce(x, op_of(op, me))
+            found[f"all_reduce {dtype} {op}"] = x
+            x = inputs[:count].to(dtype)
+            dist.reduce(x, 1, op_of(op, me))
+            found[f"reduce {dtype} {op}"] = x
+            x = torch.empty(count, dtype=dtype)
+            dist.reduce_scatter_tensor(x, inputs.to(dtype), op_of(op, me))
+            found[f"reduce_scatter {dtype} {op}"] = x
+    return found
+
+
+def _flat_order(rank: Rank, placement: Placement) -> None:
+    """ARK_ORDER=flat gives the bits of one node; without it some differ."""
+    counts = (0, 1, 777, 1_100_003)  # the last in two chunks
+    found = []
+    for where, order in (((), "node"), (placement, "flat"), (placement, "node")):
+        os.environ["ARK_ORDER"] = order
+        backend = on_nodes(rank, where)._get_backend(torch.device("cpu"))
+        assert (", order flat" in backend.plan) == (order == "flat"), backend.plan
+        found.append([_sums(rank, count) for count in counts])
+        dist.destroy_process_group()
+        os.environ.pop("ARK_NODE", None)
+    one, flat, by_node = found
+    for count, expected, got in zip(counts, one, flat, strict=True):
+        for what, x in expected.items():
+            assert_same_bits(got[what], x, f"{what} {count}")
+    assert not torch.equal(one[-1]["all_reduce torch.float32 SUM"], by_node[-1]["all_reduce torch.float32 SUM"])
+
+
+@pytest.mark.parametrize(
+    "placement", [(0, 1, 0, 1), (0, 1, 1, 1), by_night(UNEVEN), by_night(MIXED), by_night(TWO)], ids=str
+)
+def test_flat_order_has_the_bits_of_one_node(placement: Placement) -> None:
+    run_ranks(_flat_order, len(placement), placement)
+
+
+def _other_order(rank: Rank) -> None:
+    os.environ["ARK_ORDER"] = "node" if rank.rank == 1 else "flat"
+    on_nodes(rank, TWO)
+    with pytest.raises(RuntimeError, match=r"ranks disagree.*SUM, order flat"):
+        dist.all_reduce(torch.ones(5))
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        dist.barrier()
+
+
+def test_all_ranks_have_one_order() -> None:
+    run_ranks(_other_order, 4)
+
+
 def _subgroups(rank: Rank) -> None:
     """Groups of the ranks of a node share memory; one over nodes is planned anew."""
     world = on_nodes(rank, UNEVEN)

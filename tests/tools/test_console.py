@@ -143,7 +143,10 @@ def test_options_and_groups_have_a_repr() -> None:
     options.spin_us, options.dispatch = 7, [("all_reduce", "two_shot", "both", 8, 4096, 128)]
     shown = repr(options)
     assert shown.startswith("ark_torch.Options(shared_memory=AUTO, debug=False, node=-1, spin_us=7, ")
-    assert "reduction='exact'" in shown and shown.endswith("dispatch=<1 rules>, cuda_dispatch=<0 rules>)")
+    for name, bad in (("reduction", "quick"), ("order", "rank")):
+        with pytest.raises(ValueError, match=f"{name} is '{bad}': it takes "):
+            setattr(options, name, bad)
+    assert "reduction='exact', order='node'" in shown and shown.endswith("dispatch=<1 rules>, cuda_dispatch=<0 rules>)")
     dist.init_process_group("ark", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]

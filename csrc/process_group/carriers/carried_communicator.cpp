@@ -21,10 +21,11 @@ constexpr size_t kWholeToRoot = 4 << 20;
 
 CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier,
                                          std::shared_ptr<Carrier> notes_by, NodePlan plan, Neighbourhood node,
-                                         ShmOptions options)
+                                         ShmOptions options, bool flat_order)
     : Communicator(rank, size),
       carrier_(std::move(carrier)),
       plan_(std::move(plan)),
+      flat_order_(flat_order && !plan_.flat()),
       heard_(size),
       told_(size),
       awaited_(size) {
@@ -110,7 +111,9 @@ struct CarriedCommunicator::Current {
 };
 
 template <class Body>
-void CarriedCommunicator::guarded(const Operation& operation, Body&& body) {
+void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
+  Operation operation = given;
+  if (in_flat_order(given.descriptor)) operation.descriptor.algorithm = kFlatOrder;
   ControlBlock& progress = node_->health().own();
   try {
     protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
@@ -273,6 +276,7 @@ void CarriedCommunicator::reduce_whole(Exchange& exchange, const void* in, void*
 
 void CarriedCommunicator::all_reduce(const Operation& operation, const void* in, void* out, size_t count) {
   guarded(operation, [&](Exchange& exchange) {
+    if (in_flat_order(operation.descriptor)) return reduce_in_order(exchange, in, out, count, -1);
     const bool whole = count * exchange.reduction.partial_size() * size_ <= kWhole;
     if (whole || size_ == 1) return reduce_whole(exchange, in, out, count, -1);
     reduce_in_chunks(exchange, in, out, count, -1);
@@ -282,6 +286,7 @@ void CarriedCommunicator::all_reduce(const Operation& operation, const void* in,
 void CarriedCommunicator::reduce(const Operation& operation, const void* in, void* out, size_t count) {
   const int root = operation.descriptor.root;
   guarded(operation, [&](Exchange& exchange) {
+    if (in_flat_order(operation.descriptor)) return reduce_in_order(exchange, in, out, count, root);
     const size_t bytes = count * exchange.reduction.partial_size();
     if (bytes <= kMaxChunkBytes && bytes * plan_.nodes() <= kWholeToRoot)
       return reduce_whole(exchange, in, out, count, root);
@@ -290,7 +295,10 @@ void CarriedCommunicator::reduce(const Operation& operation, const void* in, voi
 }
 
 void CarriedCommunicator::reduce_scatter(const Operation& operation, const void* const* ins, void* out, size_t count) {
-  guarded(operation, [&](Exchange& exchange) { reduce_blocks(exchange, ins, out, count); });
+  guarded(operation, [&](Exchange& exchange) {
+    if (in_flat_order(operation.descriptor)) return reduce_blocks_in_order(exchange, ins, out, count);
+    reduce_blocks(exchange, ins, out, count);
+  });
 }
 
 void CarriedCommunicator::all_gather(const Operation& operation, const void* in, void* const* outs, size_t bytes) {

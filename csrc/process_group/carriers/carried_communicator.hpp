@@ -34,9 +34,9 @@ namespace ark {
 class CarriedCommunicator : public Communicator {
  public:
   // node: the ranks of this rank's node, and their segments. notes: what carries news of failures; it should be another
-  // network's where there is one.
+  // network's where there is one. flat_order: sums in the order of all ranks, alike on all of them.
   CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier, std::shared_ptr<Carrier> notes,
-                      NodePlan plan, Neighbourhood node, ShmOptions options);
+                      NodePlan plan, Neighbourhood node, ShmOptions options, bool flat_order);
   ~CarriedCommunicator() override;
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -97,6 +97,13 @@ class CarriedCommunicator : public Communicator {
   void reduce_in_chunks(Exchange& exchange, const void* in, void* out, size_t count, int root);
   void reduce_blocks(Exchange& exchange, const void* const* ins, void* out, size_t count);
 
+  // Sums in the order of all ranks (carried_order.cpp).
+  bool in_flat_order(const Descriptor& descriptor) const;
+  void exchange_any(Exchange& exchange, const std::vector<Bytes>& ins, const std::vector<MutableBytes>& outs);
+  const double* factors_of_ranks(Exchange& exchange);
+  void reduce_in_order(Exchange& exchange, const void* in, void* out, size_t count, int root);
+  void reduce_blocks_in_order(Exchange& exchange, const void* const* ins, void* out, size_t count);
+
   // What only moves (carried_moves.cpp).
   void gather_whole(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
   void gather_in_pieces(Exchange& exchange, const void* in, void* const* outs, size_t bytes);
@@ -114,8 +121,9 @@ class CarriedCommunicator : public Communicator {
 
   const std::shared_ptr<Carrier> carrier_;
   const NodePlan plan_;
+  const bool flat_order_;
   std::vector<First> heard_, told_;  // by rank
-  std::vector<std::byte> scratch_, parcels_;
+  std::vector<std::byte> scratch_, parcels_, ordered_;
   std::vector<CarriedMessages::Work> left_;
   std::vector<double> factors_;
   std::atomic<uint64_t> sent_{0};

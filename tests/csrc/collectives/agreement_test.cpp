@@ -37,6 +37,17 @@ TEST(Agreement, NamesBothRanksAndWhatTheyCalled) {
   EXPECT_NE(text.find("rank 1 called all_reduce(9 x float32, SUM) #7"), std::string::npos) << text;
 }
 
+TEST(Agreement, AnotherOrderOfAdditionsIsNamedWithItsOption) {
+  Operation flat = all_reduce(8);
+  flat.descriptor.algorithm = kFlatOrder;
+  const auto error = disagreement(all_reduce(8), flat.descriptor, 2, 1);
+  ASSERT_TRUE(error);
+  const std::string text = error->what();
+  EXPECT_NE(text.find("rank 2 called all_reduce(8 x float32, SUM) #7"), std::string::npos) << text;
+  EXPECT_NE(text.find("rank 1 called all_reduce(8 x float32, SUM, order flat) #7"), std::string::npos) << text;
+  EXPECT_NE(text.find("Options.order"), std::string::npos) << text;
+}
+
 TEST(Agreement, OfAShapeAloneIsToldAsSuch) {
   Operation reshaped = all_reduce(8);
   reshaped.descriptor.shape = 5;
