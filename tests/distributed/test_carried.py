@@ -407,6 +407,31 @@ def test_what_ends_a_collective(placement: Placement, quiet: int, how: str) -> N
             assert outcome.value is not None and outcome.value < 10
 
 
+def _beside_a_stopped_one(rank: Rank, placement: Placement, stopped: int) -> None:
+    on_nodes(rank, placement, timeout=3.0)
+    dist.barrier()
+    rank.report("running")
+    rank.wait_for("go")
+    with pytest.raises(RuntimeError, match=rf"(waiting for|ms from) rank {stopped}\b"):
+        dist.all_reduce(torch.ones(300_000))
+
+
+@pytest.mark.parametrize(
+    "placement, stopped", [(TWO, 3), by_night(TWO, 0), by_night((0, 1), 1), by_night(UNEVEN, 4)], ids=str
+)
+def test_a_stopped_rank_is_named_on_every_node(placement: Placement, stopped: int) -> None:
+    """Also by ranks that wait for a message of a rank that waits for it: that one's node finds out."""
+    with Job(_beside_a_stopped_one, len(placement), placement, stopped, destroy=False) as job:
+        job.wait_all("running")
+        time.sleep(0.3)
+        job.stop(stopped)
+        others = [r for r in range(len(placement)) if r != stopped]
+        for r in others:
+            job.go(r, "go")
+        for outcome in job.finish(20, others):
+            assert outcome.kind == "result", outcome.value
+
+
 def _leaves_early(rank: Rank) -> None:
     """A root leaves once its message is out; the other rank takes it later, and only then misses the root."""
     rank.init()

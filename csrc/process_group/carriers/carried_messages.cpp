@@ -11,6 +11,10 @@ namespace ark {
 namespace {
 
 constexpr auto kForTheStory = std::chrono::milliseconds(500);
+// A rank that is late may be alive and wait for one of its node, which that node finds out and tells
+// (GroupHealth::find_culprit watches for 200 ms). Waited for before the carrier gives up: Gloo then closes the
+// connection that the story would come by.
+constexpr auto kForALateStory = std::chrono::milliseconds(1000);
 
 }  // namespace
 
@@ -67,7 +71,7 @@ void CarriedMessages::wait_for(Work& work, int peer) {
   ErrorKind kind = ErrorKind::peer_lost;
   std::string remedy = "Look at that rank's output; destroy the process group (or restart the job) before going on.";
   try {
-    done = work->wait(std::clamp(left, least, most));
+    done = work->wait(std::clamp(left, least, most) + kForALateStory);
   } catch (const Error& error) {
     failure = error.message();
     kind = error.kind();
