@@ -46,7 +46,9 @@ struct Column {
   static constexpr bool kScaled = !std::is_same_v<Scale, NoScale>, kZeros = !std::is_same_v<Zero, NoScale>;
   static constexpr int kOffset = q.offset + kFlip;
   static constexpr bool kBefore = kOffset != 0 || (kZeros && !q.zero_after), kAfter = kZeros && q.zero_after;
-  float before = kOffset, scale = kUnit<B>, after = 0;
+  // What codes are in before all else, where that cannot be part of the scale.
+  static constexpr float kFirst = kBefore ? kUnit<B> : 1;
+  float before = kOffset, scale = kUnit<B> / kFirst, after = 0;
 
   Column() = default;
   ARK_INLINE Column(const Scale* scales, const Zero* zeros, int64_t g, int64_t c) {
@@ -57,8 +59,9 @@ struct Column {
     }
   }
   ARK_INLINE Floats decoded(Floats codes) const {
+    if constexpr (kFirst != 1) codes *= splat(kFirst);
     if constexpr (kBefore) codes -= splat(before);
-    if constexpr (kScaled || kUnit<B> != 1) codes *= splat(scale);
+    if constexpr (kScaled || kUnit<B> != kFirst) codes *= splat(scale);
     if constexpr (kAfter) codes += splat(after);
     return codes;
   }
