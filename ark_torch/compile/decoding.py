@@ -245,7 +245,8 @@ def _number(argument: Any) -> float | None:
 
 
 def _with_number(base: Decoded, kind: str, number: float, dtype: torch.dtype) -> Decoded:
-    if kind == "mul" or base.scale is not None or not number.is_integer() or abs(number) > 128:
+    whole = number.is_integer() and abs(number) <= 128 and base.codes.view.dtype != torch.float8_e4m3fn
+    if kind == "mul" or base.scale is not None or not whole:
         raise NotTaken(f"its numbers are computed with {number:g}")
     step = int(number) if kind == "sub" else -int(number)
     moved = replace(base, offset=base.offset + step, least=base.least - step, most=base.most - step)

@@ -162,6 +162,8 @@ def _as_matrix(of: Decoded) -> Weight:
     whole = outer.length * inner.length
     if of.bits == 4 and (whole % 2 or column.code % 2):
         raise NotTaken("its columns do not begin with a byte")
+    if of.bits == 8 and abs(of.offset) > 128:
+        raise NotTaken(f"{of.offset} is subtracted from its codes")
     if not 0 <= of.offset + (8 if of.signed else 0) <= 128 and of.bits == 4:
         raise NotTaken(f"{of.offset} is subtracted from its codes")
     per_byte = 8 // of.bits

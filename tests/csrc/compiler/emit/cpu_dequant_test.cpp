@@ -22,8 +22,8 @@ MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits
   codes.group = k / groups;
   codes.is_signed = bits == 4 && yes();
   codes.high_first = bits == 4 && yes();
-  codes.offset = yes() ? made.pick(0, 8) : 0;
   const ScalarType code = bits == 4 ? ScalarType::u8 : yes() ? ScalarType::i8 : ScalarType::e4m3;
+  codes.offset = code != ScalarType::e4m3 && yes() ? made.pick(0, 8) : 0;
   // Of e4m3 all but what is no number.
   const CpuCase::Fill some = code == ScalarType::i8 ? CpuCase::integers(-128, 127)
                              : bits == 4            ? CpuCase::integers(0, 255)
