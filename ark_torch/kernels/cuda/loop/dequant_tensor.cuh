@@ -136,17 +136,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
             }
           }
         }
-        ARK_UNROLL for (int half = 0; half < 2; ++half) {
-          struct alignas(8) Pair {
-            float x, y;
-          };
-          const int row = half * 8 + my_line;
-          auto* const to = reinterpret_cast<Pair*>(
-              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane % 4 * 2));
-          Pair sum{sums[half * 2], sums[half * 2 + 1]};
-          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
-          if (row < Rows) *to = sum;
-        }
+        add_octet<Rows>(parts, lane, slice, (batch * split.groups + group) * kTogether + o * 8, pass == 0, sums);
       }
       if constexpr (kScaled) load_scales();
     }
