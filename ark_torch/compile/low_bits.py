@@ -59,6 +59,7 @@ def mark(graph: Graph) -> list[str]:
     taken."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
+    coded: dict[Node, bool] = {}
     for product in graph.nodes:
         if product.target is PACKED:
             try:
@@ -66,7 +67,7 @@ def mark(graph: Graph) -> list[str]:
                 told[f"product of {weight_of(product)}"] += 1
             except (NotTaken, Unsupported) as reason:
                 told[f"a product of coded weights is not ark's: {reason}"] += 1
-        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1]):
+        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1], coded):
             continue
         try:
             found[product] = weight_of_product(product)
