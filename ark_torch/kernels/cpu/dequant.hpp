@@ -201,10 +201,16 @@ constexpr int64_t packed_length(int64_t depth) {
 // Where the number of depth d lies in a packed row.
 template <Codes q>
 ARK_INLINE int64_t place_of(int64_t d) {
-  if constexpr (q.bits == 8) return d;
+  if constexpr (q.bits == 8 || q.block != 0) return d;
   const int64_t pair = d / (2 * kLanes) * (2 * kLanes), half = (d & 1) ^ (q.high_first ? 1 : 0);
   return pair + half * kLanes + (d - pair) / 2;
 }
+
+}  // namespace ark::cpu
+
+#include "cpu/dequant_blocked.hpp"
+
+namespace ark::cpu {
 
 // Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0. `scratch` holds min(MostRows, kRowBlock) packed rows.
 template <int64_t MostRows, Product s, Codes q, class A, class B, class Scale, class Zero, class Out, class Bias>
@@ -213,7 +219,7 @@ ARK_INLINE void dequant_product(const A* a, const B* b, const Scale* scales, con
   constexpr int64_t kLength = packed_length(s.depth);
   auto* const packed = reinterpret_cast<float*>(scratch);
   // With few rows all columns pass in one go, else as many as stay in the first-level cache beside a block of rows.
-  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : kTileColumns;
+  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : q.block != 0 ? q.block : kTileColumns;
   for (int64_t block = r0; block < r1; block += kRowBlock) {
     const int64_t end = block + kRowBlock < r1 ? block + kRowBlock : r1;
     for (int64_t r = block; r < end; ++r) {
@@ -226,10 +232,15 @@ ARK_INLINE void dequant_product(const A* a, const B* b, const Scale* scales, con
       int64_t r = block;
       const auto rows = [&]<int Rows>(std::integral_constant<int, Rows>) ARK_BODY {
         for (; r + Rows <= end; r += Rows)
-          dequant_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
+          if constexpr (q.block != 0)
+            blocked_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
+          else
+            dequant_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
       };
-      if constexpr (MostRows >= kTileRows && kTileRows > 1) rows(std::integral_constant<int, kTileRows>{});
-      if constexpr (MostRows >= 4 && kTileRows > 4) rows(std::integral_constant<int, 4>{});
+      if constexpr (MostRows >= kTileRows && kTileRows > 1 && q.block == 0)
+        rows(std::integral_constant<int, kTileRows>{});
+      if constexpr (MostRows >= 4 && (kTileRows > 4 || (q.block != 0 && kTileRows > 1)))
+        rows(std::integral_constant<int, 4>{});
       if constexpr (MostRows >= 2 && kTileRows > 2) rows(std::integral_constant<int, 2>{});
       rows(std::integral_constant<int, 1>{});
     }
