@@ -143,6 +143,9 @@ def in_a_process(work: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
             if not receiver.poll(LIMIT_S):
                 raise TimeoutError(f"{work.__name__}{arguments} takes longer than {LIMIT_S:.0f} s")
             return receiver.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            process.join(30)
+            raise EOFError(f"its process ended with exit code {process.exitcode}") from None
         finally:
             process.join(30)
             with contextlib.suppress(ValueError):
@@ -198,7 +201,7 @@ def measured(name: str, limit: float) -> dict[str, Any]:
     try:
         row = {**in_a_process(plain, name), **in_a_process(chosen, name, limit)}
     except (TimeoutError, EOFError) as error:
-        row = {"model": name, "error": str(error) or "its process failed: see above"}
+        row = {"model": name, "error": str(error)}
     return {**row, "load_before": load, "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())}
 
 

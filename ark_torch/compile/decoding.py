@@ -57,14 +57,22 @@ class Decoded:
     scale: Leaf | None = None
     zero: Leaf | None = None
     zero_after: bool = False
+    block: int = 0  # columns side by side (Codes in csrc/compiler/graph/stage.hpp); 0: columns of bytes
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(math.prod(f.length for f in dim) for dim in self.dims)
 
 
-def may_decode(node: Any, depth: int = 12) -> bool:
-    """Whether codes are among what a weight is made of."""
+def may_decode(node: Any, known: dict[Any, bool] | None = None, depth: int = 12) -> bool:
+    """Whether codes are among what a weight is made of. `known`: of other nodes."""
+    known = {} if known is None else known
+    if node not in known:
+        known[node] = _may_decode(node, known, depth)
+    return known[node]
+
+
+def _may_decode(node: Any, known: dict[Any, bool], depth: int) -> bool:
     value = tensor_of(node) if isinstance(node, Node) else None
     if value is None or depth == 0:
         return False
@@ -72,8 +80,8 @@ def may_decode(node: Any, depth: int = 12) -> bool:
         return True
     if analysis.is_source(node) or analysis.is_constant(node):
         return False
-    known = analysis.is_view(node) or node.target in (*_CONVERSIONS, *_ARITHMETIC, aten.clone.default)
-    return known and any(may_decode(one, depth - 1) for one in node.all_input_nodes)
+    followed = analysis.is_view(node) or node.target in (*_CONVERSIONS, *_ARITHMETIC, aten.clone.default)
+    return followed and any(may_decode(one, known, depth - 1) for one in node.all_input_nodes)
 
 
 def joined(factors: Sequence[Factor]) -> list[Factor]:
@@ -245,7 +253,8 @@ def _number(argument: Any) -> float | None:
 
 
 def _with_number(base: Decoded, kind: str, number: float, dtype: torch.dtype) -> Decoded:
-    if kind == "mul" or base.scale is not None or not number.is_integer() or abs(number) > 128:
+    whole = number.is_integer() and abs(number) <= 128 and base.codes.view.dtype != torch.float8_e4m3fn
+    if kind == "mul" or base.scale is not None or not whole:
         raise NotTaken(f"its numbers are computed with {number:g}")
     step = int(number) if kind == "sub" else -int(number)
     moved = replace(base, offset=base.offset + step, least=base.least - step, most=base.most - step)

@@ -17,12 +17,13 @@ from torch.fx import Graph, Node
 
 from ark_torch.compile import analysis
 from ark_torch.compile.analysis import aten, tensor_of
-from ark_torch.compile.decoding import Decoded, Factor, NotTaken, follow, joined, leaf_of, may_decode
+from ark_torch.compile.decoding import Decoded, Factor, Leaf, NotTaken, follow, joined, leaf_of, may_decode
 from ark_torch.compile.ir import Strided, Unsupported
 
 MOST_ROWS = 16  # on a GPU: kTensorRows of kernels/cuda/loop
 GROUPS = 32  # groups are of a multiple of so many
 CODES = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "float8"}
+PACKED = aten._weight_int4pack_mm_for_cpu.default
 _WEIGHT = "ark_weight"  # in a product's: its weight
 
 
@@ -58,8 +59,15 @@ def mark(graph: Graph) -> list[str]:
     taken."""
     told: Counter[str] = Counter()
     found: dict[Node, Weight] = {}
+    coded: dict[Node, bool] = {}
     for product in graph.nodes:
-        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1]):
+        if product.target is PACKED:
+            try:
+                product.meta[_WEIGHT] = packed(product)
+                told[f"product of {weight_of(product)}"] += 1
+            except (NotTaken, Unsupported) as reason:
+                told[f"a product of coded weights is not ark's: {reason}"] += 1
+        if product.target not in (aten.mm.default, aten.addmm.default) or not may_decode(product.args[-1], coded):
             continue
         try:
             found[product] = weight_of_product(product)
@@ -79,6 +87,29 @@ def mark(graph: Graph) -> list[str]:
             if not analysis.is_free(node):
                 node.meta[analysis.DECODES] = True
     return [f"{count} times: {line}" if count > 1 else line for line, count in told.items()]
+
+
+def packed(product: Node) -> Weight:
+    """Of PyTorch's own operator for CPUs, which torchao calls: its packing differs from one instruction set to another,
+    and is 64 or 32 columns side by side where there are vectors for it."""
+    _, codes, group, scales = product.args
+    value, scale = leaf_of(codes), leaf_of(scales)
+    block = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability(), 0)
+    if value is None or scale is None or not isinstance(group, int):
+        raise NotTaken("its packed codes or scales are computed in the graph")
+    columns, depth = value.view.shape[0], value.view.shape[1] * 2
+    dense = (depth // 2, 1) == value.view.strides and value.view.offset == 0
+    if block == 0 or columns % block or not dense:
+        raise NotTaken("its codes are packed in an order that ark does not know")
+    if group % GROUPS or depth % group:
+        raise NotTaken(f"its groups of {group} are not of a multiple of {GROUPS}")
+    of_group, of_column, of_kind = scale.view.strides
+    zero = Leaf(scale.source, scale.view._replace(offset=scale.view.offset + of_kind))
+    dims = ((Factor(depth, 1),), (Factor(columns, depth),))
+    decoded = Decoded(dims, value, 4, offset=8, scale=scale, zero=zero, zero_after=True, block=block)
+    view = value.view._replace(shape=(columns // block, depth, block // 2), strides=(depth * block // 2, block // 2, 1))
+    strides = (of_group, of_column)
+    return Weight(view, decoded, group, depth // group, strides, strides)
 
 
 def _chain(weight: Node) -> list[Node]:
@@ -162,6 +193,8 @@ def _as_matrix(of: Decoded) -> Weight:
     whole = outer.length * inner.length
     if of.bits == 4 and (whole % 2 or column.code % 2):
         raise NotTaken("its columns do not begin with a byte")
+    if of.bits == 8 and abs(of.offset) > 128:
+        raise NotTaken(f"{of.offset} is subtracted from its codes")
     if not 0 <= of.offset + (8 if of.signed else 0) <= 128 and of.bits == 4:
         raise NotTaken(f"{of.offset} is subtracted from its codes")
     per_byte = 8 // of.bits

@@ -69,6 +69,12 @@ FORMS: dict[str, tuple[Decode, torch.dtype, str, int]] = {
     "int8, one scale": (lambda w, s, z, t: s[:1] * w.to(t), torch.int8, f"{EIGHT}, scale a tensor", 1),
     "float8, scaled": (lambda w, s, z, t: (w.float() * s).to(t), torch.float8_e4m3fn, f"{FLOAT}, scale a channel", 1),
     "float8, one scale": (lambda w, s, z, t: w.to(t) * s[0, 0], torch.float8_e4m3fn, f"{FLOAT}, scale a tensor", 1),
+    "float8, zeros": (
+        lambda w, s, z, t: (w.to(t) - z) * s,
+        torch.float8_e4m3fn,
+        f"{FLOAT}, scale a channel, and a zero",
+        1,
+    ),
     "float8, groups": (
         lambda w, s, z, t: (grouped(w.to(t), s) * s.unsqueeze(2)).view(w.shape),
         torch.float8_e4m3fn,

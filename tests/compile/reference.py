@@ -250,7 +250,10 @@ def compute(op: str, inputs: list[torch.Tensor], attributes: dict[str, Any], out
 
 def dequant_matmul(inputs: list[torch.Tensor], attributes: dict[str, Any]) -> torch.Tensor:
     rows, codes, *others = inputs
-    if attributes["bits"] == 4:
+    if attributes["block"]:
+        halves = torch.cat((codes & 15, codes >> 4), 2)  # [blocks, depth, columns of a block]
+        numbers = halves.permute(1, 0, 2).flatten(1)
+    elif attributes["bits"] == 4:
         assert codes.dtype in (torch.int8, torch.uint8)
         codes = codes.view(torch.uint8)
         halves = [(codes & 15).int(), (codes >> 4).int()]

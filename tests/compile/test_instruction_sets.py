@@ -36,9 +36,16 @@ def compiler(folder: Path, name: str) -> str:
     return str(script)
 
 
-def everything(x: Tensor, y: Tensor, n: Tensor, half: Tensor, q: Tensor) -> list[Tensor]:
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Of 4 bits, in groups of 32."""
+    whole = torch.stack((codes & 15, codes >> 4), -1).view(codes.shape[0], -1, 32)
+    return ((whole.float() - 8) * scales[:, :, None]).flatten(1)
+
+
+def everything(x: Tensor, y: Tensor, n: Tensor, half: Tensor, q: Tensor, *coded: Tensor) -> list[Tensor]:
     """Sizes that are no multiple of any vector's; every element type; sums, products, attention and what selects."""
     mask = x > 0.25
+    signed, small, codes = coded
     return [
         torch.softmax(x, -1),
         F.layer_norm(x, (x.shape[1],)),
@@ -60,6 +67,9 @@ def everything(x: Tensor, y: Tensor, n: Tensor, half: Tensor, q: Tensor) -> list
         F.scaled_dot_product_attention(q[:, :, :1], q, q, attn_mask=q[:, :1, :1, 0:1] < 9),
         x[:, ::3].contiguous(),
         torch.topk(x, 3)[1],
+        *(F.linear(x[:rows], signed.float()) for rows in (1, 13)),
+        *(F.linear(x[:rows], small.float()) for rows in (1, 13)),
+        *(F.linear(y[:rows, :32].repeat(1, 2), decoded(codes, x[:9, :2])) for rows in (1, 13)),
     ]
 
 
@@ -72,6 +82,9 @@ def main() -> None:
         torch.randint(-9, 9, (7, 19)),
         torch.randn(11, 23).to(torch.float16),
         torch.randn(1, 2, 27, 20),
+        torch.randint(-128, 128, (9, 37), dtype=torch.int8),
+        torch.randn(9, 37).to(torch.float8_e4m3fn),
+        torch.randint(0, 256, (9, 32), dtype=torch.uint8),
     )
     options = {"choose": "ark", "fallback": False, "minimum": 1}
     call = torch.compile(everything, backend="ark", options=options)

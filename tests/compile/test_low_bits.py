@@ -36,7 +36,8 @@ def error(got: Tensor, right: Tensor) -> float:
 @pytest.mark.by_day("cpp-int4, zeros", "cpp-int8, scaled", "cpp-float8, scaled")
 @pytest.mark.parametrize("name", FORMS)
 def test_every_form(name: str, plan: str, compiled: Any) -> None:
-    """One region, named in the report, for one row to many of each type; the error is beside Inductor's."""
+    """One region, named in the report, for one row to many of each type; the error is beside Inductor's and
+    eager's."""
     model, told = coded(name, 37)
 
     def call(*rows: Tensor) -> list[Tensor]:
@@ -45,15 +46,17 @@ def test_every_form(name: str, plan: str, compiled: Any) -> None:
     rows = [torch.randn(m, 256, dtype=dtype) for dtype in DTYPES for m in (1, 3, 16, 35)]
     ours, report = compiled(call, fallback=False, minimum=1)
     got, again = ours(*rows), ours(*rows)
-    inductor = torch.compile(call, backend="inductor", dynamic=False)(*rows)
+    theirs = [*torch.compile(call, backend="inductor", dynamic=False)(*rows[:4:3]), *call(*rows[1:3], *rows[4:])]
+    theirs.insert(3, theirs.pop(1))  # Inductor's of one row and of many in bfloat16, eager's of the others
     assert len(report.regions) == 1 and not report.fallbacks
     assert report.graphs[0].weights == [f"{len(rows)} times: product of {told}"]
-    for x, one, other, theirs in zip(rows, got, again, inductor, strict=True):
+    for x, one, other, beside in zip(rows, got, again, theirs, strict=True):
         right = F.relu(right_of(model, x))
         assert one.dtype == x.dtype and torch.equal(one, other)
         places = 4 if x.dtype == torch.float32 else 1  # of float32 the order of a sum has as many
         place = torch.finfo(x.dtype).eps * float(right.abs().max())
-        assert error(one, right) <= 1.5 * error(theirs, right) + places * place, (x.dtype, x.shape)
+        assert one.shape == beside.shape
+        assert error(one, right) <= 1.5 * error(beside, right) + places * place, (x.dtype, x.shape)
 
 
 @pytest.mark.by_day("int4")
@@ -185,3 +188,31 @@ def test_a_piece_of_inductors_decodes_for_itself(compiled: Any) -> None:
     pieces = [(piece.runs_on, piece.operators["mm"]) for piece in report.graphs[0].pieces]
     assert ("inductor", 1) in pieces and any(runs_on == "ark" for runs_on, _ in pieces)
     assert report.graphs[0].weights == [f"product of {told}"]
+
+
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
+
+
+@pytest.mark.skipif(CAPABILITY not in ("AVX512", "AVX2"), reason="PyTorch packs in another order there")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)])
+def test_what_pytorch_packs_for_cpus(dtype: torch.dtype, plan: str, compiled: Any) -> None:
+    """As torchao calls it, with a bias behind; other widths are PyTorch's."""
+    codes = torch.randint(0, 16, (192, 256), dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
+    scales, bias = torch.rand(2, 192, 2).to(dtype), torch.randn(192).to(dtype)
+
+    def call(*rows: Tensor) -> list[Tensor]:
+        return [F.relu(torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, scales) + bias) for x in rows]
+
+    rows = [torch.randn(m, 256).to(dtype) for m in (1, 3, 35)]
+    ours, report = compiled(call, fallback=False, minimum=1)
+    scale, zero = (scales[..., i].double().repeat_interleave(128, 0) for i in range(2))
+    for x, got, theirs in zip(rows, ours(*rows), call(*rows), strict=True):
+        right = F.relu(x.double() @ ((codes.t() - 8) * scale + zero) + bias.double())
+        place = torch.finfo(dtype).eps * float(right.abs().max())
+        assert error(got, right) <= 1.5 * error(theirs, right) + place
+    assert report.graphs[0].weights == ["3 times: product of int4 weights, scale a group of 128, and a zero"]
+    narrow, few = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes[:16], 2), scales[:, :16].contiguous()
+    other, told = compiled(lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, narrow, 128, few).sin().cos() + 1)
+    assert other(rows[0]).shape == (1, 16)
+    assert "an order that ark does not know" in told.graphs[0].weights[0]

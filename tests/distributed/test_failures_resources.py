@@ -165,18 +165,19 @@ def test_row_10_out_of_memory_at_start(what: str, hint: str) -> None:
         assert max(seconds) < 6 + SLACK_S
 
 
+def _mapped() -> int:
+    """Bytes of addresses that this process has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmSize:"))
+
+
 def _starved_inside(rank: Rank) -> str:
     rank.init(timeout=TIMEOUT_S)
     count = 16 << 20
     buffer = torch.ones(2 * count)
     dist.all_reduce(torch.ones(10))
     if rank.rank == 1:
-        size = next(
-            int(line.split()[1]) << 10
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmSize:")
-        )
-        resource.setrlimit(resource.RLIMIT_AS, (size + (8 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (_mapped() + (8 << 20), resource.RLIM_INFINITY))
     dist.all_reduce(buffer[::2])  # needs a contiguous copy of 64 MB
     return "no error"
 
@@ -200,7 +201,8 @@ def _no_thread_for_messages(rank: Rank) -> None:
         return
     first, second = torch.full((50_000,), -1.0), torch.empty(50_000)
     usual = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, usual[1]))  # less than there is: nothing more can be mapped
+    # Not enough for a stack. What libraries allocate when a thread first meets them has room: glibc aborts without.
+    resource.setrlimit(resource.RLIMIT_AS, (_mapped() + (1 << 20), usual[1]))
     try:
         with pytest.raises(RuntimeError, match=r"cannot start the thread that makes send and recv progress.*ulimit"):
             dist.irecv(first, 1)

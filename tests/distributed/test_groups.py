@@ -49,6 +49,19 @@ def test_every_subgroup(world: int) -> None:
     run_ranks(_subgroups, world)
 
 
+def _many(rank: Rank) -> None:
+    group = rank.init(timeout=60)
+    assert total(group, float(rank.rank)) == sum(range(rank.world_size))
+    got = [torch.empty(3) for _ in range(rank.world_size)]
+    dist.all_gather(got, torch.full((3,), float(rank.rank)))
+    assert torch.stack(got).sum(1).tolist() == [3.0 * r for r in range(rank.world_size)]
+
+
+@pytest.mark.nightly
+def test_sixty_four_ranks() -> None:
+    run_ranks(_many, 64, timeout=120)
+
+
 def _split(rank: Rank) -> None:
     """ProcessGroup.split_group, twice nested; ranks outside get None, as with NCCL."""
     world_group = rank.init()

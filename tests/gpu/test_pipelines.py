@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, go_on_without_the_last, run, start
+from on_gpu import run, start
 from support import pipelines
-from support.failures import record
-from support.launcher import Job
 from support.rank import Rank
+from training_support import kill_the_last, until_a_peer_dies
 
 from ark_torch.train import capture
 
 STEPS = 8
-KILL_BOUND_S = 5.0
 
 
 def _one_process(rank: Rank, name: str, max_norm: float | None) -> None:
@@ -83,32 +79,8 @@ def _endless(rank: Rank) -> float:
     device = start(rank, timeout=120)
     staged = pipelines.Staged("1F1B", rank.rank, rank.world_size, device)
     step = capture(staged.schedule, pipelines.optimizer(list(staged.own.values())))
-    number = 0
-    try:
-        while True:
-            step(pipelines.batch(number))
-            number += 1
-            if number == 10:
-                assert step.captured, step.reason
-                torch.cuda.synchronize()
-                rank.report("running")
-    except dist.DistBackendError as error:
-        rank.report("raised", str(error))
-    return go_on_without_the_last(rank, device, 1000)
+    return until_a_peer_dies(rank, device, lambda number: step(pipelines.batch(number)), step)
 
 
 def test_a_peer_killed_during_replays() -> None:
-    victim = WORLD - 1
-    with Job(_endless, WORLD, env=ENV) as job:
-        job.wait_all("running", timeout=240)
-        time.sleep(0.3)
-        since = job.kill(victim)
-        seconds = []
-        for survivor in range(victim):
-            text = job.wait_event(survivor, "raised", timeout=60)
-            seconds.append(time.monotonic() - since)
-            assert f"rank {victim}" in text.partition("] ")[2], f"does not name rank {victim}: {text}"
-        record("1", "CUDA, killed, captured pipeline", f"{KILL_BOUND_S} s", seconds)
-        assert max(seconds) < KILL_BOUND_S
-        outcomes = job.finish(60, list(range(victim)))
-        assert [o.value for o in outcomes] == [sum(range(victim))] * victim, [o.describe() for o in outcomes]
+    kill_the_last(_endless, case="captured pipeline")

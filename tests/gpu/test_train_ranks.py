@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_gpu import ENV, WORLD, go_on_without_the_last, run, start
+from on_gpu import WORLD, run, start
 from support import training as small
-from support.failures import record
-from support.launcher import Job
 from support.rank import Rank
 from torch import Tensor, nn
-from training_support import adam, batch_of, begin, model_of
+from training_support import adam, batch_of, begin, kill_the_last, model_of, until_a_peer_dies
 
 from ark_torch.train import capture
-
-KILL_BOUND_S = 5.0
 
 
 def _item(model: Any, batch: Any) -> Tensor:
@@ -107,34 +102,14 @@ def _endless(rank: Rank, steps: int) -> float:
     device = start(rank, timeout=120)
     model = model_of("gpt2", device)
     step = capture(model, adam(model, device), small.loss, steps=steps, bucket_mb=0.02)
-    number = 0
-    try:
-        while True:
-            batches = [batch_of("gpt2", number + n, rank.rank, device) for n in range(steps)]
-            step(batches if steps > 1 else batches[0])
-            number += 1
-            if number == 10:
-                assert step.captured, step.reason
-                torch.cuda.synchronize()
-                rank.report("running")
-    except dist.DistBackendError as error:
-        rank.report("raised", str(error))
-    return go_on_without_the_last(rank, device, 1000)
+
+    def call(number: int) -> None:
+        batches = [batch_of("gpt2", steps * number + n, rank.rank, device) for n in range(steps)]
+        step(batches if steps > 1 else batches[0])
+
+    return until_a_peer_dies(rank, device, call, step)
 
 
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_peer_killed_during_replays(steps: int) -> None:
-    victim = WORLD - 1
-    with Job(_endless, WORLD, steps, env=ENV) as job:
-        job.wait_all("running", timeout=240)
-        time.sleep(0.3)
-        since = job.kill(victim)
-        seconds = []
-        for survivor in range(victim):
-            text = job.wait_event(survivor, "raised", timeout=60)
-            seconds.append(time.monotonic() - since)
-            assert f"rank {victim}" in text.partition("] ")[2], f"does not name rank {victim}: {text}"
-        record("1", f"CUDA, killed, captured step of {steps}", f"{KILL_BOUND_S} s", seconds)
-        assert max(seconds) < KILL_BOUND_S
-        outcomes = job.finish(60, list(range(victim)))
-        assert [o.value for o in outcomes] == [sum(range(victim))] * victim, [o.describe() for o in outcomes]
+    kill_the_last(_endless, steps, case=f"captured step of {steps}")

@@ -7,18 +7,24 @@ several ranks. Operators whose gradients are added in no fixed order are switche
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from on_gpu import WORLD, device_of, start
+import torch.distributed as dist
+from on_gpu import ENV, WORLD, device_of, go_on_without_the_last, start
 from support import training as small
+from support.failures import record
+from support.launcher import Job
 from support.rank import Rank
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from ark_torch.train import capture
+from ark_torch.train import CapturedStep, capture
 
 STEPS = 20
+KILL_BOUND_S = 5.0
 WORLDS = sorted({1, WORLD})
 
 
@@ -125,3 +131,37 @@ def captured_run(
 def assert_equal_runs(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], what: str = "") -> None:
     assert torch.equal(ours[0], expected[0]), (what, "losses", (ours[0] - expected[0]).abs().max().item())
     assert torch.equal(ours[1], expected[1]), (what, "weights", (ours[1] - expected[1]).abs().max().item())
+
+
+def until_a_peer_dies(rank: Rank, device: torch.device, call: Callable[[int], Any], step: CapturedStep) -> float:
+    """Calls with the number of the call for ever, reports "running" when it replays, and goes on without the last."""
+    number = 0
+    try:
+        while True:
+            call(number)
+            number += 1
+            if number == 10:
+                assert step.captured, step.reason
+                torch.cuda.synchronize()
+                rank.report("running")
+    except dist.DistBackendError as error:
+        rank.report("raised", str(error))
+    return go_on_without_the_last(rank, device, 1000)
+
+
+def kill_the_last(body: Any, *args: Any, case: str) -> None:
+    """The last of the ranks that run the body until a peer dies is killed: the others name it in time, and go on."""
+    victim = WORLD - 1
+    with Job(body, WORLD, *args, env=ENV) as job:
+        job.wait_all("running", timeout=240)
+        time.sleep(0.3)
+        since = job.kill(victim)
+        seconds = []
+        for survivor in range(victim):
+            text = job.wait_event(survivor, "raised", timeout=60)
+            seconds.append(time.monotonic() - since)
+            assert f"rank {victim}" in text.partition("] ")[2], f"does not name rank {victim}: {text}"
+        record("1", f"CUDA, killed, {case}", f"{KILL_BOUND_S} s", seconds)
+        assert max(seconds) < KILL_BOUND_S
+        outcomes = job.finish(60, list(range(victim)))
+        assert [o.value for o in outcomes] == [sum(range(victim))] * victim, [o.describe() for o in outcomes]

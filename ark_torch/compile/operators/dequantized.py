@@ -12,10 +12,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from ark_torch.compile import low_bits
 from ark_torch.compile.decoding import Leaf, leaf_of
 from ark_torch.compile.ir import Operand, Strided, Unsupported
 from ark_torch.compile.low_bits import Weight
-from ark_torch.compile.lowering import Lowering, contiguous_strides
+from ark_torch.compile.lowering import Lowering, contiguous_strides, lowers
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,14 @@ class _Product:
     versions: tuple[int, int]  # of what it reads, and of its result
     scale: Strided | None = None  # of channels, behind it
     bias: Operand | None = None
+
+
+@lowers(low_bits.PACKED)
+def packed(low: Lowering, node: Node) -> Strided:
+    weight = low_bits.weight_of(node)
+    if weight is None:
+        raise Unsupported("its codes are packed in an order that ark does not know")
+    return product(low, weight, low.result(node), low.operand(node.args[0]))
 
 
 def product(low: Lowering, weight: Weight, out: Strided, rows: Operand, bias: Operand | None = None) -> Strided:
@@ -63,6 +72,7 @@ def _write(low: Lowering, made: _Product, out: Strided) -> Strided:
         scaled=decoded.scale is not None or made.scale is not None,
         zero="" if decoded.zero is None else "after" if decoded.zero_after else "before",
         biased=made.bias is not None,
+        block=decoded.block,
     )
     low.notes.setdefault("dequantized", {})[out.buffer] = replace(
         made, versions=(made.versions[0], low.graph.version(out.buffer))

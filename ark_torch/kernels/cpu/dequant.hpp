@@ -25,16 +25,44 @@ ARK_INLINE Bytes load_bytes(const void* from, Lanes lanes) {
   return raw;
 }
 
+// GCC takes conversions of vectors of bytes apart, those to words into single bytes.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+ARK_INLINE Words words_of(Bytes raw) {
+  return same_bits<Words>(_mm512_cvtepu8_epi32(same_bits<__m128i>(raw)));
+}
+ARK_INLINE Shorts words_of(SignedBytes raw) {
+  return same_bits<Shorts>(_mm512_cvtepi8_epi32(same_bits<__m128i>(raw)));
+}
+ARK_INLINE SignedHalves halves_of(SignedBytes raw) {
+  return same_bits<SignedHalves>(_mm256_cvtepi8_epi16(same_bits<__m128i>(raw)));
+}
+#else
+ARK_INLINE Words words_of(Bytes raw) {
+  return __builtin_convertvector(__builtin_convertvector(raw, Halves), Words);
+}
+ARK_INLINE SignedHalves halves_of(SignedBytes raw) {
+  return __builtin_convertvector(raw, SignedHalves);
+}
+ARK_INLINE Shorts words_of(SignedBytes raw) {
+  return __builtin_convertvector(halves_of(raw), Shorts);
+}
+#endif
+
 // Codes of 8 bits as numbers; of e4m3 as multiples of 256, by way of float16, whose exponent has 8 more for 1.
 ARK_INLINE Floats numbers_of(Bytes raw, int8_t) {
-  return __builtin_convertvector(__builtin_convertvector(same_bits<SignedBytes>(raw), Shorts), Floats);
+  return __builtin_convertvector(words_of(same_bits<SignedBytes>(raw)), Floats);
 }
 ARK_INLINE Floats numbers_of(Bytes raw, e4m3) {
-  const SignedHalves wide = __builtin_convertvector(same_bits<SignedBytes>(raw), SignedHalves);
-  Halves half = same_bits<Halves>(wide << 7) & static_cast<uint16_t>(0xbf80);
+  const Halves half = same_bits<Halves>(halves_of(same_bits<SignedBytes>(raw)) << 7) & static_cast<uint16_t>(0xbf80);
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m128i all = _mm_set1_epi8(-1);
+  const __mmask16 nan = _mm_cmpeq_epi8_mask(_mm_or_si128(same_bits<__m128i>(raw), _mm_set1_epi8(-128)), all);
+  return same_bits<Floats>(
+      _mm512_cvtph_ps(_mm256_mask_mov_epi16(same_bits<__m256i>(half), nan, _mm256_set1_epi16(0x7e00))));
+#else
   const Halves nan = same_bits<Halves>((half & static_cast<uint16_t>(0x3f80)) == static_cast<uint16_t>(0x3f80));
-  half |= nan & static_cast<uint16_t>(0x7e00);
-  return widen(half, f16{});
+  return widen(half | (nan & static_cast<uint16_t>(0x7e00)), f16{});
+#endif
 }
 template <class B>
 inline constexpr float kUnit = std::is_same_v<B, e4m3> ? 256.0f : 1.0f;
@@ -46,7 +74,9 @@ struct Column {
   static constexpr bool kScaled = !std::is_same_v<Scale, NoScale>, kZeros = !std::is_same_v<Zero, NoScale>;
   static constexpr int kOffset = q.offset + kFlip;
   static constexpr bool kBefore = kOffset != 0 || (kZeros && !q.zero_after), kAfter = kZeros && q.zero_after;
-  float before = kOffset, scale = kUnit<B>, after = 0;
+  // What codes are in before all else, where that cannot be part of the scale.
+  static constexpr float kFirst = kBefore ? kUnit<B> : 1;
+  float before = kOffset, scale = kUnit<B> / kFirst, after = 0;
 
   Column() = default;
   ARK_INLINE Column(const Scale* scales, const Zero* zeros, int64_t g, int64_t c) {
@@ -57,8 +87,9 @@ struct Column {
     }
   }
   ARK_INLINE Floats decoded(Floats codes) const {
+    if constexpr (kFirst != 1) codes *= splat(kFirst);
     if constexpr (kBefore) codes -= splat(before);
-    if constexpr (kScaled || kUnit<B> != 1) codes *= splat(scale);
+    if constexpr (kScaled || kUnit<B> != kFirst) codes *= splat(scale);
     if constexpr (kAfter) codes += splat(after);
     return codes;
   }
@@ -72,29 +103,24 @@ struct Nibbles {
   Nibbles() = default;
   ARK_INLINE explicit Nibbles(const Of& column)
       : table(same_bits<__m512>(column.decoded(__builtin_convertvector(kIota32 ^ Of::kFlip, Floats)))) {}
-  ARK_INLINE Floats low(Bytes raw) const {
-    return look_up(__builtin_convertvector(raw, Words));
-  }
-  ARK_INLINE Floats high(Bytes raw) const {
-    return look_up(__builtin_convertvector(raw, Words) >> 4);
-  }
-  ARK_INLINE Floats look_up(Words codes) const {
+  ARK_INLINE Floats of(Words codes) const {
     return same_bits<Floats>(_mm512_permutexvar_ps(same_bits<__m512i>(codes), table));
   }
 #else
   Of column;
   Nibbles() = default;
   ARK_INLINE explicit Nibbles(const Of& column) : column(column) {}
-  ARK_INLINE Floats low(Bytes raw) const {
-    return of(__builtin_convertvector(raw, Shorts) & 15);
-  }
-  ARK_INLINE Floats high(Bytes raw) const {
-    return of(__builtin_convertvector(raw, Shorts) >> 4);
-  }
-  ARK_INLINE Floats of(Shorts codes) const {
-    return column.decoded(__builtin_convertvector(codes ^ Of::kFlip, Floats));
+  ARK_INLINE Floats of(Words codes) const {
+    const Words flipped = (codes & 15u) ^ static_cast<uint32_t>(Of::kFlip);
+    return column.decoded(__builtin_convertvector(same_bits<Shorts>(flipped), Floats));
   }
 #endif
+  ARK_INLINE Floats low(Bytes raw) const {
+    return of(words_of(raw));
+  }
+  ARK_INLINE Floats high(Bytes raw) const {
+    return of(words_of(raw) >> 4);
+  }
 };
 
 // Whether a column's scale can wait until its sum is known.
@@ -126,8 +152,8 @@ ARK_INLINE void dequant_tile(const float* a, int64_t a_row, const B* b, const Sc
       ARK_UNROLL for (int c = 0; c < Columns; ++c) {
         const B* const from = codes + c * s.b_column + d * q.bits / 8;
         const Bytes raw = load_bytes(from, lanes);
-        // As in dot_tile of matmul.hpp.
-        if (Rows <= 4) __builtin_prefetch(from + Columns * s.b_column, 0, 2);
+        // As in dot_tile of matmul.hpp, once a cache line.
+        if (Rows <= 4 && d * q.bits / 8 % 64 == 0) __builtin_prefetch(from + Columns * s.b_column, 0, 2);
         if constexpr (q.bits == 4) {
           const Wide low = wide(column[c].low(raw)), high = wide(column[c].high(raw));
           ARK_UNROLL for (int r = 0; r < Rows; ++r) {
@@ -175,10 +201,16 @@ constexpr int64_t packed_length(int64_t depth) {
 // Where the number of depth d lies in a packed row.
 template <Codes q>
 ARK_INLINE int64_t place_of(int64_t d) {
-  if constexpr (q.bits == 8) return d;
+  if constexpr (q.bits == 8 || q.block != 0) return d;
   const int64_t pair = d / (2 * kLanes) * (2 * kLanes), half = (d & 1) ^ (q.high_first ? 1 : 0);
   return pair + half * kLanes + (d - pair) / 2;
 }
+
+}  // namespace ark::cpu
+
+#include "cpu/dequant_blocked.hpp"
+
+namespace ark::cpu {
 
 // Rows [r0, r1) and columns [c0, c1). MostRows bounds r1 - r0. `scratch` holds min(MostRows, kRowBlock) packed rows.
 template <int64_t MostRows, Product s, Codes q, class A, class B, class Scale, class Zero, class Out, class Bias>
@@ -187,7 +219,7 @@ ARK_INLINE void dequant_product(const A* a, const B* b, const Scale* scales, con
   constexpr int64_t kLength = packed_length(s.depth);
   auto* const packed = reinterpret_cast<float*>(scratch);
   // With few rows all columns pass in one go, else as many as stay in the first-level cache beside a block of rows.
-  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : kTileColumns;
+  constexpr int64_t kPass = MostRows == 1 ? int64_t{1} << 62 : q.block != 0 ? q.block : kTileColumns;
   for (int64_t block = r0; block < r1; block += kRowBlock) {
     const int64_t end = block + kRowBlock < r1 ? block + kRowBlock : r1;
     for (int64_t r = block; r < end; ++r) {
@@ -200,10 +232,15 @@ ARK_INLINE void dequant_product(const A* a, const B* b, const Scale* scales, con
       int64_t r = block;
       const auto rows = [&]<int Rows>(std::integral_constant<int, Rows>) ARK_BODY {
         for (; r + Rows <= end; r += Rows)
-          dequant_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
+          if constexpr (q.block != 0)
+            blocked_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
+          else
+            dequant_rows<Rows, s, q>(packed + (r - block) * kLength, kLength, b, scales, zeros, out, bias, r, c, c_end);
       };
-      if constexpr (MostRows >= kTileRows && kTileRows > 1) rows(std::integral_constant<int, kTileRows>{});
-      if constexpr (MostRows >= 4 && kTileRows > 4) rows(std::integral_constant<int, 4>{});
+      if constexpr (MostRows >= kTileRows && kTileRows > 1 && q.block == 0)
+        rows(std::integral_constant<int, kTileRows>{});
+      if constexpr (MostRows >= 4 && (kTileRows > 4 || (q.block != 0 && kTileRows > 1)))
+        rows(std::integral_constant<int, 4>{});
       if constexpr (MostRows >= 2 && kTileRows > 2) rows(std::integral_constant<int, 2>{});
       rows(std::integral_constant<int, 1>{});
     }

@@ -16,6 +16,7 @@ struct Codes {
   int offset;
   int group;
   Strides scale, zero;
+  int block;
 };
 
 // In the place of what is not there.

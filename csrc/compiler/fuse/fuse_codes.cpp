@@ -2,6 +2,7 @@
 //
 // A stage of its own making, for what it reads beside its weights; passes see a product as any other. Every weight is
 // read once where there are few rows, so tiles cut columns; many rows, which only a CPU gets, are cut as rows.
+#include <algorithm>
 #include <string>
 
 #include "compiler/fuse/fuse_single.hpp"
@@ -31,6 +32,7 @@ Stage dequant_matmul_stage(Graph& graph, const Node& node) {
   codes.is_signed = node.flag("signed");
   codes.high_first = node.flag("high_first");
   codes.offset = node.integer("offset");
+  codes.block = node.integer("block");
   codes.zero_after = node.text("zero") == "after";
   if (node.flag("scaled")) codes.scale = node.inputs[next++];
   if (!node.text("zero").empty()) codes.zero = node.inputs[next++];
@@ -45,7 +47,7 @@ Stage dequant_matmul_stage(Graph& graph, const Node& node) {
   body.axis = body.m <= kFewRows || body.n >= 4 * body.m ? MatmulStage::Axis::columns : MatmulStage::Axis::rows;
   const bool columns = body.axis == MatmulStage::Axis::columns;
   stage.extent = columns ? body.n : body.m;
-  if (columns) stage.grain = line_elements(graph.values()[body.out]);
+  if (columns) stage.grain = std::max(line_elements(graph.values()[body.out]), codes.block);
   stage.accesses = product_accesses(graph, body);
   stage.flops = 2.0 * static_cast<double>(body.m * body.n) * static_cast<double>(body.k);
   stage.bytes = bytes_of(graph, {body.a, body.b, body.out});
@@ -65,6 +67,7 @@ std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& prod
     return columns == by_columns && of.shape[dim] > 1 && of.strides[dim] != 0 ? static_cast<int>(dim) : -1;
   };
   std::vector<Access> accesses{{product.a, cut(product.a, false), false}, {product.b, cut(product.b, true), false}};
+  if (product.codes.block != 0) accesses[1].axis = columns ? 0 : -1;
   for (const int one : {product.codes.scale, product.codes.zero})
     if (one >= 0) accesses.push_back({one, cut(one, true), false});
   if (product.bias >= 0) accesses.push_back({product.bias, cut(product.bias, columns), false});

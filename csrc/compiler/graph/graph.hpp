@@ -64,7 +64,9 @@ using Attributes = std::map<std::string, Attribute>;
 //                                                     bits), both of 4 bits;
 //                                                     offset (int); scaled (bool), zero ("": none; "before": minus
 //                                                     the code, then times scale; "after": plus what is scaled),
-//                                                     biased (bool): which inputs there are
+//                                                     biased (bool): which inputs there are. block (int): where
+//                                                     it is not 0, codes of 4 bits are [N / block, K, block / 2],
+//                                                     dense, byte j of a depth having columns j and j + block / 2
 //   attention    q [B, H, T, D], k, v [B, Hkv, S, D], mask (optional, bool or additive, broadcasts to [B, H, T, S])
 //                                           1         scale (float), causal (bool: key <= query position)
 //   gather       table, index               1         dim: out[.., index.., ..] = table[.., index.., ..] along dim;

@@ -165,18 +165,28 @@ class NodeChecker {
     const size_t operands = 2 + (scaled ? 1 : 0) + (zero.empty() ? 0 : 1) + (biased ? 1 : 0);
     count(operands, operands);
     const Value &a = in(0), &codes = in(1);
+    const int64_t block = node_.integer("block");
     for (const Value* value : {&a, &codes, &out()})
-      if (value->shape.size() != 2) fail("takes and gives two dimensions, not " + to_string(value->shape));
+      if (value->shape.size() != (value == &codes && block != 0 ? 3 : 2))
+        fail("takes and gives two dimensions, not " + to_string(value->shape));
     for (const Value* value : {&a, &out()}) expect_floating(*value);
     if (!four && node_.integer("bits") != 8) fail("takes codes of 4 or 8 bits");
     if (!is_code(codes.type) || codes.type == (four ? ScalarType::e4m3 : ScalarType::u8))
       fail(std::string("takes no codes of ") + name_of(codes.type));
     const int64_t offset = node_.integer("offset") + (node_.flag("signed") ? 8 : 0);
-    if (offset < (four ? 0 : -128) || offset > 128) fail("subtracts " + std::to_string(offset) + " from its codes");
+    const int64_t most = codes.type == ScalarType::e4m3 ? 0 : 128;  // that leaves numbers exact in half types
+    if (offset < (four ? 0 : -most) || offset > most) fail("subtracts " + std::to_string(offset) + " from its codes");
     if (!zero.empty() && zero != "before" && zero != "after") fail("has no zeros '" + zero + "'");
-    const int64_t k = a.shape[1], n = codes.shape[1];
-    expect_shape(codes, {four ? k / 2 : k, n}, "what is coded");
-    if ((four && k % 2 != 0) || codes.strides[0] != 1) fail("takes codes that are adjacent along a depth that is even");
+    const int64_t k = a.shape[1], n = block != 0 ? out().shape.at(1) : codes.shape[1];
+    if (block != 0) {
+      if (!four || block % 32 != 0 || n % block != 0) fail("has blocks of " + std::to_string(block) + " columns");
+      expect_shape(codes, {n / block, k, block / 2}, "what is coded");
+      if (codes.strides != Shape{k * block / 2, block / 2, 1}) fail("takes blocks without gaps");
+    } else {
+      expect_shape(codes, {four ? k / 2 : k, n}, "what is coded");
+      if ((four && k % 2 != 0) || codes.strides[0] != 1)
+        fail("takes codes that are adjacent along a depth that is even");
+    }
     expect_shape(out(), {a.shape[0], n}, "the result");
     const int64_t groups = operands - (biased ? 1 : 0) > 2 ? (in(2).shape.empty() ? 0 : in(2).shape[0]) : 1;
     if (groups < 1 || k % groups != 0 || (groups > 1 && k / groups % 32 != 0))

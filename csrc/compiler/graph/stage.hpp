@@ -94,6 +94,9 @@ struct Codes {
   int scale = -1, zero = -1;  // values [k / group, n]; -1: none
   bool zero_after = false;
   int64_t group = 0;
+  // Of 4 bits on a CPU: so many columns side by side, byte j of a depth having columns j and j + block / 2. `b` is then
+  // [n / block, k, block / 2]. 0: columns of bytes.
+  int64_t block = 0;
 };
 
 struct MatmulStage {

@@ -14,7 +14,9 @@
 namespace ark::loop {
 
 inline constexpr int kDequantSlice = 128;  // of depth, a warp's
-inline constexpr int kDequantOctets = 2;   // of columns, a warp's
+// Of columns, a warp's: as many loads under way as registers allow beside the rows.
+template <int Rows>
+inline constexpr int kDequantOctets = Rows > 8 ? 2 : 4;
 
 // Whether sums of columns are complete before anything is multiplied into them.
 template <Product s, Codes q, class Zero>
@@ -32,7 +34,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   using B = typename Columns::Element;
   using Zero = typename Columns::ZeroElement;
   using Words = Coding<q, B, T>;
-  constexpr int kOctets = kDequantOctets, kTogether = kOctets * 8;
+  constexpr int kOctets = kDequantOctets<Rows>, kTogether = kOctets * 8;
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
   constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
@@ -52,7 +54,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
     const B* from;
   } next;
   Chunk ring[kOctets][kChunks] = {};
-  float scales[kOctets][2] = {}, zeros[kOctets][2] = {};
+  static_assert(kTogether <= 32);
+  float scale_of_lane = 0, zero_of_lane = 0;  // of a column for each lane
   auto place = [&] {
     next.column = c + (next.batch * split.groups + group) * kTogether;
     next.d = my_depth + next.pass * kStep;
@@ -66,20 +69,15 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
     loads.load(ring[octet][chunk], next.from + octet * 8 * s.b_column + d * q.bits / 8,
                octet * 8 + my_line < next.left && there);
   };
-  auto load_scales = [&](int octet) {
-    const int first = octet * 8 + lane % 4 * 2, of = (next.d - lane % 4 * kPerLoad) / q.group;
-    ARK_UNROLL for (int i = 0; i < 2; ++i) {
-      if (first + i >= next.left) continue;
-      if (!kWhole && of * q.group >= s.depth) continue;
-      scales[octet][i] = columns.scale(of, next.column + first + i);
-      if constexpr (kZeros) zeros[octet][i] = columns.zero(of, next.column + first + i);
-    }
+  auto load_scales = [&] {
+    const int of = (next.d - lane % 4 * kPerLoad) / q.group;
+    if (lane >= least(next.left, kTogether) || (!kWhole && of * q.group >= s.depth)) return;
+    scale_of_lane = columns.scale(of, next.column + lane);
+    if constexpr (kZeros) zero_of_lane = columns.zero(of, next.column + lane);
   };
   place();
-  ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
-    ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
-    if constexpr (kScaled) load_scales(o);
-  }
+  ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
+  if constexpr (kScaled) load_scales();
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     // Eight elements each of a's rows my_line and 8 further; word i of a chunk of 4 bits meets chunk i.
     Chunk x[4][2];
@@ -125,26 +123,22 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
           load(o, chunk);
         }
         if constexpr (kScaled) {
-          ARK_UNROLL for (int i = 0; i < 4; ++i) {
-            const float scale = scales[o][i % 2], zero = zeros[o][i % 2], of_row = of_rows[i / 2 * 2];
-            if constexpr (kZeros && !q.zero_after) sums[i] = fused(-zero, of_row, sums[i]);
-            sums[i] *= scale;
-            if constexpr (kZeros && q.zero_after) sums[i] = fused(zero, of_row, sums[i]);
+          ARK_UNROLL for (int i = 0; i < 2; ++i) {
+            const int from = o * 8 + lane % 4 * 2 + i;
+            const float scale = __shfl_sync(~0u, scale_of_lane, from);
+            const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, from) : 0;
+            ARK_UNROLL for (int half = 0; half < 2; ++half) {
+              float& sum = sums[half * 2 + i];
+              const float of_row = of_rows[half * 2];
+              if constexpr (kZeros && !q.zero_after) sum = fused(-zero, of_row, sum);
+              sum *= scale;
+              if constexpr (kZeros && q.zero_after) sum = fused(zero, of_row, sum);
+            }
           }
-          load_scales(o);
         }
-        ARK_UNROLL for (int half = 0; half < 2; ++half) {
-          struct alignas(8) Pair {
-            float x, y;
-          };
-          const int row = half * 8 + my_line;
-          auto* const to = reinterpret_cast<Pair*>(
-              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane % 4 * 2));
-          Pair sum{sums[half * 2], sums[half * 2 + 1]};
-          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
-          if (row < Rows) *to = sum;
-        }
+        add_octet<Rows>(parts, lane, slice, (batch * split.groups + group) * kTogether + o * 8, pass == 0, sums);
       }
+      if constexpr (kScaled) load_scales();
     }
   }
 }

@@ -76,6 +76,22 @@ struct Parts {
   }
 };
 
+// A tensor core's sums of 16 rows x 8 columns into a slice, from `column` on; to what is there, unless it is the first
+// pass over the depth.
+template <int Rows>
+ARK_LOOP void add_octet(const Parts& parts, int lane, int slice, int column, bool first, const float (&sums)[4]) {
+  ARK_UNROLL for (int half = 0; half < 2; ++half) {
+    struct alignas(8) Pair {
+      float x, y;
+    };
+    const int row = half * 8 + lane / 4;
+    auto* const to = reinterpret_cast<Pair*>(parts.at(row, slice, column + lane % 4 * 2));
+    Pair sum{sums[half * 2], sums[half * 2 + 1]};
+    if (!first && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
+    if (row < Rows) *to = sum;
+  }
+}
+
 // Columns [c0, c1) of one b.
 template <class B>
 struct OneRun {

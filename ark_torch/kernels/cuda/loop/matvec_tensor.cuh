@@ -91,17 +91,7 @@ ARK_LOOP void tensor_parts(const Product& s, const At& at, const T* a, const Col
           asm volatile("" : "+f"(sums[0]));
           load(o, q);
         }
-        ARK_UNROLL for (int half = 0; half < 2; ++half) {
-          struct alignas(8) Pair {
-            float x, y;
-          };
-          const int row = half * 8 + my_line;
-          auto* const to = reinterpret_cast<Pair*>(
-              parts.at(row, slice, (batch * split.groups + group) * kTogether + o * 8 + lane % 4 * 2));
-          Pair sum{sums[half * 2], sums[half * 2 + 1]};
-          if (pass > 0 && row < Rows) sum = {to->x + sum.x, to->y + sum.y};
-          if (row < Rows) *to = sum;
-        }
+        add_octet<Rows>(parts, lane, slice, (batch * split.groups + group) * kTogether + o * 8, pass == 0, sums);
       }
     }
   }

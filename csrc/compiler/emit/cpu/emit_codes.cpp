@@ -24,7 +24,8 @@ std::string codes_text(FunctionWriter& to, const MatmulStage& matmul) {
   return "{.bits = " + number(codes.bits) + ", .is_signed = " + flag(codes.is_signed) +
          ", .high_first = " + flag(codes.high_first) + ", .zero_after = " + flag(codes.zero_after) +
          ", .offset = " + number(codes.offset) + ", .group = " + number(codes.group) +
-         ",\n                    .scale = " + strides(codes.scale) + ", .zero = " + strides(codes.zero) + "}";
+         ",\n                    .scale = " + strides(codes.scale) + ", .zero = " + strides(codes.zero) +
+         ", .block = " + number(codes.block) + "}";
 }
 
 }  // namespace
@@ -37,6 +38,7 @@ void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul) {
   const auto given = [&](int value, const char* otherwise) {
     return value >= 0 ? to.pointer(value, false) : "static_cast<const " + std::string(otherwise) + "*>(nullptr)";
   };
+  if (to.cuda() && matmul.codes.block != 0) to.refuse("its columns lie in blocks");
   if (to.cuda()) return emit_products(to, {{matmul}});
   to.line("constexpr Product s" + product_shape(to, matmul) + ";");
   to.line("constexpr Codes q" + codes_text(to, matmul) + ";");

@@ -13,23 +13,26 @@ namespace cpu_dequant_test {
 
 constexpr ScalarType kFloats[] = {ScalarType::f32, ScalarType::bf16, ScalarType::f16};
 
-MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits, int64_t groups) {
+// `block`: columns side by side, 0 for columns of bytes.
+MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits, int64_t groups, int64_t block = 0) {
   const auto type = [&] { return kFloats[made.pick(0, 2)]; };
   const auto yes = [&] { return made.pick(0, 1) == 1; };
   MatmulStage body{.m = m, .n = n, .k = k};
   Codes& codes = body.codes;
   codes.bits = bits;
   codes.group = k / groups;
+  codes.block = block;
   codes.is_signed = bits == 4 && yes();
-  codes.high_first = bits == 4 && yes();
-  codes.offset = yes() ? made.pick(0, 8) : 0;
+  codes.high_first = bits == 4 && block == 0 && yes();
   const ScalarType code = bits == 4 ? ScalarType::u8 : yes() ? ScalarType::i8 : ScalarType::e4m3;
+  codes.offset = code != ScalarType::e4m3 && yes() ? made.pick(0, 8) : 0;
   // Of e4m3 all but what is no number.
   const CpuCase::Fill some = code == ScalarType::i8 ? CpuCase::integers(-128, 127)
                              : bits == 4            ? CpuCase::integers(0, 255)
                                                     : CpuCase::integers(0, 126);
   body.a = made.input(type(), {m, k}, CpuCase::normal(), yes() ? Shape{k + 3, 1} : Shape{});
-  body.b = made.input(code, {k * bits / 8, n}, some, {1, k * bits / 8}, 0, false, true);
+  body.b = block != 0 ? made.input(code, {n / block, k, block / 2}, some, {}, 0, false, true)
+                      : made.input(code, {k * bits / 8, n}, some, {1, k * bits / 8}, 0, false, true);
   const Shape by_column{1, groups};
   if (yes()) codes.scale = made.input(type(), {groups, n}, CpuCase::normal(), yes() ? by_column : Shape{});
   if (yes()) codes.zero = made.input(type(), {groups, n}, CpuCase::normal(4), yes() ? by_column : Shape{});
@@ -38,15 +41,19 @@ MatmulStage add_product(CpuCase& made, int64_t m, int64_t n, int64_t k, int bits
   if (yes()) body.bias = made.input(type(), {1, n}, CpuCase::normal());
   body.out = made.output(type(), {m, n});
   body.axis = m > 8 && yes() ? MatmulStage::Axis::rows : MatmulStage::Axis::columns;
-  made.stage(body, product_accesses(made.graph, body), body.axis == MatmulStage::Axis::rows ? m : n);
+  const bool rows = body.axis == MatmulStage::Axis::rows;
+  made.stage(body, product_accesses(made.graph, body), rows ? m : n, rows || block == 0 ? 1 : block);
   return body;
 }
 
 double decoded(CpuCase& made, const MatmulStage& body, int64_t d, int64_t c) {
   const Codes& codes = body.codes;
-  double code = made.get(body.b, {codes.bits == 4 ? d / 2 : d, c});
+  const int64_t block = codes.block, place = block != 0 ? c % block : 0;
+  double code = block != 0 ? made.get(body.b, {c / block, d, place % (block / 2)})
+                           : made.get(body.b, {codes.bits == 4 ? d / 2 : d, c});
   if (codes.bits == 4) {
-    const int both = static_cast<int>(code), half = ((d & 1) != 0) != codes.high_first ? both / 16 : both % 16;
+    const bool high = block != 0 ? place >= block / 2 : ((d & 1) != 0) != codes.high_first;
+    const int both = static_cast<int>(code), half = high ? both / 16 : both % 16;
     code = codes.is_signed && half > 7 ? half - 16 : half;
   }
   code -= static_cast<double>(codes.offset);
@@ -86,6 +93,9 @@ TEST(CpuDequantTest, RandomAgainstDouble) {
     const int64_t k = groups == 1 ? made.pick(1, 120) * 2 : groups * 32 * made.pick(1, 3);
     all.push_back(add_product(made, i % 3 == 0 ? 1 : made.pick(1, 60), made.pick(1, 50), k, bits, groups));
   }
+  for (const int64_t block : {32, 64})
+    for (const int64_t rows : {1, 2, 7, 50})
+      all.push_back(add_product(made, rows, block * made.pick(1, 3), 96, 4, made.pick(0, 1) * 2 + 1, block));
   made.run(2, 2);
   for (const MatmulStage& one : all) expect_product(made, one);
 }

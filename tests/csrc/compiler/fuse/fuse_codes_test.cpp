@@ -80,6 +80,32 @@ TEST(CodedProducts, ComputeWhatTheirNodesDo) {
   }
 }
 
+// On a CPU alone.
+TEST(CodedProducts, OfBlocksOfColumnsAreCutBetweenThem) {
+  for (const int64_t rows : {1, 3, 200}) {
+    GraphBuilder builder;
+    const int a = builder.input({rows, 64}), codes = builder.parameter({3, 64, 16}, ScalarType::u8);
+    const int scales = builder.parameter({2, 96, 2});
+    const int scale = builder.view(scales, {2, 96}, {192, 2}), zero = builder.view(scales, {2, 96}, {192, 2}, 1);
+    builder.copy_out(builder.into(builder.temporary({rows, 96}), "dequant_matmul", {a, codes, scale, zero},
+                                  {{"bits", int64_t{4}},
+                                   {"signed", false},
+                                   {"high_first", false},
+                                   {"offset", int64_t{8}},
+                                   {"scaled", true},
+                                   {"zero", std::string("after")},
+                                   {"biased", false},
+                                   {"block", int64_t{32}}}));
+    expect_same(
+        builder.graph, [&](Memory& memory) { fill(memory, builder.graph); }, 3, 1);
+    const auto stages = stages_for(builder.graph, 1);
+    EXPECT_EQ(stages.at(0).extent, rows == 200 ? 200 : 96);
+    EXPECT_EQ(stages[0].accesses.at(1).axis, rows == 200 ? -1 : 0);
+    if (rows < 200) EXPECT_EQ(stages[0].grain % 32, 0);
+    EXPECT_NO_THROW(make_plan(builder.graph, target_named("cpu")));
+  }
+}
+
 TEST(CodedProducts, TouchTheirTilesCodesAndScales) {
   GraphBuilder builder;
   builder.copy_out(linear(builder, builder.input({2, 96}), 48, {.bits = 4, .groups = 3, .zero = "before"}));

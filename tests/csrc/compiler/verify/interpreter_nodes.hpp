@@ -34,10 +34,13 @@ inline void run_matmul(Memory& memory, const Value& a, const Value& b, const Val
 inline double decoded(const Memory& memory, const std::vector<Value>& values, const MatmulStage& body, int64_t d,
                       int64_t c) {
   const Codes& codes = body.codes;
-  double code = read_value(memory, values[body.b], {codes.bits == 4 ? d / 2 : d, c});
+  const int64_t block = codes.block;
+  double code = block != 0 ? read_value(memory, values[body.b], {c / block, d, c % block % (block / 2)})
+                           : read_value(memory, values[body.b], {codes.bits == 4 ? d / 2 : d, c});
   if (codes.bits == 4) {
     const auto both = static_cast<int>(code) & 255;
-    const int half = ((d % 2 == 1) != codes.high_first) ? both >> 4 : both & 15;
+    const bool high = block != 0 ? c % block >= block / 2 : (d % 2 == 1) != codes.high_first;
+    const int half = high ? both >> 4 : both & 15;
     code = codes.is_signed && half > 7 ? half - 16 : half;
   }
   const Shape at = {d / codes.group, c};
@@ -68,6 +71,7 @@ inline MatmulStage coded_product(const std::vector<Value>& values, const Node& n
   if (!node.text("zero").empty()) body.codes.zero = *rest++;
   if (node.flag("biased")) body.bias = *rest++;
   body.codes.zero_after = node.text("zero") == "after";
+  body.codes.block = node.integer("block");
   const int by = body.codes.scale >= 0 ? body.codes.scale : body.codes.zero;
   body.codes.group = by >= 0 ? body.k / values[by].shape[0] : body.k;
   return body;
