@@ -47,6 +47,8 @@ WITHOUT_ROUNDING = {
 }
 # What attention is called on a GPU, where tests/gpu/compile_operators.py calls the CPU's cases.
 ON_A_GPU = {getattr(aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")}
+# Takes packed integers, in an order that the CPU decides: test_low_bits.py holds it against float64.
+CODED = {aten._weight_int4pack_mm_for_cpu.default}
 assert loop  # makes ark_torch::stop
 
 

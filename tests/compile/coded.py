@@ -1,5 +1,5 @@
 """Products of coded weights, in every form of decoding that is followed: what test_low_bits.py, test_cuda_sources.py
-and tests/gpu/test_low_bits.py compile."""
+and tests/gpu/test_compile_low_bits.py compile."""
 
 from __future__ import annotations
 

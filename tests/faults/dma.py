@@ -7,6 +7,14 @@ PROTOCOL = "ark_torch/kernels/protocol/"
 
 FAULTS = (
     fault(
+        "dma.request_failure_lost",
+        "csrc/dma/request_server.cpp",
+        "        failure_ = std::current_exception();\n        return;",
+        "        return;",
+        "nobody hears why a GPU's requests are served no more",
+        "dma.request_server_test",
+    ),
+    fault(
         "protocol.arrived_relaxed",
         CHANNELS + "slots.hpp",
         "    if (known_ <= received_) known_ = load_acquire(*arrived_);",

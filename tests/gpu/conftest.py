@@ -32,7 +32,7 @@ _NEED_TWO = [
         "tune_cuda",
         "registered",
         "train_ranks",
-        "pipelines",
+        "train_pipelines",
     )
 ]
 # Ranks that share a GPU (ARK_TEST_RANKS): NCCL and PyTorch's symmetric memory refuse them.
