@@ -1,7 +1,8 @@
 """Modes `ddp` and `fsdp2` of benchmarks/training.py: PyTorch's own wrappers over each contender's group.
 
 The contender without communication is DDP with a hook that leaves buckets alone, and FSDP2 over PyTorch's fake backend.
-A wrapped model holds much memory: there is one at a time, made anew for each contender and round.
+Those of --bits compress gradients over ark's group (FSDP2: and gather parameters in 8 bits). A wrapped model holds much
+memory: there is one at a time, made anew for each contender and round.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from gpu_ranks import Row
 from torch import nn
 from training_subject import FREE, Groups, Subject, same_gradients, timed
 
+from ark_torch.distributed import compression
+
 
 def leave_alone(device, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not text
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
@@ -24,14 +27,16 @@ def leave_alone(device, bucket):  # type: ignore[no-untyped-def]  # DDP compares
 
 
 def ddp_step(
-    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, free: bool
+    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, name: str, bits: int | None
 ) -> Callable[[], Any]:
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [subject.rank.rank] if subject.gpu else None
     wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
-    if free:
+    if name == FREE:
         wrapped.register_comm_hook(subject.rank.device, leave_alone)
+    if bits is not None:
+        wrapped.register_comm_hook(compression.State(bits=bits, module=wrapped, group=group), compression.hook)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -43,7 +48,7 @@ def ddp_step(
     return step
 
 
-def fsdp2_step(subject: Subject, model: nn.Module, group: Any) -> Callable[[], Any]:
+def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None) -> Callable[[], Any]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -52,6 +57,8 @@ def fsdp2_step(subject: Subject, model: nn.Module, group: Any) -> Callable[[], A
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    if bits is not None:
+        compression.fsdp(model, compression.State(bits=bits))
     optimizer = subject.optimizer(model)
 
     def step() -> None:
@@ -83,6 +90,8 @@ def fake_group() -> Any:
 def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
     """Contenders one after the other, and that again in each round: a wrapped model holds much memory."""
     rank = subject.rank
+    compressed = {f"ark_{bits}_bit": bits for bits in arguments.bits}
+    groups = groups | dict.fromkeys(compressed, groups["ark"])
     taken: dict[str, list[float]] = {name: [] for name in groups}
     sums: dict[str, torch.Tensor] = {}
     model: nn.Module | None = None
@@ -95,10 +104,10 @@ def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse
             if mode == "ddp":
                 model = model or subject.model()
                 optimizer = optimizer or subject.optimizer(model)
-                step = ddp_step(subject, model, optimizer, group, name == FREE)
+                step = ddp_step(subject, model, optimizer, group, name, compressed.get(name))
             else:
                 model = subject.model()
-                step = fsdp2_step(subject, model, group)
+                step = fsdp2_step(subject, model, group, compressed.get(name))
             for _ in range(3):
                 step()
             taken[name].append(timed(subject, step, arguments.steps))
@@ -114,5 +123,8 @@ def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse
     rows = []
     for name, rounds in taken.items():
         row: Row = {"contender": name, "step_ms": rank.slowest(rounds), "gradient_bytes": gradient_bytes}
-        rows.append(row | same_gradients(rank, name, sums))
+        row |= same_gradients(rank, name, sums)
+        if name in compressed:  # sums of rounded gradients tell nothing: compression_accuracy.py does
+            del row["difference"]
+        rows.append(row)
     return rows

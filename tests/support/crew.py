@@ -12,6 +12,7 @@ import atexit
 import gc
 import inspect
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,8 @@ OTHERS_S = 10.0
 
 def serve(rank: Rank) -> int:
     """The body of a crew's job: runs the tasks that it is told, until it is told that there are none."""
+    # Who interrupts pytest in a terminal interrupts its ranks, too: pytest ends them, and still says what failed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = 0
     job = rank.job
     while True:
