@@ -50,7 +50,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
             captured = None
             step: Callable[[], Any]
             if name == rival:
-                step = ddp_step(subject, model, subject.optimizer(model), group, free=False)
+                step = ddp_step(subject, model, subject.optimizer(model), group, name, None)
             else:
                 captured = captured_step(subject, model, group, arguments.bucket_mb)
                 step = lambda captured=captured: captured(subject.tokens)  # noqa: E731
