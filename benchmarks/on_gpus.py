@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -79,6 +80,7 @@ Body = Callable[[Rank, argparse.Namespace], None]
 
 
 def _run_rank(body: Body, rank: Rank, arguments: argparse.Namespace, port: int) -> None:
+    faulthandler.dump_traceback_later(max(1.0, rank.ends - time.time() + GRACE_S - 2))  # where it hangs, before its end
     try:
         if rank.device.type == "cuda":
             torch.cuda.set_device(rank.device)

@@ -26,7 +26,7 @@ import models  # noqa: E402
 import recommender  # noqa: E402
 
 pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
-PARTS = max(2, (os.cpu_count() or 2) - 2)
+PARTS = max(2, len(os.sched_getaffinity(0)) - 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

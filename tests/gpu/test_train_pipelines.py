@@ -44,7 +44,7 @@ def _loop(rank: Rank, name: str) -> None:
     assert step.captured, step.reason
     for number, weights in by_hand.weights().items():
         for one, two in zip(weights, captured.weights()[number], strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-7)  # AdamW's forms round otherwise
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-6)  # AdamW's forms round otherwise
 
 
 @pytest.mark.parametrize("name", ["1F1B", "ZBVZeroBubble"])
