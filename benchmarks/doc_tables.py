@@ -170,6 +170,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "dlrm-step": lambda load: _scripts("dlrm_step").table(load("dlrm_step")),
     "compressed-h200": lambda load: _scripts("compressed").table(load("compressed_h200")),
     "no-peer-access": lambda load: _scripts("compressed").table(load("no_peer_access"), alone=False),
+    "no-peer-access-4": lambda load: _scripts("compressed").table(load("no_peer_access_4_h200"), alone=False),
     "cache-policy": lambda load: _scripts("cache_policy").table(load("cache_policy")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
     "compression.accuracy": compression_accuracy,
