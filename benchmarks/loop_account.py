@@ -30,6 +30,10 @@ import gpu_models
 import real_sizes
 import torch
 
+sys.path.append(str(gpu_models.FOLDER.parent / "examples"))
+
+from llama.quantized import FORMS, quantize
+
 from ark_torch import _C
 from ark_torch.tools._trace_files import Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
@@ -60,7 +64,8 @@ def run_traced(call: Any, told: Any, inputs: tuple[Any, ...], arguments: argpars
 def on_one(arguments: argparse.Namespace) -> tuple[list[Path], str]:
     path = trace_to(arguments.folder)
     case = gpu_models.case_of(arguments.model, None, arguments)
-    return [path], run_traced(*gpu_models.of_ark(case.model), case.inputs, arguments)
+    model = quantize(case.model, arguments.weights) if arguments.weights else case.model
+    return [path], run_traced(*gpu_models.of_ark(model), case.inputs, arguments)
 
 
 def on_rank(rank: Any, arguments: argparse.Namespace) -> None:
@@ -149,6 +154,7 @@ def table(whole: Row, rows: list[Row]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=real_sizes.MODELS, default="llama-1b")
+    parser.add_argument("--weights", choices=FORMS, help="coded as in examples/llama/quantized.py; one rank")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--device", choices=("cuda", "as-cuda"), default="cuda", help="as-cuda: small, on the CPU")
     parser.add_argument("--ranks", type=int, default=1)
@@ -165,8 +171,13 @@ def main() -> int:
     chosen = sorted(last, key=lambda step: step.length)[len(last) // 2]
     whole, rows = account(chosen, plan)
     ranks = "" if arguments.ranks == 1 else f"_{arguments.ranks}_ranks"
-    path = arguments.output / f"loop_account{ranks}_{gpu_models.slug(arguments.device)}.json"
-    report.write_json(path, {**about, "model": arguments.model, "ranks": arguments.ranks, "step": whole}, rows)
+    weights = f"_{arguments.weights}" if arguments.weights else ""
+    path = arguments.output / f"loop_account{weights}{ranks}_{gpu_models.slug(arguments.device)}.json"
+    report.write_json(
+        path,
+        {**about, "model": arguments.model, "weights": arguments.weights, "ranks": arguments.ranks, "step": whole},
+        rows,
+    )
     print(table(whole, rows))
     if arguments.timeline is not None:
         write(arguments.timeline, timeline_of(beside(chosen, steps)))

@@ -51,15 +51,15 @@ ARK_LOOP CodedShare<kShape, kCodes, BAt, ScaleAt, ZeroAt, OutAt, BiasAt> coded_s
   return {b, scales, zeros, out, bias, static_cast<int>(c0), static_cast<int>(c1)};
 }
 
-// The shares' columns, the first one's from number `begin` on, each one's from a multiple of kTogether on.
-template <int kTogether, class... Shares>
+// The shares' columns, the first one's from number `begin` on, each one's from a multiple of eight on.
+template <class... Shares>
 struct CodedRuns {
   const int total;
   ARK_LOOP explicit CodedRuns(int begin) : total(begin) {}
 };
 
-template <int kTogether, class First, class... Rest>
-struct CodedRuns<kTogether, First, Rest...> {
+template <class First, class... Rest>
+struct CodedRuns<First, Rest...> {
   using Element = typename First::Element;
   using ZeroElement = typename First::ZeroElement;
   static constexpr Product s = First::kProduct;
@@ -67,14 +67,14 @@ struct CodedRuns<kTogether, First, Rest...> {
 
   const First first;
   const int begin;
-  const CodedRuns<kTogether, Rest...> rest;
+  const CodedRuns<Rest...> rest;
   const int total;
 
   ARK_LOOP CodedRuns(int begin, const First& first, const Rest&... others)
       : first(first), begin(begin), rest(padded(begin, first), others...), total(kLast ? past() : rest.total) {}
 
   static ARK_LOOP int padded(int begin, const First& of) {
-    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, kTogether)) * kTogether;
+    return begin + static_cast<int>(in_wholes(of.c1 - of.c0, 8)) * 8;
   }
   ARK_LOOP int past() const { return begin + first.c1 - first.c0; }
   ARK_LOOP bool mine(int c) const { return kLast || c < padded(begin, first); }

@@ -23,6 +23,13 @@ ARK_LOOP uint32 fused_pair(uint32 a, uint32 b, uint32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
   return sum;
 }
+// bits & kMask | more, in one instruction, which compilers do not find.
+template <uint32 kMask>
+ARK_LOOP uint32 masked_or(uint32 bits, uint32 more) {
+  uint32 joined;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(joined) : "r"(bits), "n"(kMask), "r"(more));
+  return joined;
+}
 // Bits of a whole number up to 256, or, in f16, 2048, twice.
 template <class T>
 ARK_LOOP constexpr uint32 pair_of(int x) {
@@ -73,26 +80,31 @@ struct Coding {
   static constexpr int kPairs = q.bits == 4 ? 4 : 2;  // of a word
   static constexpr int kOffset = q.offset + (q.is_signed ? 8 : 0);
 
-  // Numbers without scales.
-  static ARK_LOOP void word(uint32 codes, uint32 (&pairs)[kPairs]) {
+  // Bits that all words are joined with, in a register: an instruction takes one constant.
+  static ARK_LOOP uint32 joined() {
+    uint32 bits = q.bits == 4 ? kPowerBits<T> : kSame<T, bf16> ? 0x43434343u : 0x64646464u;
+    asm volatile("" : "+r"(bits));
+    return bits;
+  }
+  // Numbers without scales. `power`: joined().
+  static ARK_LOOP void word(uint32 codes, uint32 power, uint32 (&pairs)[kPairs]) {
     if constexpr (q.bits == 4) {
       if constexpr (q.is_signed) codes ^= 0x88888888u;
       ARK_UNROLL for (int i = 0; i < 4; ++i) pairs[i] =
-          minus<T>((codes >> 4 * i & 0x000f000fu) | kPowerBits<T>, kPower<T> + kOffset);
+          minus<T>(masked_or<0x000f000fu>(codes >> 4 * i, power), kPower<T> + kOffset);
     } else if constexpr (kSame<B, e4m3>) {
       pairs[0] = float8_pair(static_cast<uint16>(codes), T{});
       pairs[1] = float8_pair(static_cast<uint16>(codes >> 16), T{});
     } else if constexpr (kSame<T, bf16>) {
       ARK_UNROLL for (int i = 0; i < 2; ++i) {
         // Seven bits fit: the eighth makes 256 of the 128 that is subtracted.
-        const uint32 two = codes >> 8 * i;
-        pairs[i] =
-            fused_pair<T>((two & 0x00800080u) | kPowerBits<T>, pair_of<T>(-1), (two & 0x007f007fu) | kPowerBits<T>);
+        const uint32 two = __byte_perm(codes, power, i == 0 ? 0x4240 : 0x4341);
+        pairs[i] = fused_pair<T>(two & 0xff80ff80u, pair_of<T>(-1), two & 0xff7fff7fu);
       }
     } else {
       const uint32 raised = codes ^ 0x80808080u;
       ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] =
-          minus<T>((raised >> 8 * i & 0x00ff00ffu) | kPowerBits<T>, kPower<T> + 128);
+          minus<T>(__byte_perm(raised, power, i == 0 ? 0x4240 : 0x4341), kPower<T> + 128);
     }
     if constexpr (q.bits == 8 && q.offset != 0)
       ARK_UNROLL for (int i = 0; i < 2; ++i) pairs[i] = minus<T>(pairs[i], q.offset);

@@ -41,12 +41,11 @@ template <int kRows, class AAt, class First, class... Rest>
 ARK_LOOP void dequant_runs(AAt a, const First& first, const Rest&... rest) {
   constexpr Product s = First::kProduct;
   constexpr Codes q = First::q;
-  constexpr int kTogether = kDequantOctets<kRows> * 8;
   constexpr DepthSplit split = split_k(s.depth, kDequantSlice);
-  static_assert(kWorkspaceBytes / 4 / kRows - 8 >= split.slices * split.groups * kTogether);
-  const auto runs = [&] { return CodedRuns<kTogether, First, Rest...>(0, first.anew(), rest.anew()...); };
+  static_assert(kWorkspaceBytes / 4 / kRows - 8 >= split.slices * split.groups * kDequantColumns);
+  const auto runs = [&] { return CodedRuns<First, Rest...>(0, first.anew(), rest.anew()...); };
   in_slices<kRows>(
-      kRows, 1, 0, runs().total, split.slices, split.groups * kTogether,
+      kRows, 1, 0, runs().total, split.slices, split.groups * kDequantColumns,
       [&](int, int, int c, int batches, Parts parts) {
         dequant_parts<kRows, s, q>(a, runs(), 0, kRows, c, batches, parts);
       },

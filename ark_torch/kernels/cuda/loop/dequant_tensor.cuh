@@ -1,10 +1,11 @@
 // Up to 16 rows of halves times columns of codes, on tensor cores: codes stream, and are decoded between a load and its
 // multiplications.
 //
-// As matvec_tensor.cuh: a warp keeps 16 rows x 128 of the depth of a in registers and lets columns pass. Four lanes
-// load of a column 64 codes of 8 bits, or 128 of 4 bits, in order. 128 of the depth lie in one group, so that its scale
-// is multiplied into their sum: weights themselves are exact whole numbers, or float8. A group's zero is multiplied by
-// the sum of the rows, which tensor cores add up, too, once for all columns.
+// As matvec_tensor.cuh: a warp keeps up to 16 rows x 128 of the depth of a in registers and lets columns pass. Columns
+// are the tensor core's lines, 16 of them, since few rows then leave no line empty. Four lanes load of a column 64
+// codes of 8 bits, or 128 of 4 bits, in order. 128 of the depth lie in one group, so that its scale is multiplied into
+// their sum: weights themselves are exact whole numbers, or float8. A group's zero is multiplied by the sum of the
+// rows, which tensor cores add up, too, once for all columns.
 #pragma once
 
 #include "cuda/loop/coded_columns.cuh"
@@ -13,10 +14,9 @@
 
 namespace ark::loop {
 
-inline constexpr int kDequantSlice = 128;  // of depth, a warp's
-// Of columns, a warp's: as many loads under way as registers allow beside the rows.
-template <int Rows>
-inline constexpr int kDequantOctets = Rows > 8 ? 2 : 4;
+inline constexpr int kDequantSlice = 128;   // of depth, a warp's
+inline constexpr int kDequantColumns = 16;  // a warp's, the tensor core's lines
+inline constexpr int kDequantSums = 2;      // of a column, so that multiplications wait for each other half as long
 
 // Whether sums of columns are complete before anything is multiplied into them.
 template <Product s, Codes q, class Zero>
@@ -34,7 +34,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   using B = typename Columns::Element;
   using Zero = typename Columns::ZeroElement;
   using Words = Coding<q, B, T>;
-  constexpr int kOctets = kDequantOctets<Rows>, kTogether = kOctets * 8;
+  constexpr int kOctets = kDequantColumns / 8;
+  constexpr int kBlocks = Rows > 8 ? 2 : 1;                 // of eight rows
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
   constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
@@ -45,98 +46,114 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   const int slice = self / 32 % split.slices, group = self / 32 / split.slices;
   if (group >= split.groups) return;
   const ChunkLoads<s.b_cache> loads;
-  const int my_line = lane / 4;  // row of a, column of b
+  const int my_line = lane / 4;  // column of b, row of a
   const int my_depth = slice * kDequantSlice + lane % 4 * kPerLoad;
+  const uint32 power = Words::joined();
 
-  // The next batch of columns to be loaded.
+  // The next batch of columns to be loaded, an octet of which lies in one product.
   struct {
-    int batch = 0, pass = 0, left, d, column;
-    const B* from;
+    int batch = 0, pass = 0, d, column, left[kOctets];
+    const B* from[kOctets];
   } next;
   Chunk ring[kOctets][kChunks] = {};
-  static_assert(kTogether <= 32);
   float scale_of_lane = 0, zero_of_lane = 0;  // of a column for each lane
   auto place = [&] {
-    next.column = c + (next.batch * split.groups + group) * kTogether;
+    next.column = c + (next.batch * split.groups + group) * kDequantColumns;
     next.d = my_depth + next.pass * kStep;
-    next.left = next.pass < split.passes ? columns.left(next.column) : 0;
-    next.from = columns.from(next.column + my_line) + next.d * q.bits / 8;
+    ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
+      const bool first = Columns::kLast && o > 0;  // of one product they follow each other
+      next.left[o] = first ? next.left[0] - o * 8 : next.pass < split.passes ? columns.left(next.column + o * 8) : 0;
+      next.from[o] =
+          first ? next.from[0] + o * 8 * s.b_column : columns.from(next.column + o * 8 + my_line) + next.d * q.bits / 8;
+    }
   };
   auto load = [&](int octet, int chunk) {
     const int d = chunk * 4 * kPerLoad;
     const bool there = kWhole || next.d + d < s.depth;
     if (!there) ring[octet][chunk] = {};
-    loads.load(ring[octet][chunk], next.from + octet * 8 * s.b_column + d * q.bits / 8,
-               octet * 8 + my_line < next.left && there);
+    loads.load(ring[octet][chunk], next.from[octet] + d * q.bits / 8, my_line < next.left[octet] && there);
   };
   auto load_scales = [&] {
     const int of = (next.d - lane % 4 * kPerLoad) / q.group;
-    if (lane >= least(next.left, kTogether) || (!kWhole && of * q.group >= s.depth)) return;
+    if (lane >= kDequantColumns || next.pass == split.passes || columns.left(next.column + lane) <= 0 ||
+        (!kWhole && of * q.group >= s.depth))
+      return;
     scale_of_lane = columns.scale(of, next.column + lane);
     if constexpr (kZeros) zero_of_lane = columns.zero(of, next.column + lane);
   };
   place();
   ARK_UNROLL for (int o = 0; o < kOctets; ++o) ARK_UNROLL for (int i = 0; i < kChunks; ++i) load(o, i);
   if constexpr (kScaled) load_scales();
-  ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
-    // Eight elements each of a's rows my_line and 8 further; word i of a chunk of 4 bits meets chunk i.
-    Chunk x[4][2];
-    float of_rows[4] = {};
+  // Eight elements each of a's rows my_line and 8 further; word i of a chunk of 4 bits meets chunk i. The next pass's
+  // are under way while columns are multiplied.
+  Chunk x[4][kBlocks], ahead[4][kBlocks];
+  auto load_rows = [&](int pass) {
     const T* const from = now(a);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
       const int d = my_depth + pass * kStep + (q.bits == 4 ? i * 8 : i / 2 * 4 * kPerLoad + i % 2 * 8);
-      ARK_UNROLL for (int half = 0; half < 2; ++half) {
+      ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
         const int row = half * 8 + my_line;
-        x[i][half] =
-            load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, half * 8 < Rows && row < rows);
-        Words::deal(x[i][half]);
+        ahead[i][half] = load_row_chunk(s, from + (r0 + (row < rows ? row : 0)) * s.a_row, d, row < rows);
       }
-      if constexpr (kZeros) {
-        const uint32 one = pair_of<T>(1);
-        ARK_UNROLL for (int w = 0; w < 4; w += 2) {
-          const uint32 lines[4] = {x[i][0].words[w], x[i][1].words[w], x[i][0].words[w + 1], x[i][1].words[w + 1]};
-          multiply_add<T>(of_rows, lines, one, one);
+    }
+  };
+  load_rows(0);
+  ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
+    float of_rows[kBlocks][4] = {};
+    ARK_UNROLL for (int i = 0; i < 4; ++i) {
+      ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
+        x[i][half] = ahead[i][half];
+        Words::deal(x[i][half]);
+        if constexpr (kZeros) {
+          const uint32 one = pair_of<T>(1), ones[4] = {one, one, one, one};
+          ARK_UNROLL for (int w = 0; w < 4; w += 2)
+              multiply_add<T>(of_rows[half], ones, x[i][half].words[w], x[i][half].words[w + 1]);
         }
       }
     }
+    if (split.passes > 1 && pass + 1 < split.passes) load_rows(pass + 1);
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
       if (++next.batch == batches) {
         next.batch = 0;
         ++next.pass;
       }
       place();
-      ARK_UNROLL for (int o = 0; o < kOctets; ++o) {
-        float sums[4] = {};
-        ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
-          ARK_UNROLL for (int word = 0; word < 4; ++word) {
-            uint32 pairs[Words::kPairs];
-            Words::word(ring[o][chunk].words[word], pairs);
-            ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
-              const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
-              const int w = q.bits == 4 ? i : word % 2 * 2;
-              const uint32 lines[4] = {of[0].words[w], of[1].words[w], of[0].words[w + 1], of[1].words[w + 1]};
-              multiply_add<T>(sums, lines, pairs[i], pairs[i + 1]);
-            }
-          }
-          // Behind its use, which the sum orders: else it would be into other registers, and copied from there.
-          asm volatile("" : "+f"(sums[0]));
-          load(o, chunk);
-        }
-        if constexpr (kScaled) {
-          ARK_UNROLL for (int i = 0; i < 2; ++i) {
-            const int from = o * 8 + lane % 4 * 2 + i;
-            const float scale = __shfl_sync(~0u, scale_of_lane, from);
-            const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, from) : 0;
-            ARK_UNROLL for (int half = 0; half < 2; ++half) {
-              float& sum = sums[half * 2 + i];
-              const float of_row = of_rows[half * 2];
-              if constexpr (kZeros && !q.zero_after) sum = fused(-zero, of_row, sum);
-              sum *= scale;
-              if constexpr (kZeros && q.zero_after) sum = fused(zero, of_row, sum);
-            }
+      float sums[kDequantSums][kBlocks][4] = {};
+      ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
+        ARK_UNROLL for (int word = 0; word < 4; ++word) {
+          uint32 one[Words::kPairs], other[Words::kPairs];
+          Words::word(ring[0][chunk].words[word], power, one);
+          Words::word(ring[1][chunk].words[word], power, other);
+          ARK_UNROLL for (int i = 0; i < Words::kPairs; i += 2) {
+            const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
+            const int w = q.bits == 4 ? i : word % 2 * 2;
+            const uint32 weights[4] = {one[i], other[i], one[i + 1], other[i + 1]};
+            ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
+                multiply_add<T>(sums[(word * Words::kPairs + i) / 2 % kDequantSums][half], weights, of[half].words[w],
+                                of[half].words[w + 1]);
           }
         }
-        add_octet<Rows>(parts, lane, slice, (batch * split.groups + group) * kTogether + o * 8, pass == 0, sums);
+        // Behind their use, which the sum orders: else it would be into other registers, and copied from there.
+        asm volatile("" : "+f"(sums[0][0][0]));
+        load(0, chunk);
+        load(1, chunk);
+      }
+      ARK_UNROLL for (int k = 1; k < kDequantSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
+          ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
+      ARK_UNROLL for (int octet = 0; octet < 2; ++octet) {
+        const int in_batch = octet * 8 + my_line;
+        const float scale = kScaled ? __shfl_sync(~0u, scale_of_lane, in_batch) : 1;
+        const float zero = kZeros ? __shfl_sync(~0u, zero_of_lane, in_batch) : 0;
+        ARK_UNROLL for (int half = 0; half < kBlocks; ++half) ARK_UNROLL for (int i = 0; i < 2; ++i) {
+          float sum = sums[0][half][octet * 2 + i];
+          if constexpr (kZeros && !q.zero_after) sum = fused(-zero, of_rows[half][i], sum);
+          if constexpr (kScaled) sum *= scale;
+          if constexpr (kZeros && q.zero_after) sum = fused(zero, of_rows[half][i], sum);
+          const int row = half * 8 + lane % 4 * 2 + i;
+          if (row >= Rows) continue;
+          float* const to = parts.at(row, slice, (batch * split.groups + group) * kDequantColumns + in_batch);
+          *to = pass == 0 ? sum : *to + sum;
+        }
       }
       if constexpr (kScaled) load_scales();
     }
