@@ -117,7 +117,7 @@ def test_compressed(tmp_path: Path, leaves_nothing: None) -> None:
 
 
 @of_benchmarks
-@pytest.mark.parametrize("ranks", ["2", "3"])
+@pytest.mark.parametrize("ranks", ["2", pytest.param("3", marks=pytest.mark.nightly)])
 def test_dlrm_step(ranks: str, tmp_path: Path, leaves_nothing: None) -> None:
     ways = ["eager_gloo", "padded_gloo", "ark"]
     small = ["--shapes", "D8-L1-B12", "D16-L3-B5", "--rows", "40", "--width", "16", "--rounds", "1", "--ways", *ways]
@@ -347,6 +347,7 @@ def test_nodes(tmp_path: Path) -> None:
 
 
 @of_benchmarks
+@pytest.mark.nightly
 def test_contest(tmp_path: Path) -> None:
     """Every contestant is timed, and the table is made from the file."""
     command = [sys.executable, str(FOLDER / "contest.py"), "--models", "mlp, one row", "--output", str(tmp_path)]
@@ -399,6 +400,7 @@ def test_a_contest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @of_benchmarks
+@pytest.mark.nightly
 def test_cache_policies(tmp_path: Path) -> None:
     """Small models under all four options: the same bits, table, picture and JSON; the plot from the JSON alone."""
     chosen = ["pooled embedding, Zipf", "softmax chain"]
