@@ -44,7 +44,8 @@ class Options(dist.Backend.Options):  # type: ignore[name-defined,misc]
     net: str
     rdma: RdmaOptions
     share_gpu: bool
-    disable_p2p: bool
+    disable_p2p: bool | None
+    nccl_leaves_p2p: bool
     timing: bool
     flight_record: int
     flight_dump: str

@@ -301,6 +301,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("rdma", &Options::rdma)
       .def_readwrite("share_gpu", &Options::share_gpu)
       .def_readwrite("disable_p2p", &Options::disable_p2p)
+      .def_readwrite("nccl_leaves_p2p", &Options::nccl_leaves_p2p)
       .def_readwrite("timing", &Options::timing)
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)
