@@ -66,6 +66,7 @@ def train(
     evaluate_every: int = 50,
     layers: int = 2,
     width: int = 32,
+    learning_rate: float = 3e-3,
 ) -> tuple[list[tuple[int, float]], Any]:
     """Trains over the default group: test accuracy by steps done, and what `compress` gave for the model."""
     (images, labels), test = load_images()
@@ -73,7 +74,7 @@ def train(
     model = VisionTransformer(layers, width)
     ddp = DistributedDataParallel(model)
     state = compress(ddp)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=3e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=learning_rate, weight_decay=0.05)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm_up, 0.5 * (1 + math.cos(math.pi * step / steps)))
