@@ -161,6 +161,8 @@ class ProcessGroupArk : public c10d::Backend {
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;
+  // Why ark's go through memory of the host; empty: they do not.
+  std::string cuda_on_host() const;
   uint64_t cuda_shared_bytes() const;
   uint64_t cuda_registered_bytes() const;
   uint64_t cuda_carried() const;  // collectives that NCCL carried as an entry of the dispatch table

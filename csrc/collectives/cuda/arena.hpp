@@ -19,6 +19,11 @@
 namespace ark {
 
 inline constexpr uint64_t kHostBytes = 64 << 20;
+// Of them, a rank's: whole pages of the driver.
+inline constexpr uint64_t kHostPage = 2 << 20;
+constexpr uint64_t host_bytes(int ranks) {
+  return kHostBytes / ranks / kHostPage * kHostPage;
+}
 
 constexpr uint64_t most_one_shot_bytes(int ranks) {
   return (ranks <= 2 ? 512 : 256) * 1024;
@@ -114,13 +119,13 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   peer_test = take(on_host ? 0 : peer_test_bytes(ranks));
   const auto packets = [&] { return 2 * ranks * device::one_shot_packets(most_one_shot) * 16; };
   most_one_shot = most_one_shot_bytes(ranks);
-  while (on_host && packets() > kHostBytes / ranks / 4) most_one_shot /= 2;
+  while (on_host && packets() > host_bytes(ranks) / 4) most_one_shot /= 2;
   one_shot_capacity = device::one_shot_packets(most_one_shot);
   one_shot = take(packets());
   const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
   uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
   constexpr uint64_t kRounding = 64 << 10;  // what take() adds
-  if (on_host) lanes = host_lanes(ranks, kHostBytes / ranks - at - kRounding, lanes);
+  if (on_host) lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);

@@ -92,10 +92,8 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
 
 HostUse host_use(int ranks, bool by_nccl) {
   const CudaDispatch dispatch = CudaDispatch::measured(ranks).through_host(ranks, by_nccl);
-  HostUse use{ArenaLayout(ranks, 0, true, true).total};
-  if (dispatch.nccl_all_reduce_from != CudaDispatch::kNever)
-    use.nccl_from = dispatch.nccl_all_reduce_from, use.nccl_to = dispatch.nccl_all_reduce_to;
-  return use;
+  const uint64_t bytes = ArenaLayout(ranks, 0, true, true).total;
+  return {(bytes + kHostPage - 1) / kHostPage * kHostPage, dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
 }
 
 }  // namespace ark

@@ -41,8 +41,8 @@ struct ArenaMemory {
 
 // Of a group whose peers do not reach each other's memory, for `ark doctor`.
 struct HostUse {
-  uint64_t bytes_a_rank;                                   // of pinned memory
-  uint64_t nccl_from = CudaDispatch::kNever, nccl_to = 0;  // all_reduces that NCCL carries
+  uint64_t bytes_a_rank;        // of pinned memory
+  uint64_t nccl_from, nccl_to;  // all_gathers that NCCL carries
 };
 HostUse host_use(int ranks, bool by_nccl);
 

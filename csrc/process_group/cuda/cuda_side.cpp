@@ -17,6 +17,7 @@ namespace ark {
 
 namespace {
 constexpr char kCudaFailure[] = "failure";
+constexpr char kAsAsked[] = "as ARK_DISABLE_P2P asks";
 
 PeerAccess peer_access_of(const ProcessGroupArk::Options& options) {
   if (!options.disable_p2p) return PeerAccess::tested;
@@ -32,7 +33,7 @@ std::string ProcessGroupArk::host_line(const CudaCommunicator& communicator) con
   std::string line = "group \"" + options_->group_name + "\" of " + std::to_string(size_) +
                      " ranks: CUDA tensors go through memory of the host (" +
                      std::to_string(communicator.shared_bytes() >> 20) + " MB of it pinned for each rank), " +
-                     (why.empty() ? "as ARK_DISABLE_P2P asks" : "for all pairs, since " + why);
+                     (why.empty() ? kAsAsked : "for all pairs, since " + why);
   if (!options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return line;
   const bool sums = dispatch.nccl_all_reduce_from != CudaDispatch::kNever;
   return line + ". PyTorch's NCCL has what it is faster with, of " +
@@ -49,6 +50,13 @@ uint64_t ProcessGroupArk::cuda_shared_bytes() const {
 std::string ProcessGroupArk::cuda_carrier() const {
   const auto cuda = core_->cuda();
   return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
+}
+
+std::string ProcessGroupArk::cuda_on_host() const {
+  const auto cuda = core_->cuda();
+  const auto communicator = cuda ? cuda->communicator() : nullptr;
+  if (!communicator || !communicator->on_host()) return "";
+  return communicator->why_on_host().empty() ? kAsAsked : communicator->why_on_host();
 }
 
 std::shared_ptr<CudaGroup> ProcessGroupArk::cuda_side(const char* operation, c10::Device device) {
