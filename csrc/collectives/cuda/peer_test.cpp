@@ -52,7 +52,11 @@ std::string hex(uint64_t value) {
 class Run {
  public:
   Run(const PeerTest& test, MemoryMeeting& meeting)
-      : test_(test), meeting_(meeting), rank_(meeting.rank()), size_(meeting.size()) {}
+      : test_(test),
+        meeting_(meeting),
+        kernel_(jit::KernelLibrary::of(test.device).get(peer_test_stub(), "peer_test")),
+        rank_(meeting.rank()),
+        size_(meeting.size()) {}
 
   bool passes(std::string& why);
 
@@ -73,6 +77,7 @@ class Run {
 
   const PeerTest& test_;
   MemoryMeeting& meeting_;
+  const jit::Kernel& kernel_;  // had before the ranks meet: without a compiler there is no verdict
   const int rank_, size_;
   std::vector<DeviceCard> devices_;
 };
@@ -142,7 +147,6 @@ void Run::await(CUstream stream, int peer, const char* what) const {
 }
 
 void Run::write() const {
-  const jit::Kernel& kernel = jit::KernelLibrary::of(test_.device).get(peer_test_stub(), "peer_test");
   const RelaxedCapture relaxed;
   const CurrentContext context(test_.device);
   Stream own;
@@ -154,7 +158,7 @@ void Run::write() const {
       device::PeerTestParams params{};
       params.to = inbox(peer, rank_, kStores), params.kept = outbox(peer);
       params.from_rank = static_cast<uint32_t>(rank_), params.to_rank = static_cast<uint32_t>(peer);
-      jit::launch(kernel, {1}, {device::kPeerTestUnits}, 0, own.stream, params);
+      jit::launch(kernel_, {1}, {device::kPeerTestUnits}, 0, own.stream, params);
       await(own.stream, peer, "a kernel's stores");
       if (!test_.copies) continue;
       check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(inbox(peer, rank_, kCopies)),

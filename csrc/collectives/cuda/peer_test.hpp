@@ -24,7 +24,8 @@ struct PeerTest {
   bool copies = false;                                // copy engines carry something; alike on all ranks
   std::chrono::milliseconds patience{10000};          // for what a device is to do
 
-  // Collective: steps of the meeting. False, and `why`, on all ranks: some pair's values do not arrive.
+  // Collective: steps of the meeting. False, and `why`, on all ranks: some pair's values do not arrive. Throws on this
+  // rank alone where its kernel cannot be had.
   bool passes(MemoryMeeting& meeting, std::string& why) const;
 };
 
