@@ -246,6 +246,7 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
+  static void raise_last_words(KeyValueStore& store, int rank);
   std::string host_line(const CudaCommunicator& communicator) const;
   std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
   void meet_for_nccl(const Call& call, CudaGroup& cuda);

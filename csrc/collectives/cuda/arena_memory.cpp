@@ -43,6 +43,8 @@ Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options
   test.layout = &layout;
   test.memory = &arena.parts;
   test.copies = copies(dispatch);
+  test.timeout = options.timeout;
+  test.check = options.check;
   test.patience = std::clamp(options.timeout / 10, std::chrono::milliseconds(1000), test.patience);
   if (test.passes(meeting, why)) return Peers::reached;
   // What has not ended may still write there.
@@ -63,6 +65,7 @@ bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, 
 
 std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Options& options, CudaDispatch& dispatch,
                                               std::string& why) {
+  if (options.size > 1 && dispatch.peer_access == PeerAccess::tested) PeerTest::load_kernel(options.device);
   const auto meeting =
       MemoryMeeting::join(store, {options.rank, options.size, options.timeout, "arena", options.check}, why);
   if (!meeting) return std::nullopt;

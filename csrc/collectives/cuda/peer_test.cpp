@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 using Uuid = std::array<char, sizeof(CUuuid)>;
 
 enum Way : uint32_t { kStores, kCopies, kWays };
+constexpr char kLies[] = " claims to work, but ";
 constexpr const char* kNames[kWays] = {"stores", "copies"};
 
 struct DeviceCard {
@@ -48,15 +49,15 @@ std::string hex(uint64_t value) {
   return text;
 }
 
+const jit::Kernel& kernel_of(int device) {
+  return jit::KernelLibrary::of(device).get(peer_test_stub(), "peer_test");
+}
+
 // One call of PeerTest::passes().
 class Run {
  public:
   Run(const PeerTest& test, MemoryMeeting& meeting)
-      : test_(test),
-        meeting_(meeting),
-        kernel_(jit::KernelLibrary::of(test.device).get(peer_test_stub(), "peer_test")),
-        rank_(meeting.rank()),
-        size_(meeting.size()) {}
+      : test_(test), meeting_(meeting), kernel_(kernel_of(test.device)), rank_(meeting.rank()), size_(meeting.size()) {}
 
   bool passes(std::string& why);
 
@@ -71,13 +72,17 @@ class Run {
   bool all_known() const;
   void write() const;
   void compare() const;
+  void launch(CUstream stream, char* to, int peer) const;
+  // False: the device has not ended by then.
+  bool ends(CUstream stream, std::chrono::milliseconds patience, const std::string& what) const;
+  void await_own(CUstream stream, const char* what) const;
   void await(CUstream stream, int peer, const char* what) const;
   std::string between(int from, int to) const;
   [[noreturn]] void lies(int from, int to, uint32_t way, const std::string& how) const;
 
   const PeerTest& test_;
   MemoryMeeting& meeting_;
-  const jit::Kernel& kernel_;  // had before the ranks meet: without a compiler there is no verdict
+  const jit::Kernel& kernel_;
   const int rank_, size_;
   std::vector<DeviceCard> devices_;
 };
@@ -99,12 +104,11 @@ std::string Run::between(int from, int to) const {
 }
 
 void Run::lies(int from, int to, uint32_t way, const std::string& how) const {
-  const std::string text = between(from, to) + " claims to work, but " + how;
   {
     const std::lock_guard lock(known().mutex);
-    known().verdicts[{devices_[from].device, devices_[to].device, way}] = text;
+    known().verdicts[{devices_[from].device, devices_[to].device, way}] = how;
   }
-  throw Error(ErrorKind::system, text);
+  throw Error(ErrorKind::system, between(from, to) + kLies + how);
 }
 
 // True: every verdict that concerns this rank is known, and good. Throws what is known to be wrong.
@@ -120,7 +124,7 @@ bool Run::all_known() const {
           // What this rank has sent is judged by the peer, which says whether it knows.
           all &= from == rank_;
         } else if (!found->second.empty()) {
-          throw Error(ErrorKind::system, found->second);
+          throw Error(ErrorKind::system, between(from, to) + kLies + found->second);
         }
       }
     }
@@ -128,37 +132,55 @@ bool Run::all_known() const {
   return all;
 }
 
-void Run::await(CUstream stream, int peer, const char* what) const {
-  const auto until = Clock::now() + test_.patience;
+bool Run::ends(CUstream stream, std::chrono::milliseconds patience, const std::string& what) const {
+  const auto until = Clock::now() + patience;
   for (;;) {
     const CUresult state = driver().stream_query(stream);
-    if (state == CUDA_SUCCESS) return;
-    if (state != CUDA_ERROR_NOT_READY) check(state, std::string(what) + " of " + between(rank_, peer));
-    if (Clock::now() > until) {
-      {
-        const std::lock_guard lock(known().mutex);
-        known().stuck.insert(test_.device);
-      }
-      lies(rank_, peer, kStores,
-           std::string(what) + " did not end within " + std::to_string(test_.patience.count()) + " ms");
-    }
+    if (state == CUDA_SUCCESS) return true;
+    if (state != CUDA_ERROR_NOT_READY) check(state, what);
+    if (Clock::now() > until) return false;
+    if (test_.check) test_.check();
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
+}
+
+void Run::await_own(CUstream stream, const char* what) const {
+  if (ends(stream, test_.timeout, what)) return;
+  throw Error(ErrorKind::timeout,
+              "GPU " + std::to_string(test_.device) + " has not ended " + what + " within " +
+                  std::to_string(test_.timeout.count()) + " ms",
+              ErrorContext{rank_, -1, "", 0, "Let its other work end before the group's first operation there."});
+}
+
+void Run::await(CUstream stream, int peer, const char* what) const {
+  if (ends(stream, test_.patience, what + (" of " + between(rank_, peer)))) return;
+  {
+    const std::lock_guard lock(known().mutex);
+    known().stuck.insert(test_.device);
+  }
+  lies(rank_, peer, kStores,
+       std::string(what) + " did not end within " + std::to_string(test_.patience.count()) + " ms");
+}
+
+void Run::launch(CUstream stream, char* to, int peer) const {
+  device::PeerTestParams params{};
+  params.to = to, params.kept = outbox(peer);
+  params.from_rank = static_cast<uint32_t>(rank_), params.to_rank = static_cast<uint32_t>(peer);
+  jit::launch(kernel_, {1}, {device::kPeerTestUnits}, 0, stream, params);
 }
 
 void Run::write() const {
   const RelaxedCapture relaxed;
   const CurrentContext context(test_.device);
   Stream own;
+  launch(own.stream, outbox(rank_), rank_);
+  await_own(own.stream, "a kernel on its own memory");
   try {
     // One peer after another, so that what does not end has a name.
     for (int step = 1; step < size_; ++step) {
       const int peer = (rank_ + step) % size_;
       if (!is_peer(peer)) continue;
-      device::PeerTestParams params{};
-      params.to = inbox(peer, rank_, kStores), params.kept = outbox(peer);
-      params.from_rank = static_cast<uint32_t>(rank_), params.to_rank = static_cast<uint32_t>(peer);
-      jit::launch(kernel_, {1}, {device::kPeerTestUnits}, 0, own.stream, params);
+      launch(own.stream, inbox(peer, rank_, kStores), peer);
       await(own.stream, peer, "a kernel's stores");
       if (!test_.copies) continue;
       check(driver().memcpy_async(reinterpret_cast<CUdeviceptr>(inbox(peer, rank_, kCopies)),
@@ -182,9 +204,9 @@ void Run::compare() const {
                               reinterpret_cast<CUdeviceptr>(inbox(rank_, 0, kStores)), bytes, own.stream),
         "cuMemcpyAsync of what peers have written");
   try {
-    await(own.stream, rank_, "a copy to the host");
+    await_own(own.stream, "a copy to the host");
   } catch (const Error&) {
-    if (is_stuck(test_.device)) own.stream = nullptr, (void)came.release();
+    own.stream = nullptr, (void)came.release();  // it may still be written
     throw;
   }
   for (int peer = 0; peer < size_; ++peer) {
@@ -236,6 +258,10 @@ bool Run::passes(std::string& why) {
 }
 
 }  // namespace
+
+void PeerTest::load_kernel(int device) {
+  kernel_of(device);
+}
 
 bool PeerTest::passes(MemoryMeeting& meeting, std::string& why) const {
   return meeting.size() == 1 || Run(*this, meeting).passes(why);

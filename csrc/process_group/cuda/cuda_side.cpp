@@ -103,7 +103,12 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
       options.device_each = !options_->share_gpu;
       options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
-        check();
+        try {
+          check();
+        } catch (const Error&) {
+          raise_last_words(*store, rank);
+          throw;
+        }
         raise_peers_cuda_failure(*store, rank);
       };
       options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
@@ -169,6 +174,17 @@ void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
               "rank " + std::to_string(peer) +
                   " cannot use CUDA tensors: " + told.substr(std::min(told.size(), told.find(' ') + 1)),
               ErrorContext{rank, peer, "", 0, "Mend that, and create the group again."});
+}
+
+// A peer that could not use CUDA tensors may have ended since: what it said tells more than that it is gone.
+void ProcessGroupArk::raise_last_words(KeyValueStore& store, int rank) {
+  try {
+    raise_peers_cuda_failure(store, rank);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) {
+    // The store has ended, too.
+  }
 }
 
 std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {
