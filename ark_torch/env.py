@@ -312,11 +312,14 @@ VARIABLES = (
     ),
     Variable(
         "ARK_DISABLE_P2P",
-        "bool",
-        False,
-        "CUDA tensors go through memory of the host and leave the peers' alone: for machines whose GPUs do not reach "
-        "each other's memory, where PyTorch's NCCL carries them otherwise, or whose peer access lies (`ark doctor "
-        "--links`). All ranks alike. docs/collectives.md says what is faster.",
+        "choice",
+        "auto",
+        "Whether GPUs use each other's memory. auto: where values arrive there, for which every pair of devices is "
+        "tested when a group first uses CUDA tensors; where a pair has no peer access, or has it and it lies, the "
+        "whole group goes through pinned memory of the host (at most 64 MB a group), with PyTorch's NCCL for what that "
+        "is faster with. 0: where the driver says so, untested; else PyTorch's NCCL carries the group. 1: never; "
+        "memory of the host carries all. Rank 0's counts. docs/collectives.md says what is faster.",
+        choices=("auto", "0", "1"),
     ),
     Variable(
         "ARK_CACHE",
@@ -412,7 +415,7 @@ class Settings:
     reduction: str
     order: str
     share_gpu: bool
-    disable_p2p: bool
+    disable_p2p: str
     cache: str
     costs: str
     trace: str

@@ -1,12 +1,12 @@
-"""What few bits a gradient cost in accuracy: the demo's GPT trained over two CPU ranks, held-out loss by bits.
+"""What few bits a gradient cost in accuracy, trained over two CPU ranks: the demo's GPT (held-out loss), or a small
+vision transformer on scikit-learn's digits (test accuracy).
 
-    python benchmarks/compression_accuracy.py [--steps 400] [--seeds 3] [--output FOLDER]
+    python benchmarks/compression_accuracy.py [--task gpt|digits] [--steps 400] [--seeds 3] [--output FOLDER]
 
 Every way (exact; 8, 4, 2 and 1 bits with and without error feedback; smaller buckets; bits chosen by Auto) trains the
 same model on the same batches with each seed; a seed changes weights and batches. The JSON has every run's curve, and
-for each way the mean loss at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands
-there when time is over is written: --seconds ends it between two runs, and runs of an earlier call stay where they are
-not run again.
+for each way the mean at the end, its spread over seeds, and how far it is from exact, seed by seed. What stands there
+when time is over is written: --seconds ends it between two runs, and --resume leaves out what an earlier call has run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ sys.path.insert(0, str(FOLDER.parent / "examples"))
 
 from gpt.data import load_corpus  # noqa: E402
 from gpt.model import ModelConfig  # noqa: E402
-from gpt.training import Place, TrainingConfig, train  # noqa: E402
+from gpt.training import Place, TrainingConfig, compress, join_group, leave_group, train  # noqa: E402
+
+MEASURES = {"gpt": "loss", "digits": "accuracy"}
 
 
 def ways() -> dict[str, dict[str, Any] | None]:
@@ -50,16 +53,65 @@ def ways() -> dict[str, dict[str, Any] | None]:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
+    add("--task", choices=list(MEASURES), default="gpt")
     add("--ranks", type=int, default=2)
     add("--steps", type=int, default=400)
     add("--seeds", type=int, default=3)
     add("--layers", type=int, default=2)
     add("--width", type=int, default=64)
-    add("--batch", type=int, default=8, help="windows of 64 bytes a rank and step")
+    add("--batch", type=int, default=8, help="windows of 64 bytes, or images, a rank and step")
     add("--ways", nargs="+", help="some of the ways, by name")
+    add("--evaluate-every", type=int, default=50, help="steps between two looks at what is held out")
     add("--seconds", type=float, default=1200.0, help="no run begins after so long")
+    add("--resume", action="store_true", help="runs that the file has are not run again")
+    add("--name", help="of the JSON and the picture")
     add("--output", type=Path, default=FOLDER / "results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.name is None:
+        arguments.name = "compression_digits" if arguments.task == "digits" else "compression_accuracy"
+    return arguments
+
+
+Row = dict[str, Any]
+
+
+def gpt(arguments: argparse.Namespace, place: Place) -> Callable[[dict[str, Any] | None, int, int], Row]:
+    """A run of the demo's GPT: settings, seed and number to what was found."""
+    corpus = load_corpus()
+    model = ModelConfig(arguments.layers, arguments.width, 4, 64)
+
+    def run(how: dict[str, Any] | None, seed: int, number: int) -> Row:
+        config = TrainingConfig(
+            model, arguments.steps, arguments.batch, seed=seed, held_out_windows=512, compression=how,
+            evaluate_every=arguments.evaluate_every,
+        )  # fmt: skip
+        result, _ = train(config, corpus, "ark", number, place, lambda *_: None)
+        return {
+            "held_out": result.held_out, "seconds": result.seconds,
+            "bytes_sent": result.bytes_sent, "bytes_exact": result.bytes_exact,
+        }  # fmt: skip
+
+    return run
+
+
+def vision(arguments: argparse.Namespace, place: Place) -> Callable[[dict[str, Any] | None, int, int], Row]:
+    """The same of the vision transformer."""
+    import digits
+
+    def run(how: dict[str, Any] | None, seed: int, number: int) -> Row:
+        join_group("ark", f"run{number}", place)
+        try:
+            started = time.monotonic()
+            held_out, state = digits.train(
+                arguments.steps, seed, place.rank, place.world, lambda ddp: compress(ddp, how) if how else None,
+                arguments.batch, arguments.evaluate_every, arguments.layers, arguments.width,
+            )  # fmt: skip
+            row = {"held_out": held_out, "seconds": time.monotonic() - started}
+        finally:
+            leave_group()
+        return {**row, "bytes_sent": state.bytes_sent if state else 0, "bytes_exact": state.bytes_exact if state else 0}
+
+    return run
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -67,44 +119,44 @@ def run_rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     place = Place(store, rank, world, torch.device("cpu"))
-    corpus = load_corpus()
-    model = ModelConfig(arguments.layers, arguments.width, 4, 64)
+    run = (vision if arguments.task == "digits" else gpt)(arguments, place)
     started, late, before = time.monotonic(), torch.zeros(1), earlier(arguments)
     runs = list(before.get("runs", []))
+    done = {(row["way"], row["seed"]) for row in runs} if arguments.resume else set()
     command = shlex.join(["python", "benchmarks/compression_accuracy.py", *sys.argv[1:]])
-    conditions = report.surroundings("; ".join([before["command"], command] if before else [command]))
+    commands = dict.fromkeys([*before["command"].split("; "), command] if before else [command])
+    conditions = report.surroundings("; ".join(commands))
     chosen = {name: how for name, how in ways().items() if arguments.ways is None or name in arguments.ways}
-    for number, (seed, way) in enumerate((seed, way) for seed in range(arguments.seeds) for way in chosen):
+    left = [(seed, way) for seed in range(arguments.seeds) for way in chosen if (way, seed) not in done]
+    for number, (seed, way) in enumerate(left):
         late[0] = time.monotonic() - started > arguments.seconds
         store.set(f"late{number}", str(int(late))) if rank == 0 else None
         if int(store.get(f"late{number}")):
             break
-        config = TrainingConfig(
-            model, arguments.steps, arguments.batch, seed=seed, held_out_windows=512, compression=chosen[way]
-        )
-        result, _ = train(config, corpus, "ark", number, place, lambda *_: None)
+        row = run(chosen[way], seed, number)
         if rank == 0:
-            row = {"way": way, "seed": seed, "held_out": result.held_out, "seconds": result.seconds}
-            runs = [run for run in runs if (run["way"], run["seed"]) != (way, seed)]
-            runs.append({**row, "bytes_sent": result.bytes_sent, "bytes_exact": result.bytes_exact})
-            print(f"seed {seed}, {way}: {result.held_out[-1][1]:.4f} after {result.seconds:.1f} s", flush=True)
+            runs = [other for other in runs if (other["way"], other["seed"]) != (way, seed)]
+            runs.append({"way": way, "seed": seed, **row})
+            print(f"seed {seed}, {way}: {row['held_out'][-1][1]:.4f} after {row['seconds']:.1f} s", flush=True)
             write(runs, arguments, {**conditions, "ranks": world})
     if rank == 0 and runs:
-        for row in summary(runs):
+        for row in summary(runs, MEASURES[arguments.task]):
             print(
-                f"{row['way']:<24} {row['loss']:.4f}  spread {row['spread'] or 0:.4f}  from exact "
+                f"{row['way']:<24} {row[MEASURES[arguments.task]]:.4f}  spread {row['spread'] or 0:.4f}  from exact "
                 f"{row['from_exact'] or 0:+.4f}  bytes {row['bytes']:.3f}"
             )
 
 
 def shape_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    model = {"layers": arguments.layers, "width": arguments.width, "context": 64}
+    model = {"layers": arguments.layers, "width": arguments.width}
+    if arguments.task == "gpt":
+        model["context"] = 64
     return {"model": model, "steps": arguments.steps, "batch": arguments.batch}
 
 
 def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
     """What stands in the file of the same model and steps: runs are kept where they are not run again."""
-    path = arguments.output / "compression_accuracy.json"
+    path = arguments.output / f"{arguments.name}.json"
     written = dict(json.loads(path.read_text())) if path.exists() else {}
     return written if all(written.get(key) == value for key, value in shape_of(arguments).items()) else {}
 
@@ -112,14 +164,18 @@ def earlier(arguments: argparse.Namespace) -> dict[str, Any]:
 def write(runs: list[dict[str, Any]], arguments: argparse.Namespace, conditions: dict[str, Any]) -> None:
     """After each run, so that what ran is there whatever ends the next one."""
     runs = sorted(runs, key=lambda run: (run["seed"], list(ways()).index(run["way"])))
-    written = {**conditions, **shape_of(arguments), "summary": summary(runs), "runs": runs}
+    measure = MEASURES[arguments.task]
+    written = {**conditions, "task": arguments.task, **shape_of(arguments), "summary": summary(runs, measure)}
+    written["runs"] = runs
     arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "compression_accuracy.json").write_text(json.dumps(written, indent=1) + "\n")
-    draw(written, arguments.output / "compression_accuracy.png")
+    partial = arguments.output / f"{arguments.name}.json.partial"  # a run that is stopped leaves a whole file
+    partial.write_text(json.dumps(written, indent=1) + "\n")
+    partial.replace(arguments.output / f"{arguments.name}.json")
+    draw(written, arguments.output / f"{arguments.name}.png")
 
 
-def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row a way: mean and spread of the last held-out loss, and the difference from exact of the same seed."""
+def summary(runs: list[Row], measure: str) -> list[Row]:
+    """A row a way: mean and spread of the last value, and the difference from exact of the same seed."""
     last = {(run["way"], run["seed"]): run["held_out"][-1][1] for run in runs}
     rows = []
     for way in dict.fromkeys(run["way"] for run in runs):
@@ -128,7 +184,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         of_way = [run for run in runs if run["way"] == way]
         sent, exact = (sum(run[key] for run in of_way) for key in ("bytes_sent", "bytes_exact"))
         rows.append({
-            "way": way, "seeds": len(losses), "loss": statistics.fmean(losses),
+            "way": way, "seeds": len(losses), measure: statistics.fmean(losses),
             "spread": statistics.stdev(losses) if len(losses) > 1 else None,
             "from_exact": statistics.fmean(apart) if apart else None, "from_exact_by_seed": apart,
             "bytes": sent / exact if exact else 1.0,
@@ -137,7 +193,7 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(written: dict[str, Any], path: Path) -> None:
-    """Left the curves (mean over seeds), right the last loss of every run."""
+    """Left the curves (mean over seeds), right where every run ended."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -154,10 +210,11 @@ def draw(written: dict[str, Any], path: Path) -> None:
         colour = colours(names.index(way.removesuffix(", no feedback")) % 10)
         left.plot(steps[1:], mean[1:], "--" if forgetful else "-", color=colour, label=way)
         right.plot([curve[-1][1] for curve in curves], [index] * len(curves), "x" if forgetful else "o", color=colour)
-    left.set(xlabel="step", ylabel="held-out loss, nats a byte", title="mean over seeds")
+    what = "test accuracy" if written["task"] == "digits" else "held-out loss, nats a byte"
+    left.set(xlabel="step", ylabel=what, title="mean over seeds")
     left.legend(fontsize=8)
     right.set_yticks(range(len(names)), names, fontsize=8)
-    right.set(xlabel="held-out loss at the end, each seed")
+    right.set(xlabel=f"{what}, at the end, each seed")
     right.invert_yaxis()
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -87,21 +87,33 @@ def accuracy(load: Load) -> str:
     return "\n".join(lines)
 
 
-def compression_accuracy(load: Load) -> str:
-    """Held-out loss by bits, beside exact."""
-    data = load("compression_accuracy")
+def compression_accuracy(load: Load, name: str) -> str:
+    """Held-out loss, or test accuracy, by bits, beside exact."""
+    data = load(name)
+    layers, width = data["model"]["layers"], data["model"]["width"]
+    if data.get("task") == "digits":
+        what, measure, places = (
+            f"A vision transformer ({layers} layers of width {width}) on scikit-learn's digits",
+            "accuracy",
+            1,
+        )
+        told, scale = "accuracy on the test images in percent", 100
+    else:
+        what, measure, places = f"The demo's GPT ({layers} layers of width {width})", "loss", 3
+        told, scale = "held-out loss in nats a byte", 1
     lines = [
-        f"The demo's GPT ({data['model']['layers']} layers of width {data['model']['width']}) on {data['ranks']} CPU "
-        f"ranks, {data['steps']} steps: held-out loss in nats a byte, mean of the seeds that ran. Difference: from "
-        "exact gradients of the same seed, and the least and greatest of it.\n",
-        "| gradients | seeds | loss | spread over seeds | difference | bytes sent |",
+        f"{what} on {data['ranks']} CPU ranks, {data['steps']:,} steps: {told}, mean of the seeds that ran. Difference"
+        ": from exact gradients of the same seed, and the least and greatest of it.\n",
+        f"| gradients | seeds | {measure} | spread over seeds | difference | bytes sent |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in data["summary"]:
-        apart, spread = row["from_exact_by_seed"], row["spread"]
-        difference = f"{row['from_exact']:+.3f} ({min(apart):+.3f} to {max(apart):+.3f})"
+        apart, spread = [scale * value for value in row["from_exact_by_seed"]], row["spread"]
+        mean = f"{scale * row['from_exact']:+.{places}f}"
+        difference = f"{mean} ({min(apart):+.{places}f} to {max(apart):+.{places}f})"
         lines.append(
-            f"| {row['way']} | {row['seeds']} | {row['loss']:.3f} | {'' if spread is None else f'{spread:.3f}'} | "
+            f"| {row['way']} | {row['seeds']} | {scale * row[measure]:.{places}f} | "
+            f"{'' if spread is None else f'{scale * spread:.{places}f}'} | "
             f"{'' if row['way'] == 'exact' else difference} | {row['bytes']:.1%} |"
         )
     return "\n".join(lines)
@@ -173,7 +185,9 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "no-peer-access-4": lambda load: _scripts("compressed").table(load("no_peer_access_4_h200"), alone=False),
     "cache-policy": lambda load: _scripts("cache_policy").table(load("cache_policy")),
     "decode": lambda load: _scripts("decode_report").table(load("decode")),
-    "compression.accuracy": compression_accuracy,
+    "compression.accuracy": lambda load: compression_accuracy(load, "compression_accuracy"),
+    "compression.accuracy-2000": lambda load: compression_accuracy(load, "compression_accuracy_2000"),
+    "compression.digits": lambda load: compression_accuracy(load, "compression_digits"),
     "compression.bytes": compression_bytes,
     "resident": resident,
     "models": lambda load: _scripts("compile_models").cpu_table(load("compile_models")),

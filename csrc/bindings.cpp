@@ -14,6 +14,7 @@
 
 #include "bindings_plan.hpp"
 #include "collectives/cpu/reduce/reduce.hpp"
+#include "collectives/cuda/arena_memory.hpp"
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
@@ -176,6 +177,10 @@ void bind_jit(py::module_& m) {
     py::module_::import("ark_torch._jit").attr("configure")();
   });
   m.def("_has_cuda_driver", &ark::has_driver);
+  m.def("_host_use", [](int ranks, bool by_nccl) {
+    const ark::HostUse use = ark::host_use(ranks, by_nccl);
+    return std::tuple(use.bytes_a_rank, use.nccl_from, use.nccl_to);
+  });
   m.def("_cuda_driver_problem", &ark::driver_problem);
   m.def(
       "_probe_device",
@@ -301,6 +306,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readwrite("rdma", &Options::rdma)
       .def_readwrite("share_gpu", &Options::share_gpu)
       .def_readwrite("disable_p2p", &Options::disable_p2p)
+      .def_readwrite("nccl_leaves_p2p", &Options::nccl_leaves_p2p)
       .def_readwrite("timing", &Options::timing)
       .def_readwrite("flight_record", &Options::flight_record)
       .def_readwrite("flight_dump", &Options::flight_dump)
@@ -337,8 +343,11 @@ PYBIND11_MODULE(_C, m) {
                              "How many messages this rank has sent to other nodes in collectives.")
       .def_property_readonly(
           "cuda_shared_bytes", &ProcessGroupArk::cuda_shared_bytes,
-          "Bytes of this rank's GPU memory that are the group's own and that its peers map; 0 before "
-          "the first use. What users have registered is not in it: see cuda_registered_bytes.")
+          "Bytes of this rank's GPU memory that are the group's own and that its peers map, or of pinned "
+          "memory of the host where cuda_on_host is not empty; 0 before the first use. What users have "
+          "registered is not in it: see cuda_registered_bytes.")
+      .def_property_readonly("cuda_on_host", &ProcessGroupArk::cuda_on_host,
+                             "Why ark carries CUDA tensors through memory of the host; empty: it does not.")
       .def_property_readonly("cuda_registered_bytes", &ProcessGroupArk::cuda_registered_bytes,
                              "Bytes of this rank's tensors and pools that are registered with the group.")
       .def("_register_memory", &ProcessGroupArk::register_memory, py::call_guard<py::gil_scoped_release>())

@@ -11,6 +11,7 @@ import atexit
 import datetime
 import json
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -92,8 +93,9 @@ def complete(given: Any, settings: env.Settings | None = None) -> Any:
         options.debug = True
     if settings.share_gpu:
         options.share_gpu = True
-    if settings.disable_p2p:
-        options.disable_p2p = True
+    if settings.disable_p2p != "auto":
+        options.disable_p2p = settings.disable_p2p == "1"
+    options.nccl_leaves_p2p = os.environ.get("NCCL_P2P_DISABLE", "0").strip() not in ("", "0")
     options.make_carrier = _make_gloo
     options.make_cuda_carrier = _make_cuda_carrier
     options.allocate = memory.empty

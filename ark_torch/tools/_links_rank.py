@@ -159,6 +159,8 @@ def main(kind: str, results: str) -> int:
     carrier = backend.cuda_carrier if kind == "cuda" else "ark" if backend.shares_memory else "gloo"
     if rank == 0:
         found = {"kind": kind, "carrier": carrier or "ark", "places": places, "pairs": pairs}
+        if kind == "cuda":
+            found |= {"on_host": backend.cuda_on_host, "shared_bytes": backend.cuda_shared_bytes}
         Path(results).write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -207,8 +207,42 @@ def cuda() -> Iterator[Row]:
     if not good:
         yield Row("cuda", WARN, text, "the CUDA driver or NVRTC brought the probe down")
         return
-    for row in json.loads(text):
-        yield Row(**row)
+    rows = [Row(**row) for row in json.loads(text)]
+    yield from rows
+    gpus = sum(row.probe.startswith("gpu ") for row in rows)
+    if gpus > 1:
+        yield from between_gpus(gpus, [row for row in rows if row.probe == "peer access" and row.state != OK] != [])
+
+
+def between_gpus(gpus: int, missing: bool) -> Iterator[Row]:
+    """What a group of all GPUs would go through, and what that takes."""
+    try:
+        wish = env.read().disable_p2p
+    except ValueError:
+        return  # told by another probe
+    if wish == "0" and missing:
+        yield Row("between GPUs", INFO, "PyTorch's NCCL carries CUDA tensors, as ARK_DISABLE_P2P=0 asks")
+        return
+    if wish != "1" and not missing:
+        how = "untested, as ARK_DISABLE_P2P=0 asks" if wish == "0" else "tested by values when a group first uses it"
+        advice = (
+            "" if wish == "0" else "where values do not arrive, a group goes through memory of the host and says so"
+        )
+        yield Row("between GPUs", INFO, f"each other's memory, {how}", advice)
+        return
+    ranks = min(gpus, 8)
+    script = f"from ark_torch import _C; print(*_C._host_use({ranks}, {wish != '1'}))"
+    good, text = child("-c", script)
+    if not good:
+        yield Row("between GPUs", WARN, text, "the extension could not tell how groups would go")
+        return
+    a_rank, least, most = map(int, text.split()[-3:])
+    found = f"memory of the host: {a_rank >> 20} MB of it pinned for each of {ranks} ranks"
+    found += f", {a_rank * ranks >> 20} MB a group"
+    if least < most < 1 << 40:
+        sums = "" if ranks <= 2 or env.read().reduction == "fast" else " (sums are ark's)"
+        found += f"; PyTorch's NCCL for {least >> 10} KB to {most >> 20} MB{sums}"
+    yield Row("between GPUs", INFO, found, "ARK_DISABLE_P2P=0 leaves all to NCCL" if wish != "1" else "")
 
 
 def dispatch() -> Iterator[Row]:

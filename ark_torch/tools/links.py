@@ -103,7 +103,8 @@ def verdict_of(found: Found) -> tuple[str, bool]:
     wrong += [f"{row['to']}->{row['from']}" for row in found["pairs"] if not row["right_back"]]
     if wrong and found["kind"] == "cuda":
         return (
-            f"peer access lies: values do not arrive between ranks {', '.join(wrong)}. Use NCCL_P2P_DISABLE=1.",
+            f"peer access lies: values do not arrive between ranks {', '.join(wrong)}. Use ARK_DISABLE_P2P=1, and "
+            "NCCL_P2P_DISABLE=1 for NCCL.",
             False,
         )
     if wrong:
@@ -111,6 +112,12 @@ def verdict_of(found: Found) -> tuple[str, bool]:
             f"values do not arrive between ranks {', '.join(wrong)}: this machine's memory is not to be trusted.",
             False,
         )
+    if found.get("on_host"):
+        text = (
+            f"ark goes through memory of the host, {found['shared_bytes'] >> 20} MB of it pinned for each rank: "
+            f"{found['on_host']}."
+        )
+        return text, "claims to work" not in found["on_host"]
     if found["carrier"] != "ark":
         whose = "GPU tensors" if found["kind"] == "cuda" else "tensors"
         return f"use ark or {found['carrier']}: {found['carrier']} carries this group's {whose} for ark.", True

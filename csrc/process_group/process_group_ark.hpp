@@ -59,10 +59,12 @@ class ProcessGroupArk : public c10d::Backend {
     std::vector<CudaRule> cuda_dispatch;  // the same for CUDA tensors
     int64_t buffer_mb = 512;              // of GPU memory that peers map, for large buckets, at most; rank 0's counts
     bool share_gpu = false;               // ranks may have the same GPU; for tests, slow
-    bool disable_p2p = false;             // CUDA tensors go through memory of the host
-    bool timing = false;                  // CUDA tensors: operations take the device's times
-    bool fast_reduction = false;          // CUDA tensors: sums in any order, where that was measured faster; rank 0's
-    bool flat_order = false;              // over nodes: sums in the order of all ranks, as on one node
+    // CUDA tensors go through memory of the host; false: never; unset: where peers' memory cannot be had. Rank 0's.
+    std::optional<bool> disable_p2p;
+    bool nccl_leaves_p2p = false;  // PyTorch's NCCL does not use peers' memory (NCCL_P2P_DISABLE); rank 0's
+    bool timing = false;           // CUDA tensors: operations take the device's times
+    bool fast_reduction = false;   // CUDA tensors: sums in any order, where that was measured faster; rank 0's
+    bool flat_order = false;       // over nodes: sums in the order of all ranks, as on one node
     rdma::Wish net = rdma::Wish::automatic;  // what carries groups between nodes
     rdma::Options rdma;                      // where that is RDMA
     int64_t global_rank = -1;                // for names of dumps; -1: the rank in the group
@@ -159,6 +161,8 @@ class ProcessGroupArk : public c10d::Backend {
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.
   std::string cuda_carrier() const;
+  // Why ark's go through memory of the host; empty: they do not.
+  std::string cuda_on_host() const;
   uint64_t cuda_shared_bytes() const;
   uint64_t cuda_registered_bytes() const;
   uint64_t cuda_carried() const;  // collectives that NCCL carried as an entry of the dispatch table
@@ -242,6 +246,8 @@ class ProcessGroupArk : public c10d::Backend {
   std::shared_ptr<CudaGroup> join_on(const char* operation, c10::Device device);
   [[noreturn]] void fail_cuda(KeyValueStore& store, Error error);
   static void raise_peers_cuda_failure(KeyValueStore& store, int rank);
+  static void raise_last_words(KeyValueStore& store, int rank);
+  std::string host_line(const CudaCommunicator& communicator) const;
   std::shared_ptr<NcclEntry> nccl_entry(c10::Device device, const CudaDispatch& dispatch);
   void meet_for_nccl(const Call& call, CudaGroup& cuda);
   void tell_of_engines(const std::string& why);

@@ -43,7 +43,9 @@ NcclEntry::BackendPtr SharedCommunicator::carrier(Kind kind, uint64_t bytes) con
 }
 
 NcclEntry::BackendPtr SharedCommunicator::reducer(const Operation& operation, Kind kind, uint64_t bytes) const {
-  const bool sum = operation.descriptor.op == ReduceOp::sum || operation.descriptor.op == ReduceOp::avg;
+  // NCCL multiplies each input by 1 / n and adds then, which rounds the least numbers otherwise.
+  const bool any_order = nccl_.options().dispatch.any_order;
+  const bool sum = operation.descriptor.op == ReduceOp::sum || (operation.descriptor.op == ReduceOp::avg && any_order);
   return sum && summed_type(operation.descriptor.dtype) ? carrier(kind, bytes) : nullptr;
 }
 

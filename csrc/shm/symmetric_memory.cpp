@@ -73,7 +73,8 @@ std::vector<DeviceMemory> SymmetricMemory::create(KeyValueStore& store, const Op
   return meeting ? create(*meeting, options, why) : std::vector<DeviceMemory>();
 }
 
-std::vector<DeviceMemory> SymmetricMemory::create(MemoryMeeting& meeting, const Options& options, std::string& why) {
+std::vector<DeviceMemory> SymmetricMemory::create(MemoryMeeting& meeting, const Options& options, std::string& why,
+                                                  bool* allocated) {
   std::vector<DeviceMemory> memory(meeting.size());
   DeviceMemory& own = memory[meeting.rank()];
   const auto allocate = [&] {
@@ -90,7 +91,9 @@ std::vector<DeviceMemory> SymmetricMemory::create(MemoryMeeting& meeting, const 
       memory[peer] = DeviceMemory::import(options.device, fd, meeting.card_of<BufferCard>(peer).bytes);
     });
   };
-  if (!meeting.step(allocate, why) || !meeting.step(share, why)) return {};
+  const bool has = meeting.step(allocate, why);
+  if (allocated != nullptr) *allocated = has;
+  if (!has || !meeting.step(share, why)) return {};
   return memory;
 }
 

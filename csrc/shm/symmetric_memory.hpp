@@ -32,8 +32,10 @@ class SymmetricMemory {
 
   // Empty and `why` where the devices do not reach each other's memory, or a rank could not allocate.
   static std::vector<DeviceMemory> create(KeyValueStore& store, const Options& options, std::string& why);
-  // The same at a meeting that the ranks have joined already, which may share more.
-  static std::vector<DeviceMemory> create(MemoryMeeting& meeting, const Options& options, std::string& why);
+  // The same at a meeting that the ranks have joined already, which may share more. `allocated`, if given: whether all
+  // ranks had the memory, alike on all.
+  static std::vector<DeviceMemory> create(MemoryMeeting& meeting, const Options& options, std::string& why,
+                                          bool* allocated = nullptr);
 
   // In the body of a step that every rank takes: hands this rank's memory to every peer, and each peer's descriptor to
   // `take`.

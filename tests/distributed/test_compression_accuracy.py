@@ -81,6 +81,37 @@ def test_four_bits_train_as_exact_ones_do() -> None:
     assert four != exact != eight, "nothing was compressed"
 
 
+def _digits(rank: Rank, ways: list[dict[str, Any] | None], steps: int) -> list[tuple[float, float]]:
+    """Accuracy on the test images at the end, and which part of the exact bytes was sent, by way."""
+    sys.path.insert(0, str(start.TESTS.parent / "benchmarks"))
+    import digits
+
+    rank.init()
+    torch.use_deterministic_algorithms(True)
+    found = []
+    for settings in ways:
+
+        def compress(ddp: DDP, settings: dict[str, Any] | None = settings) -> compression.State | None:
+            if settings is None:
+                return None
+            state = compression.State(module=ddp, **settings)
+            ddp.register_comm_hook(state, compression.hook)
+            return state
+
+        curve, state = digits.train(
+            steps, 0, rank.rank, rank.world_size, compress, evaluate_every=steps, layers=1, learning_rate=1e-2
+        )
+        found.append((curve[-1][1], state.bytes_sent / state.bytes_exact if state else 1.0))
+    return found
+
+
+def test_a_vision_transformer_learns_digits_as_with_exact_gradients() -> None:
+    (exact, _), (eight, sent_eight), (four, sent_four) = run_ranks(_digits, 2, [None, {"bits": 8}, {"bits": 4}], 100)[0]
+    assert exact > 0.6, (exact, "nothing was learnt")
+    assert abs(eight - exact) < 0.1 and abs(four - exact) < 0.1, (exact, eight, four)
+    assert sent_four < sent_eight < 0.6, "nothing was compressed"
+
+
 @pytest.mark.nightly
 def test_chosen_bits_are_as_good_as_the_same_bits_everywhere() -> None:
     ways = [None, {"bits": 3}, {"bits": compression.Auto(budget=3.0, steps=5)}]

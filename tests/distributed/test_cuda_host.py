@@ -25,28 +25,6 @@ from ark_torch import _C
 pytestmark = [ark_only]
 
 
-def _out_of_reach(rank: Rank, who: int) -> None:
-    """GPUs without peer access to each other: NCCL for the whole group, told once."""
-    group, carriers, lines = begin(rank)
-    if rank.rank == who or who < 0:
-        pretended.driver.pretend_reach(0)
-    big = every(rank, group, SMALL)
-    assert all(big.values()), big
-    backend = group._get_backend(torch.device("cuda"))
-    assert backend.cuda_carrier == "nccl" and backend.cuda_carried == 0
-    dist.barrier(group=group)
-    assert carriers.made[0].calls()[-1] == "barrier"
-    told = lines.about("carried by PyTorch's NCCL")
-    assert len(told) == (1 if rank.rank == 0 else 0), told
-    assert all("no peer access" in line for line in told), told
-
-
-@pytest.mark.by_day("one")
-@pytest.mark.parametrize("who", [-1, 1], ids=["all", "one"])
-def test_gpus_out_of_reach_are_carried(pretended_gpu: Any, who: int) -> None:
-    run_ranks(_out_of_reach, 2, who, env=pretended_gpu)
-
-
 def _through_the_host(rank: Rank, refused: bool) -> None:
     """What ranks share is memory of the host, whether devices reach each other or not. Without such memory: NCCL."""
     group, carriers, lines = begin(rank)
@@ -98,6 +76,7 @@ def _without_nccl(rank: Rank) -> None:
     assert not any(big.values()), big
     assert len(lines.about("this PyTorch has no NCCL")) == (rank.rank == 0), lines.lines
     pretended.driver.pretend_reach(0)
+    os.environ["ARK_DISABLE_P2P"] = "0"
     other = dist.new_group()
     x = on_rank(rank, torch.full((8,), float(rank.rank + 1)))
     dist.all_reduce(x, group=other)

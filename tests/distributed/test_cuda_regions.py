@@ -79,4 +79,4 @@ def _carried(rank: Rank) -> None:
 
 
 def test_groups_that_ark_does_not_carry_run_otherwise(pretended_gpu: Any) -> None:
-    run_ranks(_carried, 2, env=pretended_gpu)
+    run_ranks(_carried, 2, env={**pretended_gpu, "ARK_DISABLE_P2P": "0"})

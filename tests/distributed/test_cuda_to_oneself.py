@@ -157,4 +157,4 @@ def _beside_others(rank: Rank, carried: bool, timing: bool) -> None:
 @pytest.mark.parametrize("timing", [False, True], ids=["", "timed"])
 @pytest.mark.parametrize("carried", [False, True], ids=["ark", "carried"])
 def test_beside_others(pretended_gpu: Any, carried: bool, timing: bool) -> None:
-    run_ranks(_beside_others, 2, carried, timing, env=pretended_gpu)
+    run_ranks(_beside_others, 2, carried, timing, env={**pretended_gpu, "ARK_DISABLE_P2P": "0"})

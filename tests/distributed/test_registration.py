@@ -287,4 +287,4 @@ def _carried(rank: Rank) -> tuple[bool, bool, int]:
 
 
 def test_where_another_carries_nothing_is_registered(pretended_gpu: Any) -> None:
-    assert run_ranks(_carried, 2, env=pretended_gpu) == [(False, False, 0)] * 2
+    assert run_ranks(_carried, 2, env={**pretended_gpu, "ARK_DISABLE_P2P": "0"}) == [(False, False, 0)] * 2

@@ -150,4 +150,20 @@ FAULTS = (
         "kernels of ranks that share a GPU have no room at once, and wait for each other for ever",
         "collectives/cuda.arena_test",
     ),
+    fault(
+        "cuda_host.peer_values",
+        HERE + "cuda/peer_test.cpp",
+        "      if (wrong == 0) {",
+        "      if (zeros == 0) {",
+        "values that arrive wrong in peers' memory are taken for right",
+        "tests/distributed/test_cuda_peers.py",
+    ),
+    fault(
+        "cuda_host.nccl_believes",
+        HERE + "cuda/arena_memory.cpp",
+        "!asked_for && (peers == Peers::unreached || dispatch.nccl_leaves_p2p);",
+        "!asked_for;",
+        "NCCL is given what it would send over peer access that lies",
+        "tests/distributed/test_cuda_peers.py",
+    ),
 )

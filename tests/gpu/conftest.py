@@ -24,6 +24,7 @@ _NEED_TWO = [
         "compile_fused",
         "copy_engines",
         "nccl_entry",
+        "peers",
         "send_recv",
         "cuda_failures",
         "libraries",
@@ -41,6 +42,7 @@ _NEED_GPUS = [
     for name in (
         "channels",
         "nccl_entry",
+        "peers",
         "libraries",
         "pytorch_suite",
         "against_nccl",
@@ -67,8 +69,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def communicator_random(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return native.build(tmp_path_factory.mktemp("communicator"))
+def native_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return native.build(tmp_path_factory.mktemp("native"))
+
+
+@pytest.fixture(scope="session")
+def communicator_random(native_programs: Path) -> Path:
+    return native_programs / "communicator_random"
 
 
 @pytest.fixture(scope="session", autouse=True)

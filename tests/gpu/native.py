@@ -1,4 +1,4 @@
-"""Builds communicator_random, the torch-free program of tests/gpu, with the compiler of the machine."""
+"""Builds the torch-free programs of tests/gpu, with the compiler of the machine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 KERNELS = REPO / "ark_torch" / "kernels"
+PROGRAMS = ("communicator_random", "peers")
 
 
 def build(folder: Path) -> Path:
-    """The program, made in the folder."""
+    """The programs, made in the folder, which is returned."""
     includes = [f"-I{path}" for path in (REPO / "csrc", KERNELS, REPO / "tests" / "csrc")]
     sources = [source for source in (REPO / "csrc").rglob("*.cpp") if not source.name.startswith("bindings")]
     with_torch = [REPO / "csrc" / folder for folder in ("process_group", "compiler", "ops")]
     sources = [source for source in sources if not any(folder in source.parents for folder in with_torch)]
-    sources.append(REPO / "tests" / "gpu" / "communicator_random.cpp")
+    mains = [REPO / "tests" / "gpu" / f"{program}.cpp" for program in PROGRAMS]
 
     def compile_one(source: Path) -> Path:
         target = folder / (str(source.relative_to(REPO)).replace("/", "_") + ".o")
@@ -26,7 +27,8 @@ def build(folder: Path) -> Path:
         return target
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(compile_one, sources))
-    linked = folder / "communicator_random"
-    subprocess.run(["g++", "-o", linked, *objects, "-ldl", "-lpthread"], check=True, timeout=100)
-    return linked
+        objects = list(pool.map(compile_one, [*mains, *sources]))
+    for program, main in zip(PROGRAMS, objects, strict=False):
+        command = ["g++", "-o", folder / program, main, *objects[len(mains) :], "-ldl", "-lpthread"]
+        subprocess.run(command, check=True, timeout=100)
+    return folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,6 +141,32 @@ def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
     rows = _probe_cuda.driver_rows()
     assert [row["probe"] for row in rows] == ["cuda driver", "gpu 0", "gpu 1", "gpu 2", "peer access"]
     assert rows[-1]["state"] == "warn" and rows[-1]["found"] == "missing: 0->2 2->0"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("wish", "missing", "words"),
+    [
+        ("auto", False, "tested by values when a group first uses it"),
+        ("0", False, "untested"),
+        ("0", True, "PyTorch's NCCL carries CUDA tensors"),
+        (
+            "auto",
+            True,
+            r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group; PyTorch's NCCL for 128 KB to 8 MB \(s",
+        ),
+        ("1", True, r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group$"),
+        ("1", False, r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group$"),
+    ],
+)
+def test_what_lies_between_gpus_is_told(monkeypatch, wish: str, missing: bool, words: str) -> None:
+    monkeypatch.setenv("ARK_DISABLE_P2P", wish)
+    (row,) = _probes.between_gpus(4, missing)
+    found = re.search(words, row.found)
+    assert found, row
+    if found.groups():
+        each, group = map(int, found.groups())
+        assert each > 0 and 4 * each == group <= 64
 
 
 @pytest.mark.quick

@@ -90,7 +90,7 @@ def test_good_values(tmp_path: Path) -> None:
         "fast",
         "flat",
         True,
-        True,
+        "1",
         values["ARK_CACHE"],
         "assumed",
         values["ARK_TRACE"],
@@ -146,7 +146,7 @@ BAD = [
     ("ARK_REDUCTION", "quick", "exact or fast"),
     ("ARK_ORDER", "rank", "node or flat"),
     ("ARK_SHARE_GPU", "yes", "0 or 1"),
-    ("ARK_DISABLE_P2P", "yes", "0 or 1"),
+    ("ARK_DISABLE_P2P", "yes", "auto, 0 or 1"),
     ("ARK_TIMING", "on", "0 or 1"),
     ("CXX", "g++ 'x", "a program, with arguments"),
 ]

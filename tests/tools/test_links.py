@@ -62,6 +62,12 @@ def test_verdicts() -> None:
     assert not well and "peer access lies" in text and "1->0" in text and "0->1" not in text
     text, well = links.verdict_of(_found("cpu", right=False))
     assert not well and "0->1" in text
+    host = {"shared_bytes": 32 << 20, "on_host": "device 0 has no peer access to device 1, of rank 1"}
+    text, well = links.verdict_of(_found() | host)
+    assert well and "32 MB of it pinned for each rank: device 0 has no peer access" in text
+    lie = "peer access from GPU 0 (rank 0) to GPU 1 (rank 1) claims to work, but values do not arrive"
+    text, well = links.verdict_of(_found() | host | {"on_host": lie})
+    assert not well and lie in text
     text, well = links.verdict_of(_found("cuda") | {"carrier": "nccl"})
     assert well and "nccl carries this group's GPU tensors" in text
 

@@ -1,4 +1,8 @@
 // How a rank's symmetric memory is divided. Offsets are the same on all ranks of a group.
+//
+// On the host memory is pinned and every rank has as much, so a group there gets kHostBytes for all its ranks together:
+// fewer lanes, which a bus needs no more of, and no rings of lines, which are not used there. What is a rank's alone
+// (marked "own") is then in other memory, on its device, where its offsets count.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +14,25 @@
 #include "cuda/chunks.cuh"
 #include "cuda/lines.cuh"
 #include "cuda/one_shot.cuh"
+#include "cuda/peer_test.cuh"
 
 namespace ark {
 
+inline constexpr uint64_t kHostBytes = 64 << 20;
+// Of them, a rank's: whole pages of the driver.
+inline constexpr uint64_t kHostPage = 2 << 20;
+constexpr uint64_t host_bytes(int ranks) {
+  return kHostBytes / ranks / kHostPage * kHostPage;
+}
+
 constexpr uint64_t most_one_shot_bytes(int ranks) {
   return (ranks <= 2 ? 512 : 256) * 1024;
+}
+
+// For each rank: what it writes here by stores and by copies, and what this rank copies to it.
+inline constexpr uint64_t kPeerTestBytes = device::kPeerTestUnits * 16;
+constexpr uint64_t peer_test_bytes(int ranks) {
+  return 3 * ranks * kPeerTestBytes;
 }
 
 struct RingSet {
@@ -47,29 +65,44 @@ constexpr uint32_t blocks_of_a_sharer(int ranks) {
 struct ArenaLayout {
   // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device; else ring_blocks is at
   // most blocks_of_a_sharer().
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true);
+  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, bool on_host = false);
 
-  size_t control;   // device::GroupControl
-  size_t one_shot;  // packets: [2][ranks][capacity]
-  uint64_t one_shot_capacity;
+  size_t control;                             // own: device::GroupControl
+  size_t peer_test;                           // what PeerTest writes (peer_test.hpp); nothing else is there
+  size_t one_shot;                            // packets: [2][ranks][capacity]
+  uint64_t one_shot_capacity, most_one_shot;  // of packets; of bytes
   RingSet collectives;
   RingSet results;    // what owners of parts hand out
   RingSet transfers;  // send and recv
-  size_t scratch;     // [ranks + 1][16] bytes: this rank's word and all ranks' words
+  size_t scratch;     // own: [ranks + 1][16] bytes, this rank's word and all ranks' words
   size_t total;
+  size_t own_total;  // 0: what is own is in the arena, too
+
+ private:
+  static uint32_t host_lanes(int ranks, uint64_t bytes, uint32_t most);
 };
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each) {
-  size_t at = 0;
-  auto take = [&](size_t bytes) {
-    const size_t here = at;
-    at += (bytes + 1023) / 1024 * 1024;
+// As many lanes as `bytes` hold: of collectives, of results and, half as many, of transfers.
+inline uint32_t ArenaLayout::host_lanes(int ranks, uint64_t bytes, uint32_t most) {
+  const uint64_t words = 2 * (8 + 8) + 16 + 8;  // of two kinds of rings, and of landings
+  const uint64_t lane = (ranks - 1) * device::Chunks::kDepth * device::Chunks::kSlotBytes + ranks * words;
+  const uint64_t fit = bytes / (5 * lane / 2);
+  return static_cast<uint32_t>(std::clamp<uint64_t>(fit / 4 * 4, 4, most));
+}
+
+inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, bool on_host) {
+  size_t at = 0, own_at = 0;
+  const auto take_at = [](size_t& place, size_t bytes) {
+    const size_t here = place;
+    place += (bytes + 1023) / 1024 * 1024;
     return here;
   };
+  const auto take = [&](size_t bytes) { return take_at(at, bytes); };
+  const auto take_own = [&](size_t bytes) { return take_at(on_host ? own_at : at, bytes); };
   const auto table = [&](uint32_t lanes, size_t ring_bytes) {
     device::RingTable made{};
     made.lanes = lanes;
-    made.state = take(ranks * lanes * sizeof(device::RingState));
+    made.state = take_own(ranks * lanes * sizeof(device::RingState));
     made.credits = take(ranks * lanes * sizeof(uint64_t));
     made.arrived = take(ranks * lanes * sizeof(uint64_t));
     made.slots = take((ranks - 1) * lanes * ring_bytes);
@@ -77,16 +110,22 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   };
   const auto rings = [&](uint32_t lanes) {
     const uint64_t pairs = static_cast<uint64_t>(ranks) * lanes;
-    return RingSet{table(lanes, device::Lines::kDepth * device::Lines::kSlotBytes),
+    return RingSet{table(lanes, on_host ? 0 : device::Lines::kDepth * device::Lines::kSlotBytes),
                    table(lanes, device::Chunks::kDepth * device::Chunks::kSlotBytes),
-                   {take(16 * pairs), take(8 * pairs), take(sizeof(device::LandingState) * pairs)}};
+                   {take(16 * pairs), take(8 * pairs), take_own(sizeof(device::LandingState) * pairs)}};
   };
-  control = take(sizeof(device::GroupControl));
-  scratch = take(16 * (ranks + 1));
-  one_shot_capacity = device::one_shot_packets(most_one_shot_bytes(ranks));
-  one_shot = take(2 * ranks * one_shot_capacity * 16);
+  control = take_own(sizeof(device::GroupControl));
+  scratch = take_own(16 * (ranks + 1));
+  peer_test = take(on_host ? 0 : peer_test_bytes(ranks));
+  const auto packets = [&] { return 2 * ranks * device::one_shot_packets(most_one_shot) * 16; };
+  most_one_shot = most_one_shot_bytes(ranks);
+  while (on_host && packets() > host_bytes(ranks) / 4) most_one_shot /= 2;
+  one_shot_capacity = device::one_shot_packets(most_one_shot);
+  one_shot = take(packets());
   const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
-  const uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
+  uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
+  constexpr uint64_t kRounding = 64 << 10;  // what take() adds
+  if (on_host) lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);
@@ -100,6 +139,7 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
     }
   }
   total = at;
+  own_total = own_at;
 }
 
 }  // namespace ark

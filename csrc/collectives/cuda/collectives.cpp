@@ -58,9 +58,13 @@ struct CudaCommunicator::Launch {
 
   device::Rings rings(const RingSet& set) const {
     device::Rings rings{};
-    for (int r = 0; r < size; ++r) rings.arena[r] = group.memory_[r].data();
+    for (int r = 0; r < size; ++r) rings.arena[r] = group.arena_.parts[r].data();
     rings.lines = set.lines, rings.chunks = set.chunks, rings.bulk = set.bulk;
     rings.landing_words = set.landings;
+    // Kernels add offsets to the arena's address; what is this rank's alone may lie elsewhere.
+    const uint64_t apart = reinterpret_cast<uint64_t>(group.own_base()) - reinterpret_cast<uint64_t>(rings.arena[rank]);
+    for (uint64_t* const state : {&rings.lines.state, &rings.chunks.state, &rings.bulk.state}) *state += apart;
+    rings.landing_words.state += apart;
     rings.landings_from = ~uint64_t{0};
     rings.chunks_from = dispatch.chunks_from;
     rings.status = &group.device_status()->group;
@@ -143,7 +147,7 @@ struct CudaCommunicator::Launch {
   }
 
   // Every rank's word of `bytes` (at most 16) from own_word() to words().
-  CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(group.memory_[rank].data() + layout.scratch); }
+  CUdeviceptr own_word() const { return reinterpret_cast<CUdeviceptr>(group.own_base() + layout.scratch); }
   CUdeviceptr words() const { return own_word() + 16; }
   void gather_words(uint64_t bytes) const {
     device::MoveParams params{};
@@ -222,9 +226,9 @@ struct CudaCommunicator::Launch {
   void one_shot(const void* in, void* out, uint64_t bytes) const {
     device::OneShotParams params{};
     params.in = in, params.out = out, params.bytes = bytes;
-    for (int r = 0; r < size; ++r) params.slots[r] = group.memory_[r].data() + layout.one_shot;
+    for (int r = 0; r < size; ++r) params.slots[r] = group.arena_.parts[r].data() + layout.one_shot;
     params.capacity = layout.one_shot_capacity;
-    params.control = reinterpret_cast<device::GroupControl*>(group.memory_[rank].data() + layout.control);
+    params.control = reinterpret_cast<device::GroupControl*>(group.own_base() + layout.control);
     params.status = &group.device_status()->group;
     params.limit_ns = nanoseconds_of(operation.context);
     describe_reduction(operation, params);
@@ -243,7 +247,7 @@ void CudaCommunicator::all_reduce(const Operation& operation, const void* in, vo
   const uint64_t bytes = count * size_of(operation.descriptor.dtype);
   if (bytes == 0) return;
   const bool factors = operation.descriptor.op == ReduceOp::premul_sum;  // only two_shot knows them
-  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, most_one_shot_bytes(size_)) && !factors)
+  if (size_ > 1 && bytes <= std::min(dispatch_.one_shot_to, layout_.most_one_shot) && !factors)
     return Launch{*this, operation}.one_shot(in, out, bytes);
   if (size_ > 1 && bytes >= dispatch_.copy_engine_from && !factors && engine_all_reduce(operation, in, out, bytes))
     return;

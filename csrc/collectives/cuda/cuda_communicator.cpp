@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 
+#include "collectives/cuda/peer_test.hpp"
 #include "collectives/cuda/tile_memory.hpp"
 #include "shm/symmetric_memory.hpp"
 
@@ -18,11 +19,6 @@ struct ShareCard {
 struct SeenCard {
   std::array<char*, device::kMaxRanks> memory;  // every rank's, as mapped by this one
 };
-
-// Of the rings in bulk; 0: none are used.
-uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
-  return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
-}
 
 }  // namespace
 
@@ -53,42 +49,38 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
   if (size == 1 || major < 9 || major >= 12) options.dispatch->bulk_from = CudaDispatch::kNever;  // no TMA, no memory
-  if (options.on_host) options.dispatch = options.dispatch->through_host();
-  SymmetricMemory::Options sharing;
+  ArenaMemory::Options sharing;
   sharing.rank = rank;
   sharing.size = size;
   sharing.device = options.device;
   sharing.device_each = options.device_each;
-  sharing.on_host = options.on_host;
-  sharing.bytes = ArenaLayout(size, ring_blocks_of(*options.dispatch), options.device_each).total;
   sharing.timeout = options.timeout;
-  sharing.name = "arena";
   sharing.check = options.check ? options.check : ends_with(health, options.timeout);
-  std::vector<DeviceMemory> memory = SymmetricMemory::create(*store, sharing, why);
-  if (memory.empty()) return nullptr;
+  auto arena = ArenaMemory::share(*store, sharing, *options.dispatch, why);
+  if (!arena) return nullptr;
   return std::unique_ptr<CudaCommunicator>(
-      new CudaCommunicator(rank, size, health, std::move(store), std::move(memory), options));
+      new CudaCommunicator(rank, size, health, std::move(store), std::move(*arena), options));
 }
 
 CudaCommunicator::CudaCommunicator(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
-                                   std::vector<DeviceMemory> memory, const Options& options)
+                                   ArenaMemory arena, const Options& options)
     : Communicator(rank, size),
       device_(options.device),
       health_(health),
       store_(std::move(store)),
       timeout_(options.timeout),
       dispatch_(*options.dispatch),
-      layout_(size, ring_blocks_of(dispatch_), options.device_each),
-      memory_(std::move(memory)),
+      arena_(std::move(arena)),
+      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),
-      on_host_(options.on_host),
-      shared_bytes_(memory_[rank].size()) {}
+      shared_bytes_(arena_.parts[rank].size()) {}
 
 bool CudaCommunicator::settle() {
   // Kernels of this group may still run; they are bounded, and the watch ends those that wait for a lost peer, and
   // waits of copy engines: whatever lock the driver holds meanwhile, as the watch does not call it.
+  if (is_stuck(device_)) return false;
   try {
     const RelaxedCapture relaxed;
     const CurrentContext context(device_);
@@ -103,7 +95,7 @@ CudaCommunicator::~CudaCommunicator() {
   watch_.forget_engine();
   if (over) return;
   // A capture is under way, or the context is gone: memory that may be in use is not taken away.
-  new std::vector<DeviceMemory>(std::move(memory_));
+  new ArenaMemory(std::move(arena_));
   new std::vector<std::shared_ptr<void>>(windows_.clear());
   (void)tiles_.release();
   (void)engine_.release();
@@ -140,7 +132,7 @@ std::unique_ptr<CudaCommunicator::Shared> CudaCommunicator::share(uint64_t bytes
   meeting->step(compare);
   SymmetricMemory::Options sharing;
   sharing.device = device_, sharing.device_each = device_each_, sharing.bytes = bytes;
-  sharing.on_host = on_host_;
+  sharing.on_host = arena_.on_host;
   auto memory = std::make_shared<std::vector<DeviceMemory>>(SymmetricMemory::create(*meeting, sharing, why));
   if (memory->empty()) return nullptr;
   meeting->step([&] {

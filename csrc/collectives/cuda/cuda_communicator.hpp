@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/cuda/arena.hpp"
+#include "collectives/cuda/arena_memory.hpp"
 #include "collectives/cuda/copy_engine/copy_engine.hpp"
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
@@ -53,7 +53,6 @@ class CudaCommunicator final : public Communicator {
     int device = 0;                        // CUDA ordinal of this process
     std::chrono::milliseconds timeout{0};  // for create()
     bool device_each = true;               // false: ranks may share one, by slices of time or side by side
-    bool on_host = false;                  // peers' memory is left alone: what ranks share is memory of the host
     std::optional<CudaDispatch> dispatch;  // else the measured one
     std::function<void()> check;           // between the waits of create(); throws what ends it. Else the health's
     // Both are told once, when the device gave up: `note` while what was issued before still waits, and must not block;
@@ -63,15 +62,18 @@ class CudaCommunicator final : public Communicator {
 
   // Collective over the group's ranks, at the first operation on CUDA tensors. `store`: keys of this group alone; kept,
   // because memory for large buckets is shared when the first one comes.
-  // Null, and `why`: these devices cannot reach each other's memory. Every rank gets the same answer.
+  // What ranks share is memory of the host where the devices do not reach each other's (arena_memory.hpp).
+  // Null, and `why`: it is PyTorch's NCCL that is to carry the group. Every rank gets the same answer.
   static std::unique_ptr<CudaCommunicator> create(int rank, int size, std::shared_ptr<KeyValueStore> store,
                                                   GroupHealth& health, const Options& options, std::string& why);
   ~CudaCommunicator() override;
 
   int device() const { return device_; }
-  uint64_t shared_bytes() const { return shared_bytes_; }  // of this rank's GPU memory, which peers map
+  uint64_t shared_bytes() const { return shared_bytes_; }  // of this rank's memory, which peers map
   uint64_t buffer_bytes() const { return dispatch_.buffer_bytes; }
-  bool on_host() const { return on_host_; }  // what ranks share is memory of the host
+  bool on_host() const { return arena_.on_host; }                        // what ranks share is memory of the host
+  const std::string& why_on_host() const { return arena_.why_on_host; }  // empty: asked for
+  const CudaDispatch& dispatch() const { return dispatch_; }
   // Why copy engines carry nothing, for good: their memory could not be shared. Empty: they do, or were not asked for.
   std::string engine_refusal() const { return engine_refused_.load(std::memory_order_acquire) ? *engine_refusal_ : ""; }
   // Of a launch that waits for peers: ranks may share a device.
@@ -128,9 +130,9 @@ class CudaCommunicator final : public Communicator {
     CopyEngine::MaybeOutputs given() const { return outputs.mark == 0 ? nullptr : &outputs; }
   };
 
-  // memory[r]: rank r's arena as mapped here; options.dispatch is set.
-  CudaCommunicator(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store,
-                   std::vector<DeviceMemory> memory, const Options& options);
+  // options.dispatch is set.
+  CudaCommunicator(int rank, int size, GroupHealth& health, std::shared_ptr<KeyValueStore> store, ArenaMemory arena,
+                   const Options& options);
 
   // Compiled and loaded at its first use, from any thread.
   const jit::Kernel& kernel(GroupKernel kind, RuleKind rule);
@@ -147,6 +149,8 @@ class CudaCommunicator final : public Communicator {
   // Messages of `from` bytes and more, whose sizes become 0; all, where there is nothing to do.
   void engine_all_to_all(const Operation& operation, device::MoveParams& messages, uint64_t from);
 
+  // Where what is this rank's alone has its offsets.
+  char* own_base() const { return arena_.on_host ? arena_.own.data() : arena_.parts[rank_].data(); }
   Status* host_status() const { return static_cast<Status*>(status_->host()); }
   Status* device_status() const { return static_cast<Status*>(status_->device()); }
 
@@ -155,12 +159,12 @@ class CudaCommunicator final : public Communicator {
   const std::shared_ptr<KeyValueStore> store_;
   const std::chrono::milliseconds timeout_;
   const CudaDispatch dispatch_;
+  ArenaMemory arena_;
   const ArenaLayout layout_;
-  std::vector<DeviceMemory> memory_;
   Windows windows_;
   std::unique_ptr<PinnedMemory> status_;
   DeviceWatch watch_;
-  const bool device_each_, on_host_;
+  const bool device_each_;
   std::atomic<uint64_t> shared_bytes_;
   std::mutex mutex_;
   const jit::Kernel* kernels_[kGroupKernels][kRuleKinds] = {};

@@ -12,6 +12,8 @@ namespace ark {
 namespace {
 
 constexpr char kKey[] = "dispatch";
+// Of the last word that is told.
+constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8;
 
 }  // namespace
 
@@ -37,10 +39,28 @@ CudaDispatch CudaDispatch::measured(int ranks) {
   return made;
 }
 
-CudaDispatch CudaDispatch::through_host() const {
+CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
   CudaDispatch dispatch = *this;
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.on_host) dispatch.*field.value = *field.on_host;
+  if (!by_nccl) return dispatch;
+  // Measured for all_reduces of two H200 (docs/collectives.md); the others move their bytes the same way. Below,
+  // NCCL's gain is less than the barrier before it; above, memory of the host is faster.
+  constexpr uint64_t kFrom = 128 << 10, kTo = 8 << 20;
+  // A sum of two is the same in either order.
+  const bool sums = any_order || ranks <= 2;
+  const auto share = [&](uint64_t CudaDispatch::*from, uint64_t CudaDispatch::*to) {
+    if (dispatch.*from != kNever || dispatch.*to != kNever) return;
+    dispatch.*from = kFrom, dispatch.*to = kTo;
+  };
+  if (sums) {
+    share(&CudaDispatch::nccl_all_reduce_from, &CudaDispatch::nccl_all_reduce_to);
+    share(&CudaDispatch::nccl_reduce_from, &CudaDispatch::nccl_reduce_to);
+    share(&CudaDispatch::nccl_reduce_scatter_from, &CudaDispatch::nccl_reduce_scatter_to);
+  }
+  share(&CudaDispatch::nccl_all_gather_from, &CudaDispatch::nccl_all_gather_to);
+  share(&CudaDispatch::nccl_broadcast_from, &CudaDispatch::nccl_broadcast_to);
+  share(&CudaDispatch::nccl_all_to_all_from, &CudaDispatch::nccl_all_to_all_to);
   return dispatch;
 }
 
@@ -52,27 +72,36 @@ CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size) {
 
 CudaDispatch agree_on_dispatch(KeyValueStore& store, int rank, int size, const std::vector<CudaRule>& rules,
                                const DispatchLimits& limits, const std::function<void()>& check) {
-  constexpr size_t kFields = std::size(kCudaDispatchFields);
+  constexpr size_t kFields = std::size(kCudaDispatchFields), kWords = kFields + 1;
   CudaDispatch mine = choose_dispatch(rules, size);
   mine.buffer_bytes = std::min(mine.buffer_bytes, limits.buffer_bytes);
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.fast && !limits.fast) mine.*field.value = CudaDispatch::kNever;
+  mine.peer_access = limits.peer_access;
+  mine.any_order = limits.fast;
+  mine.nccl_leaves_p2p = limits.nccl_leaves_p2p;
   if (size == 1) return mine;
-  std::vector<uint8_t> told(kFields * sizeof(uint64_t));
+  uint64_t words[kWords] = {};
   if (rank == 0) {
-    for (size_t i = 0; i < kFields; ++i)
-      std::memcpy(&told[i * sizeof(uint64_t)], &(mine.*kCudaDispatchFields[i].value), sizeof(uint64_t));
+    for (size_t i = 0; i < kFields; ++i) words[i] = mine.*kCudaDispatchFields[i].value;
+    words[kFields] = static_cast<uint64_t>(mine.peer_access) | (mine.any_order ? kAnyOrder : 0) |
+                     (mine.nccl_leaves_p2p ? kNcclLeavesP2p : 0);
+    std::vector<uint8_t> told(sizeof words);
+    std::memcpy(told.data(), words, sizeof words);
     store.set(kKey, told);
     return mine;
   }
   for (;;) {
     if (const auto found = store.find(kKey)) {
-      if (found->size() != told.size())
+      if (found->size() != sizeof words)
         throw Error(ErrorKind::system, "rank 0 runs another version of ark_torch: its dispatch has " +
                                            std::to_string(found->size()) + " bytes, this rank's " +
-                                           std::to_string(told.size()));
-      for (size_t i = 0; i < kFields; ++i)
-        std::memcpy(&(mine.*kCudaDispatchFields[i].value), &(*found)[i * sizeof(uint64_t)], sizeof(uint64_t));
+                                           std::to_string(sizeof words));
+      std::memcpy(words, found->data(), sizeof words);
+      for (size_t i = 0; i < kFields; ++i) mine.*kCudaDispatchFields[i].value = words[i];
+      mine.peer_access = static_cast<PeerAccess>(words[kFields] & kPeerAccess);
+      mine.any_order = (words[kFields] & kAnyOrder) != 0;
+      mine.nccl_leaves_p2p = (words[kFields] & kNcclLeavesP2p) != 0;
       return mine;
     }
     check();

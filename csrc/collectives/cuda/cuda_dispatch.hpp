@@ -19,6 +19,13 @@ namespace ark {
 enum class GroupKernel : uint8_t { move, relay, one_shot, add, lines, chunks, bulk };
 inline constexpr int kGroupKernels = 7;
 
+// What is done about peers' memory (ARK_DISABLE_P2P).
+enum class PeerAccess : uint8_t {
+  tested,   // used where values arrive there, else memory of the host
+  trusted,  // used where the driver says so, else PyTorch's NCCL carries the group
+  avoided,  // memory of the host
+};
+
 // A new algorithm adds its number here, with its default, and a row to the table below.
 struct CudaDispatch {
   static constexpr uint64_t kNever = ~uint64_t{0};
@@ -52,11 +59,29 @@ struct CudaDispatch {
   uint64_t nccl_all_gather_from = kNever;
   uint64_t nccl_broadcast_from = kNever;
   uint64_t nccl_all_to_all_from = kNever;
+  // And up to these.
+  uint64_t nccl_all_reduce_to = kNever;
+  uint64_t nccl_reduce_to = kNever;
+  uint64_t nccl_reduce_scatter_to = kNever;
+  uint64_t nccl_all_gather_to = kNever;
+  uint64_t nccl_broadcast_to = kNever;
+  uint64_t nccl_all_to_all_to = kNever;
+
+  // Rank 0's options, which are in no table.
+  PeerAccess peer_access = PeerAccess::tested;
+  bool any_order = false;        // sums may be added in any order
+  bool nccl_leaves_p2p = false;  // NCCL_P2P_DISABLE is set: NCCL does not touch peers' memory either
 
   static CudaDispatch measured(int ranks);
-  // Through memory of the host: what needs no more of it than 16 bytes at once, and none of the peers' own.
-  CudaDispatch through_host() const;
+  // Through memory of the host: what needs no more of it than 16 bytes at once, and none of the peers' own. `by_nccl`:
+  // NCCL carries what was measured to be faster so, where no table says otherwise; sums where they have the same bits.
+  CudaDispatch through_host(int ranks, bool by_nccl) const;
 };
+
+// Lanes of the rings in bulk; 0: none are used.
+inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
+  return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
+}
 
 struct CudaDispatchField {
   const char* name;
@@ -88,6 +113,12 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"nccl_all_gather_from", &CudaDispatch::nccl_all_gather_from},
     {"nccl_broadcast_from", &CudaDispatch::nccl_broadcast_from},
     {"nccl_all_to_all_from", &CudaDispatch::nccl_all_to_all_from},
+    {"nccl_all_reduce_to", &CudaDispatch::nccl_all_reduce_to},
+    {"nccl_reduce_to", &CudaDispatch::nccl_reduce_to},
+    {"nccl_reduce_scatter_to", &CudaDispatch::nccl_reduce_scatter_to},
+    {"nccl_all_gather_to", &CudaDispatch::nccl_all_gather_to},
+    {"nccl_broadcast_to", &CudaDispatch::nccl_broadcast_to},
+    {"nccl_all_to_all_to", &CudaDispatch::nccl_all_to_all_to},
 };
 
 // A rule applies to groups of up to so many ranks; the first that does decides.
@@ -100,6 +131,8 @@ CudaDispatch choose_dispatch(const std::vector<CudaRule>& rules, int size);
 struct DispatchLimits {
   uint64_t buffer_bytes;  // for copy engines, at most
   bool fast = false;      // sums may be added in any order
+  PeerAccess peer_access = PeerAccess::tested;
+  bool nccl_leaves_p2p = false;
 };
 
 // Collective: rank 0's choice within its limits, on every rank. `check` is called between waits and throws what ends

@@ -7,6 +7,7 @@
 #include "collectives/cuda/fused_stubs.hpp"
 #include "cuda/bulk_two_shot.cuh"
 #include "cuda/compressed_codes.cuh"
+#include "cuda/peer_test.cuh"
 #include "cuda/relay.cuh"
 #include "cuda/two_shot.cuh"
 #include "jit/probe.hpp"
@@ -124,9 +125,15 @@ std::string compressed_stub(const CompressedKind& kind, const std::string& name)
   return "#include \"cuda/compressed.cuh\"\n" + entry(name, device::kCodeThreads, "CodeParams", call + ">(p)");
 }
 
+std::string peer_test_stub() {
+  return "#include \"cuda/peer_test.cuh\"\n" +
+         entry("peer_test", device::kPeerTestUnits, "PeerTestParams", "peer_test(p)");
+}
+
 std::vector<Stub> representative_stubs() {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
+  stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
   const auto add = [&](RuleKind rule, int ranks, int rank) {
     const char* const name = kRuleNames[static_cast<int>(rule)];
@@ -151,6 +158,7 @@ std::vector<Stub> representative_stubs() {
 std::vector<Stub> every_stub(const std::vector<int>& sizes) {
   std::vector<Stub> stubs;
   stubs.push_back({"probe", jit::probe_stub()});
+  stubs.push_back({"peer_test", peer_test_stub()});
   add_group(stubs, RuleKind::any, 0, 0, "");
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32})
     for (const bool wide : {false, true})

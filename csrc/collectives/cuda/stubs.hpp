@@ -34,6 +34,9 @@ struct CompressedKind {
 };
 std::string compressed_stub(const CompressedKind& kind, const std::string& name);
 
+// "peer_test", of cuda/peer_test.cuh.
+std::string peer_test_stub();
+
 struct Stub {
   std::string name;   // "probe"
   std::string text;   // what KernelLibrary::get() takes

@@ -10,15 +10,18 @@ namespace ark {
 
 namespace {
 
-uint64_t from_of(const CudaDispatch& dispatch, Kind kind) {
+struct Range {
+  uint64_t from = CudaDispatch::kNever, to = CudaDispatch::kNever;
+};
+Range range_of(const CudaDispatch& dispatch, Kind kind) {
   switch (kind) {
-    case Kind::all_reduce: return dispatch.nccl_all_reduce_from;
-    case Kind::reduce: return dispatch.nccl_reduce_from;
-    case Kind::reduce_scatter: return dispatch.nccl_reduce_scatter_from;
-    case Kind::all_gather: return dispatch.nccl_all_gather_from;
-    case Kind::broadcast: return dispatch.nccl_broadcast_from;
-    case Kind::all_to_all: return dispatch.nccl_all_to_all_from;
-    default: return CudaDispatch::kNever;
+    case Kind::all_reduce: return {dispatch.nccl_all_reduce_from, dispatch.nccl_all_reduce_to};
+    case Kind::reduce: return {dispatch.nccl_reduce_from, dispatch.nccl_reduce_to};
+    case Kind::reduce_scatter: return {dispatch.nccl_reduce_scatter_from, dispatch.nccl_reduce_scatter_to};
+    case Kind::all_gather: return {dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
+    case Kind::broadcast: return {dispatch.nccl_broadcast_from, dispatch.nccl_broadcast_to};
+    case Kind::all_to_all: return {dispatch.nccl_all_to_all_from, dispatch.nccl_all_to_all_to};
+    default: return {};
   }
 }
 
@@ -55,12 +58,13 @@ std::shared_ptr<Attempt> apart(const char* what, Body body) {
 
 bool NcclEntry::in(const CudaDispatch& dispatch) {
   for (int kind = 0; kind < kKinds; ++kind)
-    if (from_of(dispatch, static_cast<Kind>(kind)) != CudaDispatch::kNever) return true;
+    if (range_of(dispatch, static_cast<Kind>(kind)).from != CudaDispatch::kNever) return true;
   return false;
 }
 
 bool NcclEntry::wants(Kind kind, uint64_t bytes) const {
-  return bytes > 0 && bytes >= from_of(options_.dispatch, kind);
+  const Range range = range_of(options_.dispatch, kind);
+  return bytes > 0 && bytes >= range.from && bytes <= range.to;
 }
 
 // The communicator is made by a thread of its own: NCCL's waits for peers have no bound and look for nobody.
@@ -113,8 +117,8 @@ void NcclEntry::meet(const Meeting& meeting) {
   if (options_.rank == 0 && meeting.log) {
     if (why.empty()) {
       meeting.log(
-          "PyTorch's NCCL, measured faster here, carries collectives that are large enough "
-          "(ARK_DISPATCH's nccl_..._from, or reduction=\"fast\")");
+          "PyTorch's NCCL, measured faster here, carries collectives of some sizes (ARK_DISPATCH's nccl_..._from and "
+          "_to, or reduction=\"fast\")");
     } else {
       meeting.log("ark carries what was to be PyTorch's NCCL's, since that could not be made: " + why);
     }

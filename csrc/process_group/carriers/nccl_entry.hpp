@@ -1,5 +1,5 @@
 // PyTorch's own NCCL as an entry of the dispatch table for CUDA tensors: it carries single collectives of a group whose
-// other operations are ark's, from the sizes on at which it was measured to be faster (CudaDispatch::nccl_*_from).
+// other operations are ark's, at the sizes for which it was measured to be faster (CudaDispatch::nccl_*_from and _to).
 //
 // It is made when the first operation of such a size comes, by all ranks together; every rank decides alike, since the
 // table is rank 0's and counts are equal on all ranks. all_to_all with splits stays ark's, as its counts are not.

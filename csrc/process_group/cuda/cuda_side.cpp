@@ -17,6 +17,29 @@ namespace ark {
 
 namespace {
 constexpr char kCudaFailure[] = "failure";
+constexpr char kAsAsked[] = "as ARK_DISABLE_P2P asks";
+
+PeerAccess peer_access_of(const ProcessGroupArk::Options& options) {
+  if (!options.disable_p2p) return PeerAccess::tested;
+  return *options.disable_p2p ? PeerAccess::avoided : PeerAccess::trusted;
+}
+
+}  // namespace
+
+// One line for people: why, how much, and what NCCL has of it.
+std::string ProcessGroupArk::host_line(const CudaCommunicator& communicator) const {
+  const std::string& why = communicator.why_on_host();
+  const CudaDispatch& dispatch = communicator.dispatch();
+  std::string line = "group \"" + options_->group_name + "\" of " + std::to_string(size_) +
+                     " ranks: CUDA tensors go through memory of the host (" +
+                     std::to_string(communicator.shared_bytes() >> 20) + " MB of it pinned for each rank), " +
+                     (why.empty() ? kAsAsked : "for all pairs, since " + why);
+  if (!options_->make_cuda_carrier || !NcclEntry::in(dispatch)) return line;
+  const bool sums = dispatch.nccl_all_reduce_from != CudaDispatch::kNever;
+  return line + ". PyTorch's NCCL has what it is faster with, of " +
+         std::to_string(dispatch.nccl_all_gather_from >> 10) + " KB to " +
+         std::to_string(dispatch.nccl_all_gather_to >> 20) + " MB" +
+         (sums ? "" : ", but for sums, which ARK_REDUCTION=fast would give it");
 }
 
 uint64_t ProcessGroupArk::cuda_shared_bytes() const {
@@ -27,6 +50,13 @@ uint64_t ProcessGroupArk::cuda_shared_bytes() const {
 std::string ProcessGroupArk::cuda_carrier() const {
   const auto cuda = core_->cuda();
   return !cuda ? "" : cuda->carrier ? cuda->carrier->getBackendName() : "ark";
+}
+
+std::string ProcessGroupArk::cuda_on_host() const {
+  const auto cuda = core_->cuda();
+  const auto communicator = cuda ? cuda->communicator() : nullptr;
+  if (!communicator || !communicator->on_host()) return "";
+  return communicator->why_on_host().empty() ? kAsAsked : communicator->why_on_host();
 }
 
 std::shared_ptr<CudaGroup> ProcessGroupArk::cuda_side(const char* operation, c10::Device device) {
@@ -72,22 +102,25 @@ std::shared_ptr<CudaGroup> ProcessGroupArk::join_on(const char* operation, c10::
       options.device = device.index();
       options.timeout = std::chrono::milliseconds(core_->timeout_ms.load());
       options.device_each = !options_->share_gpu;
-      options.on_host = options_->disable_p2p;
       options.check = [store, check = ends_with(core_->shm->health(), options.timeout), rank = rank_] {
-        check();
+        try {
+          check();
+        } catch (const Error&) {
+          raise_last_words(*store, rank);
+          throw;
+        }
         raise_peers_cuda_failure(*store, rank);
       };
       options.dispatch = agree_on_dispatch(*store, rank_, size_, options_->cuda_dispatch,
-                                           {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction},
+                                           {static_cast<uint64_t>(options_->buffer_mb) << 20, options_->fast_reduction,
+                                            peer_access_of(*options_), options_->nccl_leaves_p2p},
                                            options.check);
       options.note = [core = core_.get()](const Error& error) { core->device_gives_up(error); };
       options.log = [core = core_.get()](const Error& error) { core->device_gave_up(error); };
       auto communicator = CudaCommunicator::create(rank_, size_, store, core_->shm->health(), options, why);
       if (communicator) {
-        auto nccl = nccl_entry(device, *options.dispatch);
-        if (communicator->on_host() && rank_ == 0 && options_->log)
-          options_->log("group \"" + options_->group_name + "\" of " + std::to_string(size_) +
-                        " ranks: CUDA tensors go through memory of the host, as ARK_DISABLE_P2P asks");
+        auto nccl = nccl_entry(device, communicator->dispatch());
+        if (communicator->on_host() && rank_ == 0 && options_->log) options_->log(host_line(*communicator));
         side = std::make_shared<CudaGroup>(device, std::move(communicator), std::move(nccl));
       }
     }
@@ -141,6 +174,17 @@ void ProcessGroupArk::raise_peers_cuda_failure(KeyValueStore& store, int rank) {
               "rank " + std::to_string(peer) +
                   " cannot use CUDA tensors: " + told.substr(std::min(told.size(), told.find(' ') + 1)),
               ErrorContext{rank, peer, "", 0, "Mend that, and create the group again."});
+}
+
+// A peer that could not use CUDA tensors may have ended since: what it said tells more than that it is gone.
+void ProcessGroupArk::raise_last_words(KeyValueStore& store, int rank) {
+  try {
+    raise_peers_cuda_failure(store, rank);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception&) {
+    // The store has ended, too.
+  }
 }
 
 std::shared_ptr<NcclEntry> ProcessGroupArk::nccl_entry(c10::Device device, const CudaDispatch& dispatch) {

@@ -15,6 +15,15 @@ struct Pretended {
 };
 
 __attribute__((visibility("default"))) Pretended pretended();
+// How peer access lies, and for what: pretend_lie(how, ways, only). `only`: the so-manieth mapping of a peer's memory
+// in this process, from 1 on; 0: all.
+enum Lie { kHonest = 0, kLost = 1, kWrong = 2, kEndless = 3 };
+enum LyingWay { kStores = 1, kCopies = 2 };
+// What a device does to memory, whosever; `way`: one of those.
+__attribute__((visibility("default"))) void write_from_device(unsigned long long to, const void* from,
+                                                              unsigned long bytes, int way);
+bool is_endless();                             // a device has begun what does not end
+void pinned(void* host, unsigned long bytes);  // 0: no more
 // The next `count` mappings or registrations of this process fail.
 __attribute__((visibility("default"))) void fail_mappings(int count);
 
@@ -22,6 +31,7 @@ __attribute__((visibility("default"))) void fail_mappings(int count);
 
 // tests/support/pretended/driver.cpp: whether streams are captured, and by whom; the end of a capture's graph; whether
 // graphs refuse to hold what launches use.
+extern "C" void pretend_lie(int how, int ways, int only);
 extern "C" void pretend_capture(uint64_t id);
 extern "C" void pretend_graph_end(uint64_t id);
 extern "C" void pretend_refuse_to_hold(int value);

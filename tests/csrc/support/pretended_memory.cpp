@@ -1,6 +1,7 @@
 // GPU memory without a GPU: the pretended driver's allocations are memfds and their mappings are real, so what one
 // process writes another one reads, descriptors are real ones, and what is not given back is counted. A device has 1
-// GB. All other calls, for tests in C++ and from Python: tests/support/pretended.
+// GB. Copies between such memory, and pinned memory of the host, are made; and peer access may lie (pretend_lie). All
+// other calls, for tests in C++ and from Python: tests/support/pretended.
 #include "support/pretended_driver.hpp"
 
 #include <sys/mman.h>
@@ -21,7 +22,52 @@ std::map<CUdeviceptr, size_t> reserved;
 std::map<void*, size_t> registered;
 std::atomic<int> handles{0}, mappings{0};
 std::atomic<int> maps_that_fail{0}, host_memory{1};
+
+// What is mapped, or pinned; `peers`: which of the peers' mappings this is, from 1 on in the order of mapping.
+struct Range {
+  size_t bytes;
+  int peers;
+};
+std::map<CUdeviceptr, Range> ranges;
+std::map<CUmemGenericAllocationHandle, bool> imported;
+int peers_mapped = 0;
+struct Lie {
+  int how = 0, ways = 0, only = 0;
+} lie;
+std::atomic<bool> endless{false};
+
+// Null: memory that nobody may touch.
+const Range* range_of(CUdeviceptr at, size_t bytes) {
+  auto found = ranges.upper_bound(at);
+  if (found == ranges.begin()) return nullptr;
+  --found;
+  return at + bytes <= found->first + found->second.bytes ? &found->second : nullptr;
+}
 }  // namespace
+
+void pinned(void* host, size_t bytes) {
+  const std::lock_guard lock(mutex);
+  if (bytes == 0) {
+    ranges.erase(reinterpret_cast<CUdeviceptr>(host));
+  } else {
+    ranges[reinterpret_cast<CUdeviceptr>(host)] = {bytes, 0};
+  }
+}
+
+void write_from_device(CUdeviceptr to, const void* from, size_t bytes, int way) {
+  const std::lock_guard lock(mutex);
+  const Range* const target = range_of(to, bytes);
+  if (target == nullptr) return;
+  const bool lies = target->peers != 0 && (lie.ways & way) != 0 && (lie.only == 0 || lie.only == target->peers);
+  if (lies && lie.how == kEndless) endless = true;
+  if (lies && lie.how != kWrong) return;
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  if (lies) *reinterpret_cast<unsigned char*>(to + bytes / 2) ^= 0x40;
+}
+
+bool is_endless() {
+  return endless;
+}
 
 Pretended pretended() {
   const std::lock_guard lock(mutex);
@@ -38,6 +84,11 @@ using namespace ark;
 using namespace ark::test;
 
 extern "C" {
+__attribute__((visibility("default"))) void pretend_lie(int how, int ways, int only) {
+  const std::lock_guard lock(mutex);
+  lie = {how, ways, only};
+  if (how == 0) endless = false;
+}
 #define ARK_PRETENDED __attribute__((visibility("default"))) CUresult
 
 ARK_PRETENDED cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
@@ -60,6 +111,10 @@ ARK_PRETENDED cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, co
 }
 ARK_PRETENDED cuMemRelease(CUmemGenericAllocationHandle handle) {
   --handles;
+  {
+    const std::lock_guard lock(mutex);
+    imported.erase(handle);
+  }
   return ::close(static_cast<int>(handle - 1)) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 ARK_PRETENDED cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle handle,
@@ -74,6 +129,8 @@ ARK_PRETENDED cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handl
   if (fd < 0) return CUDA_ERROR_INVALID_HANDLE;
   *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
   ++handles;
+  const std::lock_guard lock(mutex);
+  imported[*handle] = true;
   return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemAddressReserve(CUdeviceptr* pointer, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
@@ -99,10 +156,16 @@ ARK_PRETENDED cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAl
                           static_cast<int>(handle - 1), 0);
   if (at == MAP_FAILED) return CUDA_ERROR_UNKNOWN;
   ++mappings;
+  const std::lock_guard lock(mutex);
+  ranges[pointer] = {bytes, imported.count(handle) != 0 ? ++peers_mapped : 0};
   return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemUnmap(CUdeviceptr pointer, size_t bytes) {
   --mappings;
+  {
+    const std::lock_guard lock(mutex);
+    ranges.erase(pointer);
+  }
   ::mmap(reinterpret_cast<void*>(pointer), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE,
          -1, 0);
   return CUDA_SUCCESS;
@@ -118,6 +181,14 @@ ARK_PRETENDED cuMemHostRegister_v2(void* pointer, size_t bytes, unsigned) {
 ARK_PRETENDED cuMemHostUnregister(void* pointer) {
   const std::lock_guard lock(mutex);
   return registered.erase(pointer) == 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+ARK_PRETENDED cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream) {
+  {
+    const std::lock_guard lock(mutex);
+    if (range_of(from, bytes) == nullptr) return CUDA_SUCCESS;
+  }
+  write_from_device(to, reinterpret_cast<const void*>(from), bytes, kCopies);
+  return CUDA_SUCCESS;
 }
 ARK_PRETENDED cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream) {
   std::memset(reinterpret_cast<void*>(to), value, count);

@@ -1,6 +1,7 @@
 // A pretended libcuda: every call succeeds and does nothing, what tests want otherwise is set by the pretend_...
 // functions. Memory that ranks share is real host memory (tests/csrc/support/pretended_memory.cpp), other memory is
-// addresses that nobody may touch. No kernel ever runs. Tests from Python load it before torch's own is asked for
+// addresses that nobody may touch. No kernel ever runs but that of the test of peers (cuda/peer_test.cuh). Tests from
+// Python load it before torch's own is asked for
 // (__init__.py), tests in C++ link it (tests/CMakeLists.txt).
 #include <cstdio>
 #include <cstdlib>
@@ -19,11 +20,13 @@
 #include "cuda/fused/moe_rows.cuh"
 #include "cuda/loop/launch.cuh"
 #include "cuda/one_shot.cuh"
+#include "cuda/peer_test.cuh"
+#include "support/pretended_driver.hpp"
 
 using namespace ark;
 
 namespace {
-std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0};
+std::atomic<int> capability{90}, version{13000}, devices{16}, reach{1}, launched{0}, tests{0};
 std::atomic<int> shared{232448}, local{0}, resident{2};
 std::atomic<uint64_t> capture{0}, next_address{uint64_t{1} << 40};
 thread_local void* context = nullptr;
@@ -76,6 +79,10 @@ void pretend_refuse_to_hold(int value) {
 }
 int pretend_launches() {
   return launched;
+}
+// Others, that wrote into a peer's memory to see whether values arrive.
+int pretend_tests() {
+  return tests;
 }
 
 CUresult cuDriverGetVersion(int* value) {
@@ -140,20 +147,34 @@ CUresult cuFuncGetParamInfo(CUfunction function, size_t, size_t* offset, size_t*
   const struct {
     const char* name;
     size_t bytes;
-  } known[] = {{"one_shot", sizeof(device::OneShotParams)},      {"move", sizeof(device::MoveParams)},
-               {"two_shot", sizeof(device::TwoShotParams)},      {"add", sizeof(device::AddParams)},
-               {"loop_kernel", sizeof(loop::Launch<1>)},         {"matmul", sizeof(device::MatmulParams)},
-               {"moe_dispatch", sizeof(device::MoeParams)},      {"moe_scatter", sizeof(device::MoeParams)},
-               {"moe_gather", sizeof(device::MoeParams)},        {"moe_settle", sizeof(device::SettleParams)},
-               {"moe_product", sizeof(device::MoeProductParams)}};
+  } known[] = {{"one_shot", sizeof(device::OneShotParams)},       {"move", sizeof(device::MoveParams)},
+               {"two_shot", sizeof(device::TwoShotParams)},       {"add", sizeof(device::AddParams)},
+               {"loop_kernel", sizeof(loop::Launch<1>)},          {"matmul", sizeof(device::MatmulParams)},
+               {"moe_dispatch", sizeof(device::MoeParams)},       {"moe_scatter", sizeof(device::MoeParams)},
+               {"moe_gather", sizeof(device::MoeParams)},         {"moe_settle", sizeof(device::SettleParams)},
+               {"moe_product", sizeof(device::MoeProductParams)}, {"peer_test", sizeof(device::PeerTestParams)}};
   *offset = *bytes = 0;
   for (const auto& one : known)
     if (std::strcmp(one.name, reinterpret_cast<const char*>(function)) == 0) *bytes = one.bytes;
   return CUDA_SUCCESS;
 }
-CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction, void**, void**) {
-  ++launched;
+CUresult cuLaunchKernelEx(const CUlaunchConfig*, CUfunction function, void** params, void**) {
+  if (std::strcmp(reinterpret_cast<const char*>(function), "peer_test") != 0) {
+    ++launched;
+    return CUDA_SUCCESS;
+  }
+  const auto& p = *static_cast<const device::PeerTestParams*>(params[0]);
+  uint64_t words[2][2 * device::kPeerTestUnits];
+  for (uint32_t way = 0; way < 2; ++way)
+    for (uint32_t i = 0; i < std::size(words[way]); ++i)
+      words[way][i] = device::peer_test_word(p.from_rank, p.to_rank, way, i);
+  test::write_from_device(reinterpret_cast<CUdeviceptr>(p.to), words[0], sizeof words[0], test::kStores);
+  test::write_from_device(reinterpret_cast<CUdeviceptr>(p.kept), words[1], sizeof words[1], test::kStores);
+  tests += p.from_rank != p.to_rank;
   return CUDA_SUCCESS;
+}
+CUresult cuStreamQuery(CUstream) {
+  return test::is_endless() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
   *blocks = resident;
@@ -169,9 +190,11 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
 }
 CUresult cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   *pointer = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  test::pinned(*pointer, bytes);
   return CUDA_SUCCESS;
 }
 CUresult cuMemFreeHost(void* pointer) {
+  test::pinned(pointer, 0);
   std::free(pointer);
   return CUDA_SUCCESS;
 }

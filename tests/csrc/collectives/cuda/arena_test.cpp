@@ -77,5 +77,31 @@ TEST(Lanes, NothingTakesNone) {
   EXPECT_EQ(lanes_of_parts(ArenaLayout(2).collectives, none, 2, false), 0u);
 }
 
+// What a group on the host pins, all its ranks together, is bounded; and what is a rank's alone is not in it.
+TEST(Arena, OnTheHostTakesLittle) {
+  for (int ranks = 2; ranks <= device::kMaxRanks; ++ranks) {
+    for (const bool device_each : {true, false}) {
+      const ArenaLayout layout(ranks, 0, device_each, true), on_devices(ranks, 0, device_each);
+      const uint64_t pages = (layout.total + kHostPage - 1) / kHostPage;
+      EXPECT_LE(pages * kHostPage * ranks, uint64_t{64} << 20) << ranks;
+      EXPECT_GE(layout.collectives.chunks.lanes, 4u) << ranks;
+      EXPECT_LE(layout.collectives.chunks.lanes, on_devices.collectives.chunks.lanes);
+      EXPECT_GE(layout.most_one_shot, uint64_t{64} << 10) << ranks;
+      EXPECT_EQ(on_devices.own_total, 0u);
+      EXPECT_EQ(on_devices.most_one_shot, most_one_shot_bytes(ranks));
+      // Own things and shared ones are apart, each within its own memory.
+      const RingSet& set = layout.collectives;
+      const uint64_t states = uint64_t{sizeof(device::RingState)} * ranks * set.chunks.lanes;
+      for (const RingSet* const each : {&layout.collectives, &layout.results, &layout.transfers})
+        EXPECT_LE(each->chunks.state + states / (each == &layout.transfers ? 2 : 1), layout.own_total) << ranks;
+      EXPECT_LE(layout.control + sizeof(device::GroupControl), layout.own_total);
+      EXPECT_LE(layout.scratch + 16 * (ranks + 1), layout.own_total);
+      EXPECT_LE(layout.transfers.chunks.slots + uint64_t{layout.transfers.chunks.lanes} * (ranks - 1) *
+                                                    device::Chunks::kDepth * device::Chunks::kSlotBytes,
+                layout.total);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ark

@@ -64,6 +64,43 @@ TEST(CudaDispatch, SumsInOtherOrdersMustBeAskedFor) {
   EXPECT_EQ(CudaDispatch::measured(2).nccl_all_gather_from, CudaDispatch::kNever) << "nothing unmeasured";
 }
 
+TEST(CudaDispatch, OptionsOfRankZeroAreTold) {
+  const test::TemporaryDirectory folder;
+  test::DirectoryStore store(folder.path());
+  for (const PeerAccess access : {PeerAccess::tested, PeerAccess::trusted, PeerAccess::avoided}) {
+    for (const bool flag : {false, true}) {
+      const DispatchLimits wish{kAmple, flag, access, !flag}, other{kAmple, !flag, PeerAccess::tested, flag};
+      agree_on_dispatch(store, 0, 2, {}, wish, [] {});
+      const CudaDispatch told = agree_on_dispatch(store, 1, 2, {}, other, [] {});
+      EXPECT_EQ(told.peer_access, access);
+      EXPECT_EQ(told.any_order, flag);
+      EXPECT_EQ(told.nccl_leaves_p2p, !flag);
+    }
+  }
+}
+
+TEST(CudaDispatch, ThroughTheHost) {
+  constexpr uint64_t kNever = CudaDispatch::kNever;
+  const CudaDispatch alone = CudaDispatch::measured(2).through_host(2, false);
+  EXPECT_EQ(alone.copy_engine_from, kNever);
+  EXPECT_EQ(alone.chunks_from, 0u) << "lines need 128 bytes that arrive at once";
+  EXPECT_EQ(alone.nccl_all_gather_from, kNever);
+  const CudaDispatch two = CudaDispatch::measured(2).through_host(2, true);
+  EXPECT_LT(two.nccl_all_reduce_from, two.nccl_all_reduce_to);
+  EXPECT_LT(two.nccl_all_reduce_to, uint64_t{64} << 20) << "measured: memory of the host is faster";
+  CudaDispatch three = CudaDispatch::measured(3);
+  EXPECT_EQ(three.through_host(3, true).nccl_all_reduce_from, kNever) << "its bits would change with the size";
+  EXPECT_EQ(three.through_host(3, true).nccl_all_gather_to, two.nccl_all_gather_to);
+  three.any_order = true;
+  EXPECT_EQ(three.through_host(3, true).nccl_reduce_scatter_to, two.nccl_reduce_scatter_to);
+  // A table of the user's own stays.
+  three.nccl_broadcast_from = 5, three.nccl_reduce_to = 7;
+  const CudaDispatch own = three.through_host(3, true);
+  EXPECT_EQ(own.nccl_broadcast_from, 5u);
+  EXPECT_EQ(own.nccl_broadcast_to, kNever);
+  EXPECT_EQ(own.nccl_reduce_from, kNever);
+}
+
 TEST(CudaDispatch, WaitingEndsWithTheGroup) {
   const test::TemporaryDirectory folder;
   test::DirectoryStore store(folder.path());

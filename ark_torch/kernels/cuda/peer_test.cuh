@@ -1,0 +1,42 @@
+// A pattern into a peer's memory, by the stores that collectives use: whether peer access holds what the driver says.
+// The peer's host compares the values (csrc/collectives/cuda/peer_test.hpp). Nothing waits here: where peer access
+// lies, what was waited for would not come.
+#pragma once
+
+#include "cuda/packet.cuh"
+
+namespace ark::device {
+
+inline constexpr uint32 kPeerTestUnits = 256;  // of 16 bytes, from one rank to another by one way
+
+struct PeerTestParams {
+  char* to;    // in the peer's memory
+  char* kept;  // in this rank's: the same again, for copy engines to copy
+  uint32 from_rank, to_rank;
+};
+
+// Word `index` of what one rank writes to another by stores (way 0) or copies (way 1): none is zero, none is like its
+// neighbour.
+ARK_HOST_DEVICE constexpr uint64 peer_test_word(uint32 from_rank, uint32 to_rank, uint32 way, uint32 index) {
+  uint64 x = (uint64{from_rank} << 40 | uint64{to_rank} << 32 | uint64{way} << 24 | index) + 0x9e3779b97f4a7c15ull;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+  return (x ^ (x >> 31)) | 1;
+}
+
+#if defined(__CUDACC__)
+
+__device__ __forceinline__ void peer_test(const PeerTestParams& p) {
+  for (uint32 unit = threadIdx.x; unit < kPeerTestUnits; unit += blockDim.x) {
+    const auto word = [&](uint32 way, uint32 half) {
+      return peer_test_word(p.from_rank, p.to_rank, way, 2 * unit + half);
+    };
+    store_packet(p.to + 16 * unit, word(0, 0), word(0, 1));
+    store_packet(p.kept + 16 * unit, word(1, 0), word(1, 1));
+  }
+  __threadfence_system();
+}
+
+#endif
+
+}  // namespace ark::device
