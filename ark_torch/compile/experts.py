@@ -13,6 +13,7 @@ tensors: there the ranks tell each other in every call.
 
 from __future__ import annotations
 
+import contextlib
 from operator import add, floordiv, ge, getitem, le, mod, mul
 from operator import eq as equals
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 import ark_torch.ops  # noqa: F401  (the operators' fake kernels)
 from ark_torch.compile import combining
@@ -35,6 +37,7 @@ _functional = torch.ops._c10d_functional
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOVED = (*VIEWS, aten.permute.default, aten.transpose.int, aten.clone.default, aten.unsqueeze.default,
           aten.squeeze.dim, aten.squeeze.dims)  # fmt: skip
+_ARITHMETIC = (add, floordiv, ge, le, mod, mul, equals)
 _COUNTING = (aten.histc.default, aten.scatter_add.default, aten.index_add.default, aten.sum.dim_IntList)
 
 
@@ -86,7 +89,7 @@ def _sent(wait: Any, started: Any) -> Sent | None:
     sent, received, sends, name = started.args
     device = wait.meta["val"].device
     if any(isinstance(n, Node) for n in (*received, *sends)):
-        choices = _counted(sends, resolved(name, device))
+        choices = _counted(sends, received, resolved(name, device))
         if choices is None or not choices.are_splits(received, "got"):
             raise NotFused("its split sizes are not known as the counts of each rank's choices, exchanged by the group")
         rows = {wait: Rows(Blocks(tuple((r, e) for r in range(choices.world) for e in range(choices.local))))}
@@ -95,9 +98,9 @@ def _sent(wait: Any, started: Any) -> Sent | None:
     return _in_slots(wait, started)
 
 
-def _counted(sends: Any, group: Any) -> Choices | None:
+def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
     """Choices whose counts these are."""
-    seen, todo = set[Any](), [one for one in sends if isinstance(one, Node)]
+    seen, todo = set[Any](), [one for one in (*sends, *received) if isinstance(one, Node)]
     while todo:
         node = todo.pop()
         if node in seen or len(seen) > 1000:
@@ -117,9 +120,10 @@ def _counted(sends: Any, group: Any) -> Choices | None:
         flat = plain(index)
         if is_called(flat, getitem) and flat.args[1] == 0 and sorts_up(flat.args[0]):
             flat = plain(flat.args[0].args[0])
-        choices = Choices(group.size(), group.rank(), group.group_name, experts, flat)
-        if isinstance(flat, Node) and choices.are_splits(sends, SENT):
-            return choices
+        if isinstance(flat, Node):
+            choices = Choices(group.size(), group.rank(), group.group_name, experts, flat)
+            if choices.are_splits(sends, SENT):
+                return choices
     return None
 
 
@@ -238,8 +242,8 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     for one in follower.results if weighted is None else [last]:
         one.replace_all_uses_with(fused)
     _forget_sizes(graph, follower, choices, sent.rows)
-    _drop(graph, [last, *follower.results])
     _renew(graph)
+    _drop(graph, [last, *follower.results])
     return str(target)
 
 
@@ -379,7 +383,7 @@ def _number(value: Any, choices: Choices, every: Any, count: Any) -> Any:
         return _total(list(value.args[0]), choices, every, count)  # type: ignore[arg-type]
     if target is add:
         return _total(list(value.args), choices, every, count)
-    if target not in (mul, mod, floordiv, ge, le, equals):
+    if target not in _ARITHMETIC:
         return None
     known = [_number(one, choices, every, count) for one in value.args]
     return None if None in known else target(*known)
@@ -408,14 +412,21 @@ def _drop(graph: Graph, nodes: list[Node]) -> None:
 
 
 def _renew(graph: Graph) -> None:
-    """What nodes give whose sizes may be known now."""
-    for node in graph.nodes:
+    """What nodes give whose sizes may be known now; what is asserted of them and true goes."""
+    for node in list(graph.nodes):
         before: Any = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(before, FakeTensor):
-            continue
-        if not any(isinstance(n, torch.SymInt) for n in before.shape):
+        numbers = isinstance(before, torch.SymInt | torch.SymBool) and node.target in (torch.sym_sum, *_ARITHMETIC)
+        tensors = isinstance(before, FakeTensor) and any(isinstance(n, torch.SymInt) for n in before.shape)
+        if node.target is aten._assert_scalar.default:
+            condition = node.args[0]
+            if condition is True or (isinstance(condition, Node) and statically_known_true(condition.meta["val"])):
+                graph.erase_node(node)
+        if node.op != "call_function" or not (numbers or tensors):
             continue
         given = torch.fx.node.map_arg(node.args, lambda n: n.meta["val"])
         named = torch.fx.node.map_arg(node.kwargs, lambda n: n.meta["val"])
-        with before.fake_mode:
-            node.meta["val"] = node.target(*given, **named)
+        with before.fake_mode if tensors else contextlib.nullcontext():
+            after = node.target(*given, **named)
+        node.meta["val"] = after
+        if numbers and isinstance(after, int):
+            node.replace_all_uses_with(after)
