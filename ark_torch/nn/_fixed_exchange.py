@@ -71,7 +71,8 @@ class FixedExchange:
 
     def __call__(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Bags:
         """`values` of all tables, one behind the other, and perhaps room behind the last; `lengths` [tables, batch]."""
-        counts = lengths.sum(1, dtype=torch.int64)
+        lengths = lengths.long()
+        counts = lengths.sum(1)
         ends = counts.cumsum(0)
         torch._assert_async((counts <= self._room).all() & (ends[-1] <= values.numel()) & (lengths >= 0).all())
         number = torch.arange(values.numel(), device=values.device)
@@ -83,23 +84,21 @@ class FixedExchange:
             place = self._first[table] + number - (ends - counts)[table]
             lengths = lengths.index_select(0, self._order)
         place = torch.where(used, place, sum(self._sent))
-        got = self._all_to_all(
-            lengths.reshape(-1, lengths.shape[-1]), self._sent_tables, [len(self._mine)] * self._ranks
-        )
+        got = self._all_to_all(lengths, self._sent_tables, [len(self._mine)] * self._ranks)
         arrived = [self._moved(one, place) for one in (values, *([] if weights is None else [weights]))]
         if not self._mine:
             return Bags([], [], [])
-        got = got.view(self._ranks, len(self._mine), -1)
-        each = got.sum(2, dtype=torch.int64)  # [ranks, my tables]
+        got = got.view(self._ranks, len(self._mine), lengths.shape[-1])
+        each = got.sum(2)  # [ranks, my tables]
         before = each.cumsum(0) - each
         target = self._begin + before[:, self._table_of] + self._number
         target = torch.where(self._number < each[:, self._table_of], target, sum(self._pieces)).reshape(-1)
         put = [one.new_zeros(sum(self._pieces) + 1).scatter_(0, target, one) for one in arrived]
         pieces = [
             [piece[:0] if none and not piece.is_cuda else piece for none, piece in zip(self._empty, parts, strict=True)]
-            for parts in (list(one[:-1].split(self._pieces)) for one in put)
+            for parts in (list(one[:-1].split_with_sizes(self._pieces)) for one in put)
         ]
-        long = got.transpose(0, 1).reshape(len(self._mine), -1).cumsum(1, dtype=values.dtype)
+        long = got.transpose(0, 1).flatten(1).cumsum(1, dtype=values.dtype)
         offsets = torch.cat([long.new_zeros(len(self._mine), 1), long], 1)
         return Bags(pieces[0], list(offsets.unbind(0)), pieces[1] if weights is not None else [])
 
@@ -114,7 +113,7 @@ class FixedExchange:
         place.scatter_(0, order, number - torch.searchsorted(ordered, ordered))
         place += owner * self._each + self._first[table]
         bags = lengths.numel()
-        bag = torch.searchsorted(lengths.reshape(-1).long().cumsum(0), number, right=True)
+        bag = torch.searchsorted(lengths.reshape(-1).cumsum(0), number, right=True)
         where = torch.where(used, owner * bags + bag, self._ranks * bags)
         spread = lengths.new_zeros(self._ranks * bags + 1).scatter_add_(0, where, used.to(lengths.dtype))[:-1]
         return values - (owner * block).to(values.dtype), place, spread.view(-1, lengths.shape[1])
@@ -145,6 +144,8 @@ def trimmed(values: Tensor, lengths: Tensor, weights: Tensor | None, rooms: list
     counts = lengths.sum(1).tolist()
     for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
         if count > room:
-            raise ValueError(f"{name}{names[table]!r} has {count} indices, and max_values says {room}. Pass a larger one.")
+            raise ValueError(
+                f"{name}{names[table]!r} has {count} indices, and max_values says {room}. Pass a larger one."
+            )
     total = sum(counts)
     return values[:total], lengths, None if weights is None else weights[:total]
