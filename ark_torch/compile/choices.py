@@ -131,7 +131,7 @@ class Choices:
             return None
         if self._is_base(node):
             return self._numbered([frozenset({(SENT, e)}) for e in range(self.experts)], [self.experts])
-        if _is_full(node, 0) and _is_small(node):
+        if is_full(node, 0) and _is_small(node):
             return self._numbered([frozenset()] * node.meta["val"].numel(), node.meta["val"].shape)
         if is_called(node, _functional.wait_tensor.default):
             started = node.args[0]
@@ -191,7 +191,7 @@ class Choices:
             base, dim, index, ones = node.args
             counted = index.meta["val"].numel() == ones.meta["val"].numel()
             return (
-                value.shape[0] == self.experts and dim == 0 and counted and _is_full(base, 0) and _is_full(ones, 1)
+                value.shape[0] == self.experts and dim == 0 and counted and is_full(base, 0) and is_full(ones, 1)
                 and self.names(index)
             )  # fmt: skip
         if node.target is aten.sum.dim_IntList:
@@ -396,7 +396,7 @@ def numbers_up(node: Any, count: int | None = None) -> bool:
     return is_called(node, aten.arange.default) and (count is None or node.args[0] == count)
 
 
-def _is_full(node: Any, number: int) -> bool:
+def is_full(node: Any, number: int) -> bool:
     if is_called(node, aten.full.default, aten.full_like.default):
         return bool(node.args[1] == number)
     zeros = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

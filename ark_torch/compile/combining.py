@@ -18,10 +18,10 @@ from ark_torch.compile.analysis import aten, tensor_of
 from ark_torch.compile.choices import (
     CASTS,
     Choices,
-    _is_full,
     argument,
     divisor,
     is_called,
+    is_full,
     numbers_up,
     plain,
     sorts_up,
@@ -171,7 +171,7 @@ def _summed(user: Any, rows: Any, choices: Choices, in_order: bool, tokens: Toke
     if user.target not in (aten.index_add.default, aten.scatter_add.default) or user.args[1] != 0 or user.kwargs:
         return False
     base, _, index, source = user.args
-    if source is not rows or not _is_full(base, 0) or not _alike(tensor_of(base), tokens.x.meta["val"]):
+    if source is not rows or not is_full(base, 0) or not _alike(tensor_of(base), tokens.x.meta["val"]):
         return False
     if user.target is aten.scatter_add.default:
         wide = tensor_of(index)

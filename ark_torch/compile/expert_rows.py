@@ -119,7 +119,7 @@ class Follower:
         target = node.target
         if (other := copied(node)) is not None:
             return self.rows[other]
-        if target in (aten.clone.default, _functional.wait_tensor.default):
+        if target in (aten.clone.default, aten.alias.default, aten.detach.default, _functional.wait_tensor.default):
             return self.rows[node.args[0]]
         if target is getitem and isinstance(self.rows[node.args[0]], list):
             return self.rows[node.args[0]][node.args[1]]

@@ -14,6 +14,7 @@ tensors: there the ranks tell each other in every call.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from operator import add, floordiv, ge, getitem, le, mod, mul
 from operator import eq as equals
 from typing import Any, NamedTuple
@@ -50,26 +51,40 @@ class Sent(NamedTuple):
     choices: Choices
     follower: Follower
     slots: int  # for an expert, of each rank; 0: there are none
+    reads: Callable[[Node], bool]  # whether a node takes rows out of slots
 
 
 def fuse(graph: Graph, device: str = "cuda") -> list[str]:
     """Replaces what it finds on tensors of that device; says of each all-to-all of routed rows what became of it."""
     told = []
-    for wait in list(graph.nodes):
-        if wait._erased or wait.target is not _functional.wait_tensor.default:
-            continue
-        started, value = wait.args[0], tensor_of(wait)
-        if not is_called(started, _functional.all_to_all_single.default) or value is None:
-            continue
-        if value.device.type != device or not value.dtype.is_floating_point or _brings_back(graph, started):
+    for wait, started in exchanges(graph, device):
+        if wait._erased or _brings_back(graph, started):
             continue
         try:
-            sent = _sent(wait, started)
+            sent = sent_by(wait, started)
             if sent is not None:
                 told.append(f"{started.name}: {_fuse(wait, started, sent)}")
         except (NotFused, Unsupported) as reason:
             told.append(f"{started.name}: not fused with experts: {reason}")
     return told
+
+
+def exchanges(graph: Graph, device: str) -> list[tuple[Any, Any]]:
+    """All-to-alls of numbers on tensors of that device: where they are waited for, and started."""
+    found = []
+    for wait in graph.nodes:
+        if wait.target is not _functional.wait_tensor.default:
+            continue
+        started, value = wait.args[0], tensor_of(wait)
+        if value is None or value.device.type != device or not value.dtype.is_floating_point:
+            continue
+        if is_called(started, _functional.all_to_all_single.default):
+            found.append((wait, started))
+    return found
+
+
+def _reads_none(node: Node) -> bool:
+    return False
 
 
 def _brings_back(graph: Graph, started: Any) -> bool:
@@ -85,7 +100,7 @@ def _brings_back(graph: Graph, started: Any) -> bool:
     return False
 
 
-def _sent(wait: Any, started: Any) -> Sent | None:
+def sent_by(wait: Any, started: Any) -> Sent | None:
     sent, received, sends, name = started.args
     device = wait.meta["val"].device
     if any(isinstance(n, Node) for n in (*received, *sends)):
@@ -94,7 +109,7 @@ def _sent(wait: Any, started: Any) -> Sent | None:
             raise NotFused("its split sizes are not known as the counts of each rank's choices, exchanged by the group")
         rows = {wait: Rows(Blocks(tuple((r, e) for r in range(choices.world) for e in range(choices.local))))}
         assert isinstance(sent, Node)
-        return Sent(sent, None, True, choices, Follower(choices, rows, lambda node: False), 0)
+        return Sent(sent, None, True, choices, Follower(choices, rows, _reads_none), 0, _reads_none)
     return _in_slots(wait, started)
 
 
@@ -174,7 +189,7 @@ def _in_slots(wait: Any, started: Any) -> Sent | None:
         return again is not None and same(again[1], index[0])
 
     start = {put: Rows(slots(world, choices.local, each, columns, len(index) == 1))}
-    return Sent(rows, expert, in_order, choices, Follower(choices, start, reads), each)
+    return Sent(rows, expert, in_order, choices, Follower(choices, start, reads), each, reads)
 
 
 def _taken_apart(index: Any) -> tuple[Any, Any, Any]:
@@ -196,19 +211,14 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     value, given = sent.rows.meta["val"], result.meta["val"]
     every = frozenset((SENT, e) for e in range(choices.experts))
     follower.check_readers(lambda condition: _is_true(condition, choices, every, value.shape[0]))
-    if value.dim() != 2 or given.dim() != 2 or value.dtype != given.dtype:
-        raise NotFused("its rows and what comes back are not of one dtype")
-    if value.dtype not in _DTYPES and not (value.dtype == torch.float64 and value.device.type == "cpu"):
-        raise NotFused(f"it is of {value.dtype}")
-    if value.shape[1] != given.shape[-1]:
-        raise NotFused(f"its rows have {value.shape[1]} columns, and what comes back has {given.shape[-1]}")
+    check_kind(sent.rows, result)
     tokens = combining.tokens_of(sent.rows, choices, sent.sorted)
     weighted = combining.combined(result, choices, sent.sorted, tokens) if tokens is not None else None
     if len(follower.results) > 1:
         weighted = None
     last = result if weighted is None else weighted.node
     with graph.inserting_before(last):
-        weights = _weights(graph, network, choices.local)
+        weights = weights_of(graph, network, choices.local)
         if tokens is not None:
             x, k = tokens.x, tokens.k
             ids = call(graph, aten.view.default, choices.flat, [-1, k])
@@ -231,7 +241,9 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
                 in_order.meta["val"] = aten.sort.stable(ids.meta["val"], stable=True, dim=1)
                 ids = call(graph, getitem, in_order, 0)
                 factors = call(graph, aten.gather.default, factors, 1, call(graph, getitem, in_order, 1))
-        fused, target = _operator(graph, x, ids, factors, weights, network.activation, choices, _most(sent, tokens, k))
+        fused, target = _operator(
+            graph, x, ids, factors, weights, network.activation, choices, most_of(sent, tokens, k)
+        )
         if weighted is None:
             fused = call(graph, aten.view.default, fused, [-1, value.shape[1]])
             if tokens is not None and sent.sorted:
@@ -247,7 +259,18 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     return str(target)
 
 
-def _most(sent: Sent, tokens: Any, k: int) -> tuple[int, int]:
+def check_kind(rows: Any, result: Any) -> None:
+    """Of what is sent and what comes back."""
+    value, given = rows.meta["val"], result.meta["val"]
+    if value.dim() != 2 or given.dim() != 2 or value.dtype != given.dtype:
+        raise NotFused("its rows and what comes back are not of one dtype")
+    if value.dtype not in _DTYPES and not (value.dtype == torch.float64 and value.device.type == "cpu"):
+        raise NotFused(f"it is of {value.dtype}")
+    if value.shape[1] != given.shape[-1]:
+        raise NotFused(f"its rows have {value.shape[1]} columns, and what comes back has {given.shape[-1]}")
+
+
+def most_of(sent: Sent, tokens: Any, k: int) -> tuple[int, int]:
     """The most tokens of any rank and rows of any rank's experts, as ranks know them that send equally many slots."""
     if not sent.slots:
         return -1, -1
@@ -278,7 +301,7 @@ def _operator(
     return call(graph, target, x, ids, factors, w1, w3, w2, name, experts, activation, *most), target
 
 
-def _weights(graph: Graph, network: Network, local: int) -> tuple[Node, Node | None, Node]:
+def weights_of(graph: Graph, network: Network, local: int) -> tuple[Node, Node | None, Node]:
     """w1, w3 (or None: there is none, or it is the second half of w1) and w2, [experts, out, in] each."""
     gate, down = _stacked(graph, network.gate, local), _stacked(graph, network.down, local)
     if network.factor is not None:
@@ -295,13 +318,13 @@ def _weights(graph: Graph, network: Network, local: int) -> tuple[Node, Node | N
 def _stacked(graph: Graph, weight: Any, local: int) -> Any:
     kind, given = weight
     if kind == "all":
-        given = _untwisted(given)
-        turned = _turned(given)
-        return turned if turned is not None else call(graph, aten.permute.default, given, [0, 2, 1])
+        given = untwisted(given)
+        transposed = turned(given)
+        return transposed if transposed is not None else call(graph, aten.permute.default, given, [0, 2, 1])
     if [expert for expert, _ in given] != list(range(local)):
         raise NotFused("not every expert of this rank multiplies rows")
-    nodes = [_untwisted(node) for _, node in given]
-    turned_nodes = [_turned(node) for node in nodes]
+    nodes = [untwisted(node) for _, node in given]
+    turned_nodes = [turned(node) for node in nodes]
     is_turned = all(one is not None for one in turned_nodes)
     nodes = turned_nodes if is_turned else nodes
     bases = [one.args[0] if is_called(one, aten.select.int) and one.args[1:] == (0, e) else None
@@ -312,14 +335,14 @@ def _stacked(graph: Graph, weight: Any, local: int) -> Any:
     return whole if is_turned else call(graph, aten.permute.default, whole, [0, 2, 1])
 
 
-def _untwisted(node: Any) -> Any:
+def untwisted(node: Any) -> Any:
     """Without two transposes, one of the other."""
-    while (once := _turned(node)) is not None and (twice := _turned(once)) is not None:
+    while (once := turned(node)) is not None and (twice := turned(once)) is not None:
         node = twice
     return node
 
 
-def _turned(node: Any) -> Any:
+def turned(node: Any) -> Any:
     """What it is the transpose of, in its last two dimensions."""
     last = node.meta["val"].dim() - 1
     if is_called(node, aten.t.default):

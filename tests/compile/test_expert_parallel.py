@@ -7,7 +7,8 @@ from typing import Any
 import expert_forms
 import pytest
 import torch
-from expert_forms import DIM, FFN, FORMS, LEFT, WORLD
+import torch.nn.functional as F
+from expert_forms import DIM, EXPERTS, FFN, FORMS, LEFT, WORLD
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
@@ -117,6 +118,73 @@ def test_explained_and_run_by_ark() -> None:
         assert "ark.moe_feed_forward.default" in found and "symbolic" not in found, found
         assert "not fused with experts: its experts are no feed-forward networks" in left, left
         assert same
+
+
+def _slots_that_train(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
+    """The router's weights train, too."""
+    import torch.distributed._functional_collectives as funcol
+
+    def moved(rows: Any) -> Any:
+        return funcol.all_to_all_single_autograd(rows, [1] * WORLD, [1] * WORLD, "0")
+
+    local = EXPERTS // WORLD
+    weights, ids = torch.topk((x @ gate).float(), 2, dim=-1)
+    chosen, order = ids.flatten().sort(stable=True)
+    counts = F.one_hot(ids.flatten(), EXPERTS).sum(0)
+    place = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[chosen]
+    buffer = x.new_zeros(EXPERTS, len(chosen), DIM)
+    buffer[chosen, place] = x[order // 2]
+    got = moved(buffer.view(WORLD, -1, DIM)).view(WORLD, local, -1, DIM).transpose(0, 1).reshape(local, -1, DIM)
+    y = torch.bmm(F.relu(torch.bmm(got, w1)) * torch.bmm(got, w3), w2)
+    back = moved(y.view(local, WORLD, -1, DIM).transpose(0, 1).contiguous())
+    rows = back.view(EXPERTS, -1, DIM)[chosen, place] * weights.flatten()[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add_(0, order // 2, rows)
+
+
+def _silent(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
+    """As above, with weights that are made of parameters: left as it is."""
+    return _slots_that_train(x, gate, w1 * 2, w3, w2)
+
+
+def _trains(rank: Rank) -> dict[str, list[str]]:
+    import logging
+
+    from torch._inductor import config
+
+    from ark_torch.compile import experts_training
+
+    rank.init()
+    torch.set_num_threads(1)
+    plain = experts_training.fuse
+    experts_training.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ark_torch.compile")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    said: dict[str, list[str]] = {}
+    for form in (_slots_that_train, _silent):
+        messages.clear()
+        arguments = [one.float().requires_grad_() for one in given(rank, 6, torch.float32, transposed=True)]
+        (form(*arguments) ** 2).sum().backward()
+        wanted = [one.grad for one in arguments]
+        for one in arguments:
+            one.grad = None
+        with config.patch(compile_threads=1):
+            (torch.compile(form, backend="ark", dynamic=False)(*arguments) ** 2).sum().backward()
+        for one, other in zip(arguments, wanted, strict=True):
+            torch.testing.assert_close(one.grad, other, rtol=1e-5, atol=1e-4)
+        said[form.__name__] = [one for one in messages if "joint graph" in one]
+    return said
+
+
+@pytest.mark.nightly
+@pytest.mark.limit(400)
+def test_graphs_that_train() -> None:
+    for said in run_ranks(_trains, 2, timeout=300):
+        assert len(said["_slots_that_train"]) == 1 and "ark.moe_experts.default" in said["_slots_that_train"][0], said
+        assert len(said["_silent"]) == 1 and "its weights are no parameters" in said["_silent"][0], said
 
 
 def _unlike(rank: Rank) -> list[str]:
