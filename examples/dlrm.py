@@ -3,6 +3,7 @@
     python examples/dlrm.py                             # starts two ranks by itself
     torchrun --nproc-per-node 2 examples/dlrm.py --sharding row_wise
     torchrun --nproc-per-node 2 examples/dlrm.py --device cuda --dim 128 --max-rows 5000000 --batch 65536
+    torchrun --nproc-per-node 2 examples/dlrm.py --device cuda --capture
 
 The data is made up, of the shape of Criteo's: 13 numbers and 26 categories a sample, whose sizes are those of the
 Kaggle set (capped by --max-rows) and whose values are Zipf-distributed, and a click or none. Clicks follow a hidden
@@ -11,7 +12,8 @@ value of each category, so there is something to learn: the area under the ROC c
 Each rank reads its share of a batch. Tables are on different ranks (ark_torch.nn.ShardedEmbeddingBags) and are updated
 by row-wise Adagrad within the backward pass; the two MLPs are under DistributedDataParallel. The first steps (--check)
 are run in one process, too, of plain PyTorch: it must arrive at the same weights, up to the rounding of sums taken in
-another order.
+another order. With --capture a step is one launch (ark_torch.train.capture; on CPUs the same steps one by one), and
+Adam in the place of Adagrad trains the MLPs, since PyTorch's Adagrad has no form for CUDA graphs.
 """
 
 from __future__ import annotations
@@ -122,6 +124,8 @@ class Dlrm(nn.Module):
             sharding=arguments.sharding,
             optimizer_class=ark_torch.ops.RowwiseAdagrad,
             optimizer_kwargs={"lr": arguments.lr, "eps": EPS},
+            # A sample has one index a table: the most that a rank brings, so that no host has to count them.
+            max_values=arguments.batch // dist.get_world_size(group) if arguments.capture else None,
         )
         for name, table in self.bags.tables.items():
             table.weight.mul_(min(1.0, rows[int(name)] ** -0.5))
@@ -157,10 +161,21 @@ class PlainDlrm(nn.Module):
             table.weight.grad = None
 
 
+def optimizer_of(rest: nn.Module, arguments: argparse.Namespace) -> torch.optim.Optimizer:
+    if arguments.capture:
+        return torch.optim.Adam(rest.parameters(), lr=0.1 * arguments.lr)
+    return torch.optim.Adagrad(rest.parameters(), lr=arguments.lr)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, list[Tensor], Tensor]) -> Tensor:
+    dense, categories, clicks = batch
+    return F.binary_cross_entropy_with_logits(model(dense, categories), clicks)
+
+
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> Tensor:
     """Tables of a Dlrm are new when this returns; their optimizer ran in the backward pass."""
     optimizer.zero_grad()
-    loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.categories), batch.clicks)
+    loss = loss_of(model, (batch.dense, batch.categories, batch.clicks))
     loss.backward()
     optimizer.step()
     return loss.detach()
@@ -188,7 +203,7 @@ def held_out_auc(model: nn.Module, data: Clicks, rank: int, world: int, batches:
 def check(model: Dlrm, losses: list[float], data: Clicks, arguments: argparse.Namespace, alone: Dlrm) -> None:
     """The steps so far once more, in this process by itself."""
     plain = PlainDlrm(alone)
-    optimizer = torch.optim.Adagrad(plain.rest.parameters(), lr=arguments.lr)
+    optimizer = optimizer_of(plain.rest, arguments)
     close = {"rtol": 2e-3, "atol": 2e-4}
     for step, loss in enumerate(losses):
         expected = train_step(plain, optimizer, data.batch(step))
@@ -207,6 +222,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--backend", default="ark", help="of the MLPs' gradients (default: ark); tables are always ark's")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--sharding", choices=("table_wise", "row_wise"), default="table_wise")
+    add("--capture", action="store_true", help="a step is one launch of a CUDA graph")
     add("--steps", type=int, default=300)
     add("--batch", type=int, default=2400, help="samples a step, of all ranks together")
     add("--dim", type=int, default=16, help="columns of the tables")
@@ -245,12 +261,21 @@ def main() -> None:
     data = Clicks(rows, arguments.batch, arguments.seed, device)
     with device:
         model = Dlrm(rows, arguments, group)
-    rest = DistributedDataParallel(model.rest)
-    model.rest = rest.module
-    optimizer = torch.optim.Adagrad(model.rest.parameters(), lr=arguments.lr)
+    optimizer = optimizer_of(model.rest, arguments)
+    if arguments.capture:
+        captured = ark_torch.train.capture(model, optimizer, loss_of)
 
-    def through_ddp(dense: Tensor, categories: list[Tensor]) -> Tensor:
-        return rest(dense, model.bags(categories))
+        def step_of(batch: Batch) -> Tensor:
+            return captured((batch.dense, batch.categories, batch.clicks))
+    else:
+        rest = DistributedDataParallel(model.rest)
+        model.rest = rest.module
+
+        def through_ddp(dense: Tensor, categories: list[Tensor]) -> Tensor:
+            return rest(dense, model.bags(categories))
+
+        def step_of(batch: Batch) -> Tensor:
+            return train_step(through_ddp, optimizer, batch)
 
     console = Console(quiet=rank != 0, highlight=False)
     console.print(
@@ -265,7 +290,7 @@ def main() -> None:
         task = progress.add_task("", total=arguments.steps, told="")
         for step in range(arguments.steps):
             mine = share(data.batch(step), rank, world)
-            loss = train_step(through_ddp, optimizer, mine)
+            loss = step_of(mine)
             last = step + 1 == arguments.steps
             if step < arguments.check or (step + 1) % 10 == 0 or last:  # on a GPU, asking for a number waits for it
                 dist.all_reduce(loss)
@@ -280,6 +305,9 @@ def main() -> None:
             if step + 1 == arguments.check:
                 check(model, losses, data, arguments, Dlrm(rows, arguments, alone))
                 print(f"rank {rank} of {world}: {arguments.check} steps equal those of one process", flush=True)
+    if arguments.capture:
+        console.print(f"the last step was {'a graph' if captured.captured else f'run eagerly: {captured.reason}'}")
+        captured.close()
     dist.destroy_process_group()
 
 

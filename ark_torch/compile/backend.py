@@ -100,7 +100,8 @@ def _fastest(
     """Whoever was the fastest of the three before; or what decides it. `explained`: ark's regions are wanted even where
     another runs the graph."""
     title = title_of(graph_module)
-    capture.check_static(graph_module, "example_value")
+    if not capture.exchanges(graph_module):
+        capture.check_static(graph_module, "example_value")
     device = next((x.device for x in example_inputs if isinstance(x, torch.Tensor) and x.is_cuda), torch.device("cpu"))
     text = f"{choice.text_of(graph_module, example_inputs)}\nminimum {options.minimum} nan {options.nan}"
     text += "" if options.cache == "auto" else f" cache {options.cache}"

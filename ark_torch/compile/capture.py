@@ -23,6 +23,7 @@ from ark_torch.compile import (
     decompositions,
     dense,
     embeddings,
+    experts,
     fast_call,
     in_place,
     inductor_fallback,
@@ -173,6 +174,11 @@ def say_once(text: str) -> None:
     log.warning("A graph runs on Inductor, not on ark: %s. (Said once.)", text)
 
 
+def exchanges(graph_module: GraphModule) -> bool:
+    """Whether a graph of torch._dynamo has an all-to-all: sizes that it reads from tensors may be a mixture's."""
+    return any("all_to_all" in str(node.target) for node in graph_module.graph.nodes)
+
+
 def check_static(graph_module: GraphModule, kept_as: str = "val") -> None:
     """Raises WholeGraph where a size is symbolic. `kept_as`: under which name nodes have what they give."""
     for node in graph_module.graph.nodes:
@@ -216,12 +222,15 @@ def _runs_loop_kernels(device: int) -> bool:
 
 def cut(graph_module: GraphModule, options: Options, report: GraphReport, launcher: Launcher | None = None) -> Builder:
     """A functional ATen graph in pieces, and what compiles them."""
-    check_static(graph_module)
     if options.fallback and launcher is None:
-        report.products = [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph)]
+        # What is left of these in a graph may be static where the graph was not: counts of routed rows are symbols.
+        report.products = experts.fuse(graph_module.graph)
+        check_static(graph_module)
+        report.products += [*products.fuse(graph_module.graph), *embeddings.fuse(graph_module.graph)]
         graph_module.recompile()
         for line in report.products:
             log.info("%s: %s", title_of(graph_module), line)
+    check_static(graph_module)
     report.in_place = in_place.restore(graph_module)
     report.weights = low_bits.mark(graph_module.graph)
     for line in report.weights:

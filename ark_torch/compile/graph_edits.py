@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ark_torch.compile.analysis import aten, tensor_of
 
@@ -18,14 +19,14 @@ class NotFused(Exception):
 def call(graph: Graph, target: Any, *args: Any) -> Node:
     """A node, with what it gives."""
     node: Node = graph.call_function(target, args)
-    given = [one.meta["val"] if isinstance(one, Node) else one for one in args]
+    given = map_arg(args, lambda one: one.meta["val"])
     node.meta["val"] = target(*given)
     return node
 
 
 def erase(node: Node) -> None:
     """What nobody reads any more, up to what somebody does."""
-    if node.op != "call_function" or node.users:
+    if node.op != "call_function" or node.users or node._erased:
         return
     given = node.all_input_nodes
     node.graph.erase_node(node)

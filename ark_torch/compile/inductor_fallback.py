@@ -51,9 +51,10 @@ def _patches() -> dict[str, Any] | None:
     """Products and collectives become one operator in Inductor's graphs, too, those of backward passes included."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
+    from ark_torch.compile.experts_training import FuseExperts
     from ark_torch.compile.inductor_pass import FuseCollectives
 
-    return {"post_grad_custom_pre_pass": FuseCollectives()}
+    return {"joint_custom_pre_pass": FuseExperts(), "post_grad_custom_pre_pass": FuseCollectives()}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""products.py and embeddings.py as a pass of Inductor over graphs that it compiles whole.
+"""products.py, embeddings.py and experts.py as a pass of Inductor over graphs that it compiles whole.
 
 Those are graphs that train, forward and backward, and those in which nothing is left for a loop kernel.
 """
@@ -10,14 +10,15 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from ark_torch.compile import embeddings, products
+from ark_torch.compile import choices, combining, embeddings, expert_rows, experts, networks, products
 from ark_torch.compile.report import log
 
 
 class FuseCollectives(CustomGraphPass):  # type: ignore[misc]
     def __call__(self, graph: Graph) -> None:
-        for line in (*products.fuse(graph), *embeddings.fuse(graph)):
+        for line in (*experts.fuse(graph), *products.fuse(graph), *embeddings.fuse(graph)):
             log.info("Inductor's graph: %s", line)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, products.__file__, embeddings.__file__))
+        modules = (choices, combining, embeddings, expert_rows, experts, networks, products)
+        return get_hash_for_files((__file__, *(str(one.__file__) for one in modules)))

@@ -95,7 +95,8 @@ class GraphReport:
 
     def __str__(self) -> str:
         if self.whole:
-            return f"the whole graph runs on {self.whole_on}: {self.whole}"
+            told = [f"  {line}" for line in self.products]
+            return "\n".join([f"the whole graph runs on {self.whole_on}: {self.whole}", *told])
         operators, pieces = counted(self.nodes, "operator"), counted(len(self.pieces), "piece")
         lines = [f"{operators} in {pieces}, {counted(self.in_place, 'input')} updated in place"]
         if self.choice is not None:

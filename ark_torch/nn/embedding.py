@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ark_torch.nn._fixed_exchange import FixedExchange, rooms_of, trimmed
 from ark_torch.nn._shards import TableShard, as_dtensor, balanced, block_of, rows_of
 from ark_torch.ops.embedding import name_of, pool, update_of
 from ark_torch.ops.optimizers import FusedOptimizer
@@ -42,6 +43,11 @@ class ShardedEmbeddingBags(nn.Module):
         average_gradients: the loss is the mean over ranks of each rank's own loss, as with DistributedDataParallel;
             False: their sum.
         include_last_offset: offsets hold one more element a table, where the last bag ends.
+        max_values: the most indices that a rank has for a table in a call; a number, or one for each table; the same on
+            all ranks. On GPUs what ranks send each other then has fixed sizes, as large as that allows (row-wise to
+            each rank), the host waits for nothing, and a step may be captured in a CUDA graph
+            (`ark_torch.train.capture`). Indices are of one dtype on all ranks, and may have room behind the last one
+            that lengths name. More than that many end the GPU's context, as a failed assertion does.
         device, dtype: of the tables; float32, float16 or bfloat16 (on the CPU float64, too).
 
     Attributes:
@@ -66,6 +72,7 @@ class ShardedEmbeddingBags(nn.Module):
         ValueError: tables of several dimensions, an unknown sharding, or sparse together with an optimizer.
     """
 
+    _fixed_on_cpus = False  # max_values means the same there, too: for tests
     _like: Tensor  # no elements, of the tables' dtype and device: a rank may have no table
 
     def __init__(
@@ -80,6 +87,7 @@ class ShardedEmbeddingBags(nn.Module):
         optimizer_kwargs: Mapping[str, Any] | None = None,
         average_gradients: bool = True,
         include_last_offset: bool = False,
+        max_values: int | Sequence[int] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -97,6 +105,9 @@ class ShardedEmbeddingBags(nn.Module):
         self.names, self.rows, self.dim = list(named), [rows for rows, _ in named.values()], dims.pop()
         self.mode, self.row_wise, self.sparse = mode, sharding == "row_wise", sparse
         self.average_gradients, self.include_last_offset, self.group = average_gradients, include_last_offset, group
+        self._rooms = None if max_values is None else rooms_of(max_values, len(named), _NAME)
+        self._exchanges: dict[torch.device, FixedExchange] = {}
+        self._places: dict[torch.device, Tensor] = {}
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"{_NAME}this process is not in the group. Make the module on the group's ranks alone.")
@@ -201,13 +212,13 @@ class ShardedEmbeddingBags(nn.Module):
                 raise ValueError(
                     f"{_NAME}indices have {sorted(batches)} rows. Give all tables bags of the same samples."
                 )
-            each = torch.tensor([table.shape[1] for table in indices], dtype=indices[0].dtype)
-            lengths = each.to(indices[0].device, non_blocking=True)[:, None].expand(count, batches.pop())
+            batch = batches.pop()  # filled on the device: nothing is copied there, which a CUDA graph would repeat
+            lengths = torch.stack([table.new_full((batch,), table.shape[1]) for table in indices])
         else:
             if len({begins.numel() for begins in offsets}) != 1:
                 sizes = [begins.numel() for begins in offsets]
                 raise ValueError(f"{_NAME}offsets have {sizes} elements. Give all tables bags of the same samples.")
-            ends = [begins.new_tensor([table.numel()]) for begins, table in zip(offsets, indices, strict=True)]
+            ends = [begins.new_full((1,), table.numel()) for begins, table in zip(offsets, indices, strict=True)]
             whole = offsets if self.include_last_offset else map(torch.cat, zip(offsets, ends, strict=True))
             lengths = torch.stack([begins.diff() for begins in whole])
         flat = torch.cat([table.reshape(-1) for table in indices])
@@ -222,11 +233,23 @@ class ShardedEmbeddingBags(nn.Module):
             if weights.requires_grad:
                 raise ValueError(f"{_NAME}per_sample_weights require gradients, which are not made. Detach them.")
             weights = weights.to(self._like.dtype)
-        in_training = self.optimizer is not None or any(shard.weight.requires_grad for shard in self._shards())
+        shards = self._shards()
+        in_training = self.optimizer is not None or any(shard.weight.requires_grad for shard in shards)
+        if self._rooms is not None:
+            if values.is_cuda or self._fixed_on_cpus:
+                bags = self._exchange_on(values.device)(values, lengths, weights)
+                return *bags, torch.is_grad_enabled() and (in_training or not shards)
+            values, lengths, weights = trimmed(values, lengths, weights, self._rooms, self.names, _NAME)
         return torch.ops.ark.exchange_bags(
             values, lengths, weights, name_of(self.group), self.rows, self.owners, self.names,
             torch.is_grad_enabled() and in_training,
         )  # fmt: skip
+
+    def _exchange_on(self, device: torch.device) -> FixedExchange:
+        if device not in self._exchanges:
+            assert self._rooms is not None
+            self._exchanges[device] = FixedExchange(self.rows, self.owners, self._rooms, self.group, device)
+        return self._exchanges[device]
 
     def _pool(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         bags, offsets, factors, trained = self._exchange(values, lengths, weights)
@@ -234,9 +257,10 @@ class ShardedEmbeddingBags(nn.Module):
         known = [len(self.names) if self.row_wise else self.owners.count(r) for r in range(self.ranks)]
         like = torch.empty_like(self._like, requires_grad=trained)
         mode = "sum" if self.row_wise else self.mode
+        fixed = self._rooms is not None and (values.is_cuda or self._fixed_on_cpus)  # bags end with an offset, then
         update = update_of(tables, self.sparse, self.optimizer)
         out = pool(
-            tables, bags, offsets, factors, like, name_of(self.group), mode, False, known, *update,
+            tables, bags, offsets, factors, like, name_of(self.group), mode, fixed, known, *update,
             met=(lengths.shape[1], self.dim),
         )  # fmt: skip
         if self.average_gradients and self.ranks > 1 and out.requires_grad:
@@ -246,8 +270,9 @@ class ShardedEmbeddingBags(nn.Module):
         order = sorted(range(len(self.names)), key=lambda t: (self.owners[t], t))
         if order == sorted(order):
             return out
-        places = [order.index(t) for t in range(len(order))]
-        return out.index_select(1, torch.tensor(places, device=out.device))
+        if out.device not in self._places:  # with the first call, which is not captured
+            self._places[out.device] = torch.tensor([order.index(t) for t in range(len(order))], device=out.device)
+        return out.index_select(1, self._places[out.device])
 
     def _added(self, out: Tensor, lengths: Tensor) -> Tensor:
         """Of the ranks' partial sums."""

@@ -4,6 +4,7 @@ Each gives the bits of its unfused form over the same group, is differentiable, 
 works under torch.compile of any backend.
 """
 
+from ark_torch.ops import moe_compiled  # noqa: F401  (defines an operator)
 from ark_torch.ops.embedding import embedding_bag_all_to_all
 from ark_torch.ops.matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from ark_torch.ops.moe import MoeHandle, moe_combine, moe_dispatch, moe_layer

@@ -52,7 +52,8 @@ def capture(
             gradients of DTensors are averaged over a `group` that is passed, that of the data-parallel ranks). Or a
             schedule of torch.distributed.pipelining (GPipe, 1F1B, interleaved, zero-bubble) with a loss_fn: a batch is
             then (inputs, target) on every rank, the loss is NaN on ranks without the last stage, and max_norm is that
-            of all stages; optimizer has the parameters of this rank's stages.
+            of all stages; optimizer has the parameters of this rank's stages. `ark_torch.nn.ShardedEmbeddingBags` in a
+            plain module average their own gradients; on CUDA devices they need max_values=.
         optimizer: of torch.optim. On a CUDA device it is made capturable, fused where its class has that form, and its
             learning rates become tensors there, which schedulers fill in place between calls.
         loss: `loss(model, batch)` returns a tensor of one element. It calls the model that it is given, does not make
@@ -96,6 +97,7 @@ def capture(
         subject = pipeline.take_apart(model, group)
     else:
         subject = models.take_apart(model, group)
+    models.check_apart(subject, max_norm is not None, scaler is not None and scaler.is_enabled())
     optimizers.check(optimizer, list(subject.module.parameters()))
     averaging = Averaging(after) if isinstance(after, AveragedModel) else None
     step = Step(subject, optimizer, loss, max_norm, scaler, None if averaging else after, averaging)

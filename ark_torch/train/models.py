@@ -33,6 +33,7 @@ class Subject:
     pipeline: Pipeline | None = None  # of which the module is this rank's stages
     reason: str = ""  # why it cannot be captured
     ignored: frozenset[str] = frozenset()  # parameters that are not averaged
+    apart: tuple[str, ...] = ()  # modules, each with a dot behind it, of which every rank has something else
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Those that are trained, by name."""
@@ -69,7 +70,7 @@ def take_apart(model: Any, group: Any) -> Subject:
         subject = Subject(ddp, device, ddp.process_group, reason=_why_as_it_is(ddp))
         if not subject.reason:
             subject.module, subject.ddp, subject.averages = ddp.module, ddp, True
-            subject.ignored = frozenset(ddp.parameters_to_ignore)
+            _leave_apart(subject, frozenset(ddp.parameters_to_ignore))
         return of_several(subject)
     inner = getattr(model, "_orig_mod", None)
     if isinstance(inner, DistributedDataParallel):
@@ -79,7 +80,41 @@ def take_apart(model: Any, group: Any) -> Subject:
     subject.sharded = _sharded(model)
     own = bool(subject.sharded) or any(isinstance(p, DTensor) for p in model.parameters())
     subject.averages = not subject.reason and not subject.sharded and (not own or group is not None)
+    _leave_apart(subject, frozenset())
     return of_several(subject)
+
+
+def _leave_apart(subject: Subject, ignored: frozenset[str]) -> None:
+    """Embedding tables that are split over ranks have averaged gradients already, and weights of their own."""
+    from ark_torch.nn import ShardedEmbeddingBags
+
+    modules = subject.module.named_modules()
+    subject.apart = tuple(f"{name}." if name else "" for name, one in modules if isinstance(one, ShardedEmbeddingBags))
+    names = (name for name, _ in subject.module.named_parameters() if _is_apart(subject, name))
+    subject.ignored = ignored.union(names)
+
+
+def check_apart(subject: Subject, clips: bool, scales: bool) -> None:
+    """ValueError where a step would treat such tables otherwise than their module does."""
+    trained = [name for name, _ in subject.parameters() if _is_apart(subject, name)]
+    several = subject.group is not None
+    if clips and trained and several:
+        raise ValueError(
+            f"ark: train.capture: max_norm is given, and {trained[0]!r} is of a ShardedEmbeddingBags, of which each "
+            "rank has other tables: norms would differ by rank. Leave max_norm out, or update tables in place "
+            "(optimizer_class=)."
+        )
+    of_tables = [one for one in subject.module.modules() if getattr(one, "optimizer", None) is not None]
+    if scales and subject.apart and of_tables:
+        raise ValueError(
+            "ark: train.capture: scaler is given, and the model has a ShardedEmbeddingBags that updates tables in the "
+            "backward pass, with gradients that are still scaled. Train in bfloat16 without a scaler, or leave "
+            "optimizer_class out."
+        )
+
+
+def _is_apart(subject: Subject, name: str) -> bool:
+    return any(name.startswith(prefix) for prefix in subject.apart)
 
 
 def of_several(subject: Subject) -> Subject:
@@ -143,6 +178,7 @@ def same_weights(subject: Subject) -> None:
     if not subject.averages or subject.ddp is not None:
         return
     module = subject.module
-    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    named = (*module.named_parameters(), *module.named_buffers())
+    tensors = [tensor.detach() for name, tensor in named if not _is_apart(subject, name)]
     local = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     dist._broadcast_coalesced(subject.group, local, 250 << 20, 0)

@@ -52,9 +52,12 @@ def test_example_equals_one_process(name: str, ranks: int, tmp_path: Path, leave
 
 
 @of_examples
-@pytest.mark.parametrize("sharding, ranks", [("table_wise", 2), ("row_wise", 3)])
-def test_dlrm_learns_and_equals_one_process(sharding: str, ranks: int, tmp_path: Path, leaves_nothing: None) -> None:
+@pytest.mark.parametrize("sharding, ranks, more", [("table_wise", 2, ["--capture"]), ("row_wise", 3, [])])
+def test_dlrm_learns_and_equals_one_process(
+    sharding: str, ranks: int, more: list[str], tmp_path: Path, leaves_nothing: None
+) -> None:
     arguments = ["--backend", launcher.BACKEND, "--sharding", sharding, "--steps=110", "--batch=1200", "--max-rows=200"]
+    arguments += more
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks != 2 else []
     done = run([sys.executable, *torchrun, str(EXAMPLES / "dlrm.py"), *arguments], tmp_path)
     assert done.returncode == 0, done.stdout

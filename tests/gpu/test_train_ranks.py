@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_gpu import WORLD, run, start
+from support import recommending
 from support import training as small
 from support.rank import Rank
 from torch import Tensor, nn
@@ -58,6 +59,31 @@ def _sharded(rank: Rank) -> str:
 def test_fully_shard() -> None:
     reasons = run(_sharded, own=True)  # DTensor's caches hold meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
+
+
+def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
+    """Embedding tables that are split over the ranks: no host counts in the step, which is one graph."""
+    from ark_torch.ops import RowwiseAdagrad
+
+    device = begin(rank, WORLD)
+    kwargs: dict[str, Any] = {"sharding": sharding}
+    if adapts:
+        kwargs |= {"optimizer_class": RowwiseAdagrad, "optimizer_kwargs": {"lr": 0.05}}
+    looped, stepped = (recommending.Recommender(device, **kwargs) for _ in range(2))
+    wanted = recommending.in_a_loop(looped, 10, rank.rank, device, fused=True)
+    step = capture(stepped, recommending.optimizer_of(stepped, fused=True), recommending.loss)
+    losses = [step(recommending.batch(number, rank.rank, device)) for number in range(10)]
+    assert step.captured, step.reason
+    assert torch.equal(torch.stack(losses), torch.stack(wanted))
+    for (name, one), other in zip(stepped.named_parameters(), looped.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    step.close()
+
+
+@pytest.mark.parametrize("adapts", [True, False])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_tables_that_are_split(sharding: str, adapts: bool) -> None:
+    run(_tables, sharding, adapts)
 
 
 def _one_cannot(rank: Rank) -> str:

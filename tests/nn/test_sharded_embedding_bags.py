@@ -170,6 +170,51 @@ def test_inputs(sharding: str) -> None:
     run_ranks(_inputs, 2, sharding)
 
 
+def _fixed_sizes(rank: Rank, sharding: str) -> None:
+    """With max_values, as on GPUs: the bits of exchanges that the host counts; room behind the indices is not seen."""
+    rank.init()
+    torch.set_num_threads(1)
+    batch = Batch(rank.rank, seed=6)
+    rooms = [int(one) for one in (18, 19, 18, 25, 30)]
+    for mode, weighted in (("sum", False), ("sum", True), ("mean", False)):
+        plain = ShardedEmbeddingBags(TABLES, mode=mode, sharding=sharding, optimizer_class=RowwiseAdagrad)
+        fixed = ShardedEmbeddingBags(
+            TABLES, mode=mode, sharding=sharding, optimizer_class=RowwiseAdagrad, max_values=rooms
+        )
+        fixed._fixed_on_cpus = True
+        for step in range(2):
+            jagged = batch.jagged(weighted)
+            wanted = plain(jagged)
+            behind = torch.full((3 + step,), -7)
+            jagged._values = torch.cat([jagged._values, behind])
+            jagged._weights = torch.cat([jagged._weights, behind.float()]) if weighted else None
+            got = fixed(jagged)
+            assert torch.equal(got, wanted), (mode, weighted)
+            for out in (wanted, got):
+                out.backward(batch.gradient)
+            for one, other in zip(plain.parameters(), fixed.parameters(), strict=True):
+                assert torch.equal(one, other), (mode, weighted)
+    checked = ShardedEmbeddingBags(TABLES, sharding=sharding, max_values=rooms)  # on CPUs the host counts after all
+    assert torch.equal(
+        checked(batch.jagged(False)), ShardedEmbeddingBags(TABLES, sharding=sharding)(batch.jagged(False))
+    )
+    empty = fixed(Jagged(batch.indices[0][:0], torch.zeros(5 * 6, dtype=torch.int64), None, list(TABLES)))
+    assert empty.shape == (6, 5, 12) and not empty.any()
+    small = ShardedEmbeddingBags(TABLES, sharding=sharding, max_values=1)
+    with pytest.raises(ValueError, match="and max_values says 1"):
+        small(batch.jagged(False))
+    for wrong in (0, [1, 2], True):
+        with pytest.raises(ValueError, match="max_values is"):
+            ShardedEmbeddingBags(TABLES, sharding=sharding, max_values=wrong)
+
+
+@pytest.mark.by_day("2-row_wise", "3-table_wise")
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_buffers_of_fixed_sizes(world: int, sharding: str) -> None:
+    run_ranks(_fixed_sizes, world, sharding)
+
+
 def _placed(rank: Rank) -> None:
     """The largest tables first, to the rank with the least; first values are the same however tables are split."""
     rank.init()

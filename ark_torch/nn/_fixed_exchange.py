@@ -1,0 +1,151 @@
+"""Bags to the ranks that have their tables, in buffers of fixed sizes: no host learns how many indices there are.
+
+For steps that are captured in CUDA graphs. Each table has room for so many indices of each rank; what ranks send each
+other has sizes that every rank knows, and where an index goes is computed on the device. What arrives is put together
+without gaps, so that pooling sees the bags that `ark::exchange_bags` brings, with unused room behind the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ark_torch.nn._shards import block_of
+
+
+class Bags(NamedTuple):
+    """Of this rank's tables (row-wise: of all): the bags of rank 0's samples, then of rank 1's and so on."""
+
+    indices: list[Tensor]  # [ranks * room]
+    offsets: list[Tensor]  # [ranks * batch + 1]: with where the last bag ends
+    weights: list[Tensor]
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][:-1]
+
+
+class FixedExchange:
+    """Of tables with `rooms` for the indices of a rank, on `device`; `owners`: table-wise, whose each table is."""
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        owners: Sequence[int],
+        rooms: Sequence[int],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        self._group, self._ranks, rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self._tables, self._by_row = len(rows), not owners
+        everybody = range(self._ranks)
+        here = [[t for t in range(len(rows)) if self._by_row or owners[t] == r] for r in everybody]
+        self._mine = here[rank]
+        self._rooms = [rooms[t] for t in self._mine]
+        self._empty = [self._by_row and block_of(rows[t], self._ranks) * rank >= rows[t] for t in self._mine]
+        sent = [sum(rooms[t] for t in tables) for tables in here]
+        self._sent, self._received = sent, [sum(self._rooms)] * self._ranks
+        self._sent_tables = [len(tables) for tables in here]
+
+        def numbers(values: Sequence[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+        order = [t for tables in here for t in tables]
+        first = dict(zip(order[: len(rows)], _begins([rooms[t] for t in order])[: len(rows)], strict=True))
+        self._order = numbers(order)  # of tables as they are sent
+        self._first = numbers([first[t] for t in range(len(rows))])  # where a table's indices are sent, to rank 0
+        self._each = sum(rooms) if self._by_row else 0  # from there to where they are sent to the next rank
+        self._room = numbers(rooms)
+        self._block = numbers([block_of(count, self._ranks) or 1 for count in rows])
+        # Of what one rank sends: its table here, its number among that table's, and where that table's begin.
+        self._table_of = numbers([i for i, room in enumerate(self._rooms) for _ in range(room)])
+        self._number = numbers([n for room in self._rooms for n in range(room)])
+        begins = _begins([room * self._ranks for room in self._rooms])
+        self._begin = numbers([begins[i] for i, room in enumerate(self._rooms) for _ in range(room)])
+        self._pieces = [room * self._ranks for room in self._rooms]
+
+    def __call__(self, values: Tensor, lengths: Tensor, weights: Tensor | None) -> Bags:
+        """`values` of all tables, one behind the other, and perhaps room behind the last; `lengths` [tables, batch]."""
+        lengths = lengths.long()
+        counts = lengths.sum(1)
+        ends = counts.cumsum(0)
+        torch._assert_async((counts <= self._room).all() & (ends[-1] <= values.numel()) & (lengths >= 0).all())
+        number = torch.arange(values.numel(), device=values.device)
+        table = torch.searchsorted(ends, number, right=True).clamp_(max=self._tables - 1)
+        used = number < ends[-1]
+        if self._by_row:
+            values, place, lengths = self._to_rows(values, lengths, table, used)
+        else:
+            place = self._first[table] + number - (ends - counts)[table]
+            lengths = lengths.index_select(0, self._order)
+        place = torch.where(used, place, sum(self._sent))
+        got = self._all_to_all(lengths, self._sent_tables, [len(self._mine)] * self._ranks)
+        arrived = [self._moved(one, place) for one in (values, *([] if weights is None else [weights]))]
+        if not self._mine:
+            return Bags([], [], [])
+        got = got.view(self._ranks, len(self._mine), lengths.shape[-1])
+        each = got.sum(2)  # [ranks, my tables]
+        before = each.cumsum(0) - each
+        target = self._begin + before[:, self._table_of] + self._number
+        target = torch.where(self._number < each[:, self._table_of], target, sum(self._pieces)).reshape(-1)
+        put = [one.new_zeros(sum(self._pieces) + 1).scatter_(0, target, one) for one in arrived]
+        pieces = [
+            [piece[:0] if none and not piece.is_cuda else piece for none, piece in zip(self._empty, parts, strict=True)]
+            for parts in (list(one[:-1].split_with_sizes(self._pieces)) for one in put)
+        ]
+        long = got.transpose(0, 1).flatten(1).cumsum(1, dtype=values.dtype)
+        offsets = torch.cat([long.new_zeros(len(self._mine), 1), long], 1)
+        return Bags(pieces[0], list(offsets.unbind(0)), pieces[1] if weights is not None else [])
+
+    def _to_rows(self, values: Tensor, lengths: Tensor, table: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Each index goes to the rank of its row, and is counted from that rank's first row."""
+        block = self._block[table]
+        owner = values.long().div(block, rounding_mode="floor").clamp_(0, self._ranks - 1)
+        key = torch.where(used, owner * self._tables + table, self._ranks * self._tables)
+        ordered, order = torch.sort(key, stable=True)
+        number = torch.arange(values.numel(), device=values.device)
+        place = torch.empty_like(number)
+        place.scatter_(0, order, number - torch.searchsorted(ordered, ordered))
+        place += owner * self._each + self._first[table]
+        bags = lengths.numel()
+        bag = torch.searchsorted(lengths.reshape(-1).cumsum(0), number, right=True)
+        where = torch.where(used, owner * bags + bag, self._ranks * bags)
+        spread = lengths.new_zeros(self._ranks * bags + 1).scatter_add_(0, where, used.to(lengths.dtype))[:-1]
+        return values - (owner * block).to(values.dtype), place, spread.view(-1, lengths.shape[1])
+
+    def _moved(self, values: Tensor, place: Tensor) -> Tensor:
+        buffer = values.new_zeros(sum(self._sent) + 1).scatter_(0, place, values)[:-1]
+        return self._all_to_all(buffer, self._sent, self._received)
+
+    def _all_to_all(self, given: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        out = given.new_empty((sum(received), *given.shape[1:]))
+        dist.all_to_all_single(out, given.contiguous(), received, sent, group=self._group)
+        return out
+
+
+def rooms_of(max_values: int | Sequence[int], tables: int, name: str) -> list[int]:
+    """A number for each table. ValueError where it is none."""
+    rooms = [max_values] * tables if isinstance(max_values, int) else list(max_values)
+    if len(rooms) != tables or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in rooms):
+        raise ValueError(
+            f"{name}max_values is {max_values!r}. Pass the most indices that a rank has for a table in a call: a whole "
+            f"number from 1 on, or one for each of {tables} tables; the same on all ranks."
+        )
+    return rooms
+
+
+def trimmed(values: Tensor, lengths: Tensor, weights: Tensor | None, rooms: list[int], names: Any, name: str) -> Any:
+    """On CPUs: without the room behind, and checked."""
+    counts = lengths.sum(1).tolist()
+    for table, (count, room) in enumerate(zip(counts, rooms, strict=True)):
+        if count > room:
+            raise ValueError(
+                f"{name}{names[table]!r} has {count} indices, and max_values says {room}. Pass a larger one."
+            )
+    total = sum(counts)
+    return values[:total], lengths, None if weights is None else weights[:total]

@@ -1,0 +1,217 @@
+"""All-to-all, experts, all-to-all become one operator: which forms are found, which are not, and bits stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import expert_forms
+import pytest
+import torch
+import torch.nn.functional as F
+from expert_forms import DIM, EXPERTS, FFN, FORMS, LEFT, WORLD
+from support.groups import ark_only
+from support.launcher import run_ranks
+from support.rank import Rank
+
+pytestmark = [ark_only]
+
+
+def fused(told: list[str]) -> Any:
+    """A backend of torch.compile: the pass on the CPU, and nothing else."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from ark_torch.compile import decompositions, experts
+
+    def compile(graph_module: Any, _: Any) -> Any:
+        told.extend(experts.fuse(graph_module.graph, "cpu"))
+        graph_module.graph.lint()
+        graph_module.recompile()
+        return graph_module.forward
+
+    return aot_autograd(fw_compiler=compile, decompositions=decompositions.table())
+
+
+def given(rank: Rank, tokens: int, dtype: torch.dtype = torch.bfloat16, gated: Any = "apart", transposed: bool = False,
+          experts: int = expert_forms.EXPERTS, k: int = 0) -> tuple[Any, ...]:  # fmt: skip
+    """Whole numbers, and a router whose scores of a token differ."""
+    generator = torch.Generator().manual_seed(7 + rank.rank)
+
+    def numbers(*shape: int) -> Any:
+        return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+
+    local = experts // WORLD
+    gate = (torch.randn(DIM, experts, generator=torch.Generator().manual_seed(5))).to(dtype)
+    w1, w3 = (numbers(local, (2 if gated == "halves" else 1) * FFN, DIM) for _ in range(2))
+    w2 = numbers(local, DIM, FFN)
+    weights = [w1, w3, w2] if gated == "apart" else [w1, w2]
+    return numbers(tokens, DIM), gate, *((w.transpose(1, 2).contiguous() if transposed else w) for w in weights)
+
+
+def _run(rank: Rank, names: list[str], tokens: list[int]) -> dict[str, list[str]]:
+    rank.init()
+    torch.set_num_threads(1)
+    expert_forms.make_groups()
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    said = {}
+    for name in names:
+        form, _, more = (FORMS | LEFT)[name]
+        arguments = given(rank, tokens[rank.rank], **more)
+        told: list[str] = []
+        torch._dynamo.reset()
+        with torch.no_grad():
+            got = torch.compile(form, backend=fused(told), dynamic=False, fullgraph=True)(*arguments)
+            wanted = form(*arguments)
+        for one, other in zip(*((y if isinstance(y, tuple) else (y,)) for y in (got, wanted)), strict=True):
+            assert torch.equal(one, other), (name, told, one, other)
+        said[name] = told
+    return said
+
+
+@pytest.mark.by_day("megatron", "slots_sorted")
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_found(name: str) -> None:
+    for said in run_ranks(_run, 2, [name], [6, 6]):
+        assert len(said[name]) == 1 and said[name][0].endswith(f"ark.{FORMS[name][1]}.default"), said[name]
+
+
+@pytest.mark.by_day("experts_mixed_up", "slots_that_may_not_do")
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left(name: str) -> None:
+    for said in run_ranks(_run, 2, [name], [6, 6]):
+        assert len(said[name]) == 1 and LEFT[name][1] in said[name][0], said[name]
+
+
+def _on_cpus() -> None:
+    """The passes of backend="ark" look at CPU tensors."""
+    from ark_torch.compile import experts
+
+    plain = experts.fuse
+    experts.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
+
+
+def _explained(rank: Rank) -> tuple[str, str, bool]:
+    import ark_torch
+
+    rank.init()
+    torch.set_num_threads(1)
+    _on_cpus()
+    torch._dynamo.config.capture_scalar_outputs = True
+
+    def model(*arguments: Any) -> Any:
+        return expert_forms.megatron(*arguments) * 2 + 1
+
+    arguments = given(rank, 6, torch.float32, "halves")
+    bare = given(rank, 6, torch.float32, None, transposed=True)
+    with torch.no_grad():
+        found = ark_torch.explain(model, *arguments)
+        left = ark_torch.explain(lambda *a: expert_forms.slots_with_biases(*a) * 2 + 1, *bare)
+        call = torch.compile(model, backend="ark", options={"choose": "ark"}, dynamic=False)
+        same = torch.equal(call(*arguments), model(*arguments))
+    return str(found), str(left), same
+
+
+@pytest.mark.nightly
+def test_explained_and_run_by_ark() -> None:
+    """A graph whose sizes were read from tensors is static when it is fused, and the rest is a region."""
+    for found, left, same in run_ranks(_explained, 2):
+        assert "ark.moe_feed_forward.default" in found and "symbolic" not in found, found
+        assert "not fused with experts: its experts are no feed-forward networks" in left, left
+        assert same
+
+
+def _slots_that_train(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
+    """The router's weights train, too."""
+    import torch.distributed._functional_collectives as funcol
+
+    def moved(rows: Any) -> Any:
+        return funcol.all_to_all_single_autograd(rows, [1] * WORLD, [1] * WORLD, "0")
+
+    local = EXPERTS // WORLD
+    weights, ids = torch.topk((x @ gate).float(), 2, dim=-1)
+    chosen, order = ids.flatten().sort(stable=True)
+    counts = F.one_hot(ids.flatten(), EXPERTS).sum(0)
+    place = torch.arange(len(chosen)) - (counts.cumsum(0) - counts)[chosen]
+    buffer = x.new_zeros(EXPERTS, len(chosen), DIM)
+    buffer[chosen, place] = x[order // 2]
+    got = moved(buffer.view(WORLD, -1, DIM)).view(WORLD, local, -1, DIM).transpose(0, 1).reshape(local, -1, DIM)
+    y = torch.bmm(F.relu(torch.bmm(got, w1)) * torch.bmm(got, w3), w2)
+    back = moved(y.view(local, WORLD, -1, DIM).transpose(0, 1).contiguous())
+    rows = back.view(EXPERTS, -1, DIM)[chosen, place] * weights.flatten()[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add_(0, order // 2, rows)
+
+
+def _silent(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
+    """As above, with weights that are made of parameters: left as it is."""
+    return _slots_that_train(x, gate, w1 * 2, w3, w2)
+
+
+def _trains(rank: Rank) -> dict[str, list[str]]:
+    import logging
+
+    from torch._inductor import config
+
+    from ark_torch.compile import experts_training
+
+    rank.init()
+    torch.set_num_threads(1)
+    plain = experts_training.fuse
+    experts_training.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ark_torch.compile")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    said: dict[str, list[str]] = {}
+    for form in (_slots_that_train, _silent):
+        messages.clear()
+        arguments = [one.float().requires_grad_() for one in given(rank, 6, torch.float32, transposed=True)]
+        (form(*arguments) ** 2).sum().backward()
+        wanted = [one.grad for one in arguments]
+        for one in arguments:
+            one.grad = None
+        with config.patch(compile_threads=1):
+            (torch.compile(form, backend="ark", dynamic=False)(*arguments) ** 2).sum().backward()
+        for one, other in zip(arguments, wanted, strict=True):
+            torch.testing.assert_close(one.grad, other, rtol=1e-5, atol=1e-4)
+        said[form.__name__] = [one for one in messages if "joint graph" in one]
+    return said
+
+
+@pytest.mark.nightly
+@pytest.mark.limit(400)
+def test_graphs_that_train() -> None:
+    for said in run_ranks(_trains, 2, timeout=300):
+        assert len(said["_slots_that_train"]) == 1 and "ark.moe_experts.default" in said["_slots_that_train"][0], said
+        assert len(said["_silent"]) == 1 and "its weights are no parameters" in said["_silent"][0], said
+
+
+def _unlike(rank: Rank) -> list[str]:
+    """Other numbers of tokens on each rank, and in each call: static graphs meet symbolic ones, which Inductor runs."""
+    import logging
+
+    rank.init()
+    torch.set_num_threads(1)
+    _on_cpus()
+    torch._dynamo.config.capture_scalar_outputs = True
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("ark_torch.compile")
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    call = torch.compile(expert_forms.megatron, backend="ark")
+    for tokens in ((6, 6), (6, 9), (5, 9), (0, 3)):
+        arguments = given(rank, tokens[rank.rank], torch.float32, "halves")
+        with torch.no_grad():
+            assert torch.equal(call(*arguments), expert_forms.megatron(*arguments)), tokens
+    return messages
+
+
+@pytest.mark.nightly
+@pytest.mark.limit(400)
+def test_ranks_with_other_numbers_of_tokens() -> None:
+    first, second = run_ranks(_unlike, 2, timeout=300)
+    assert any("Inductor's graph: all_to_all_single_1: ark.moe_feed_forward.default" in one for one in second), second
+    assert not any("not fused" in one for one in (*first, *second)), (first, second)
