@@ -94,22 +94,27 @@ void NodeBeats::close() {
   }
 }
 
-uint64_t NodeBeats::own_age() const {
-  return age_of(born_);
-}
-
-NodeBeats::Reading NodeBeats::read(int rank) const {
+NodeBeats::Reading NodeBeats::read() const {
   struct Answer {
     std::mutex mutex;
     std::condition_variable changed;
     bool come = false;
     Reading reading;
   };
+  std::vector<std::string> keys;
+  for (int node = 0; node < plan_.nodes(); ++node) keys.push_back(key(node));
   const auto answer = std::make_shared<Answer>();
-  const auto ask = [answer, store = store_, wanted = key(plan_.node_of(rank))] {
+  const auto ask = [answer, store = store_, keys = std::move(keys)] {
     Reading reading;
     try {
-      if (const auto found = store->find(wanted)) reading.lived = decode(*found);
+      if (const auto found = store->find_all(keys)) {  // one round trip
+        for (const auto& one : *found) reading.lived.emplace_back(decode(one));
+      } else {
+        for (const std::string& one : keys) {
+          const auto value = store->find(one);
+          reading.lived.push_back(value ? std::optional(decode(*value)) : std::nullopt);
+        }
+      }
     } catch (const Error& error) {
       reading.trouble = error.message();
     } catch (const std::exception& error) {
@@ -121,13 +126,13 @@ NodeBeats::Reading NodeBeats::read(int rank) const {
     answer->changed.notify_all();
   };
   try {
-    start_thread("the thread that asks the store for another node", ask).detach();
+    start_thread("the thread that asks the store for other nodes", ask).detach();
   } catch (const Error& error) {
-    return {std::nullopt, error.message()};
+    return {{}, error.message()};
   }
   std::unique_lock lock(answer->mutex);
   if (answer->changed.wait_for(lock, kForTheStore, [&] { return answer->come; })) return answer->reading;
-  return {std::nullopt, "no answer in " + std::to_string(kForTheStore.count()) + " ms"};
+  return {{}, "no answer in " + std::to_string(kForTheStore.count()) + " ms"};
 }
 
 std::string NodeBeats::node_text(int rank) const {
@@ -142,12 +147,19 @@ std::string NodeBeats::silence(int rank, const Reading& before, const Reading& a
       return who + " is silent, and so is the rendezvous store, which is on rank 0's node as a rule (" + trouble + ")";
     return who + " is silent, and the rendezvous store cannot tell whether it lives (" + trouble + ")";
   }
-  if (before.lived != after.lived) return "";
+  std::string told = silence_of_node(plan_.node_of(rank), before, after);
+  for (int node = 0; told.empty() && node < plan_.nodes(); ++node)
+    if (node != plan_.node()) told = silence_of_node(node, before, after);
+  return told;
+}
+
+std::string NodeBeats::silence_of_node(int node, const Reading& before, const Reading& after) const {
+  if (before.lived[node] != after.lived[node]) return "";
   // Both began when the group did.
   const auto watched = static_cast<uint64_t>(watch().count());
-  const uint64_t age = own_age(), lived = after.lived.value_or(0);
+  const uint64_t age = age_of(born_), lived = after.lived[node].value_or(0);
   const uint64_t silent = age > lived ? std::max(watched, age - lived) : watched;
-  return who + " has not been heard of for " + seconds(silent) +
+  return node_text(plan_.members(node)[0]) + " has not been heard of for " + seconds(silent) +
          ": its machine is down, stopped or cut off, or its processes are";
 }
 

@@ -2,8 +2,9 @@
 // or cut off, so that none of them can tell.
 //
 // One rank a node, its first, writes every period how long it has lived. Nobody reads that until a wait for another
-// node's rank is over its time: then who waited reads that node's key, watches for some periods, and reads again. A
-// value that has not changed is silence. So a healthy group costs the store one write a node in a period, and no reads.
+// node's rank is over its time: then who waited reads every node's, watches for some periods, and reads again. A value
+// that has not changed is silence. All nodes are looked at, since the rank waited for may itself wait for one that is
+// gone. So a healthy group costs the store one write a node in a period, and no reads.
 //
 // Clocks of machines are never compared: only equality counts, and the difference of ages is for people. A store whose
 // host is stopped answers never, so each reading is on a thread of its own, and neither it nor the writing thread is
@@ -41,19 +42,21 @@ class NodeBeats {
   Milliseconds patience() const { return watch() + 2 * kForTheStore; }
 
   struct Reading {
-    std::optional<uint64_t> lived;  // milliseconds, by the node's own clock; empty: it never wrote
-    std::string trouble;            // why the store told nothing; empty: it answered
+    // By node: milliseconds, by its own clock; empty: it never wrote.
+    std::vector<std::optional<uint64_t>> lived;
+    std::string trouble;  // why the store told nothing; empty: it answered
   };
-  Reading read(int rank) const;  // of the rank's node
+  Reading read() const;
 
-  // For people, from what was read before and after watch(); empty: the node lives.
+  // For people, from what was read before and after watch(), where this rank waits for `rank`: of that one's node, or
+  // else of any other that is silent; empty: they live.
   std::string silence(int rank, const Reading& before, const Reading& after) const;
   std::string node_text(int rank) const;  // "node 1 (ranks 2 and 3)"
 
  private:
   struct Beating;
   std::string key(int node) const { return prefix_ + "/" + std::to_string(node); }
-  uint64_t own_age() const;
+  std::string silence_of_node(int node, const Reading& before, const Reading& after) const;
 
   const std::shared_ptr<KeyValueStore> store_;
   const std::string prefix_;

@@ -86,6 +86,7 @@ def test_a_node_that_is_killed(placement: Placement, node: int, named: str) -> N
     [
         (UNEVEN, 0, r"node 0 \(ranks 0 and 1\)"),  # rank 4 has no rail: it waits for one of its node that does
         (TWO, 1, r"node 1 \(ranks 2 and 3\)"),
+        ((0, 1, 2), 2, r"node 2 \(rank 2\)"),  # ranks 0 and 1 may wait for each other, too
         pytest.param((0, 1), 1, r"node 1 \(rank 1\)", marks=pytest.mark.nightly),
         pytest.param(STAR, 1, r"node 1 \(ranks 1, 2 and 3\)", marks=pytest.mark.nightly),
         pytest.param(STAR, 0, r"node 0 \(rank 0\)", marks=pytest.mark.nightly),

@@ -58,15 +58,16 @@ void CarriedMessages::wait_for(size_t number) {
   if (begun_[number].work) wait_for(begun_[number].work, begun_[number].peer);
 }
 
-// Of a rank that is late: empty, or that nothing is heard of its node. Throws Aborted where another rank knows more.
+// Of a rank that is late: empty, or of which node nothing is heard, its own or one that it may wait for. Throws Aborted
+// where another rank knows more.
 std::string CarriedMessages::look_for_node(int peer) {
-  const NodeBeats::Reading before = beats_.read(peer);
+  const NodeBeats::Reading before = beats_.read();
   if (!before.trouble.empty()) return beats_.silence(peer, before, before);
   {
     std::unique_lock lock(mutex_);
     if (ended_.wait_for(lock, beats_.watch(), [this] { return aborted_; })) throw Aborted();
   }
-  return beats_.silence(peer, before, beats_.read(peer));
+  return beats_.silence(peer, before, beats_.read());
 }
 
 void CarriedMessages::wait_for(Work& work, int peer) {

@@ -96,13 +96,13 @@ TEST(NodeBeats, OneRankOfANodeWritesAndNobodyReads) {
 
 TEST(NodeBeats, ANodeThatBeatsIsNotSilent) {
   const auto store = std::make_shared<BeatStore>();
-  const auto own = beats_of(store, 0), other = beats_of(store, 2);
+  const auto own = beats_of(store, 0), other = beats_of(store, 2), third = beats_of(store, 5);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 1));
-  const auto before = own->read(3);
-  ASSERT_TRUE(before.lived);
+  const auto before = own->read();
+  ASSERT_TRUE(before.lived[1]);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 20));  // ages are in milliseconds
-  EXPECT_EQ(own->silence(3, before, own->read(3)), "");
-  EXPECT_EQ(store->reads(), 2);
+  ASSERT_TRUE(store->wait_for_writes("beat/2", 20));
+  EXPECT_EQ(own->silence(3, before, own->read()), "");
 }
 
 TEST(NodeBeats, ANodeThatStopsIsNamedWithItsRanks) {
@@ -111,14 +111,26 @@ TEST(NodeBeats, ANodeThatStopsIsNamedWithItsRanks) {
   auto other = beats_of(store, 2);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 2));
   other.reset();
-  const auto before = own->read(4);
-  const std::string told = own->silence(4, before, own->read(4));
+  const auto before = own->read();
+  const std::string told = own->silence(4, before, own->read());
   EXPECT_EQ(told,
             "node 1 (ranks 2, 3 and 4) has not been heard of for 1 s: its machine is down, stopped or cut off, or its "
             "processes are");
-  const auto never = own->read(0);  // its first rank never came so far
-  EXPECT_FALSE(never.lived);
+  const auto never = own->read();  // its first rank never came so far
+  EXPECT_FALSE(never.lived[0]);
   EXPECT_NE(own->silence(1, never, never), "");
+}
+
+// Who waits for a rank that waits for a node that is gone names that node.
+TEST(NodeBeats, AnotherNodeThatIsSilentIsNamed) {
+  const auto store = std::make_shared<BeatStore>();
+  const auto own = beats_of(store, 5), waited_for = beats_of(store, 0);
+  beats_of(store, 2).reset();
+  ASSERT_TRUE(store->wait_for_writes("beat/0", 1));
+  const auto before = own->read();
+  ASSERT_TRUE(store->wait_for_writes("beat/0", 20));
+  const std::string told = own->silence(0, before, own->read());
+  EXPECT_EQ(told.find("node 1 (ranks 2, 3 and 4) has not been heard of"), 0u) << told;
 }
 
 TEST(NodeBeats, AStoreThatHasGoneIsSaid) {
@@ -126,7 +138,7 @@ TEST(NodeBeats, AStoreThatHasGoneIsSaid) {
   const auto own = beats_of(store, 2);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 1));
   store->become(BeatStore::Mood::gone);
-  const auto read = own->read(0);
+  const auto read = own->read();
   EXPECT_EQ(
       own->silence(0, read, read),
       "node 0 (ranks 0 and 1) is silent, and so is the rendezvous store, which is on rank 0's node as a rule (the "
@@ -142,7 +154,7 @@ TEST(NodeBeats, AStoreThatNeverAnswersHoldsNobodyUp) {
   ASSERT_TRUE(store->wait_for_writes("beat/1", 1));
   store->become(BeatStore::Mood::silent);
   ASSERT_TRUE(store->wait_for_writes("beat/1", 1));  // its thread is in the store
-  EXPECT_EQ(own->read(0).trouble, "no answer in 2000 ms");
+  EXPECT_EQ(own->read().trouble, "no answer in 2000 ms");
   own.reset();
   const int writes = store->writes()["beat/1"];
   store->become(BeatStore::Mood::well);
@@ -154,7 +166,7 @@ TEST(NodeBeats, AStoreThatNeverAnswersHoldsNobodyUp) {
 TEST(NodeBeats, WhatIsNoBeatIsTrouble) {
   const auto store = std::make_shared<BeatStore>();
   store->set("beat/1", {1, 2, 3});
-  const auto read = beats_of(store, 0)->read(2);
+  const auto read = beats_of(store, 0)->read();
   EXPECT_EQ(read.trouble, "a beat has 3 bytes, not of this ark_torch");
 }
 
