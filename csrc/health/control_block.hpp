@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include "protocol/counter.hpp"
 
@@ -17,6 +18,9 @@ namespace ark {
 inline constexpr uint32_t kAbortNone = 0;
 inline constexpr uint32_t kAbortWriting = 1;
 inline constexpr uint32_t kAbortSet = 2;
+
+// In ControlBlock::waiting_on: for a rank that is no part of this memory (of another node).
+inline constexpr int64_t kWaitsOutside = std::numeric_limits<int64_t>::max();
 
 struct AbortRecord {
   uint32_t kind;       // ErrorKind
@@ -34,7 +38,7 @@ struct ControlBlock {
   alignas(protocol::kCacheLine) uint64_t enqueued;  // collectives issued so far
   uint64_t started;                                 // ... begun
   uint64_t completed;                               // ... finished
-  int64_t waiting_on;                               // 1 + rank whose counter it sleeps on, 0 none
+  int64_t waiting_on;                               // 1 + rank whose counter it sleeps on, 0 none, kWaitsOutside
   uint64_t beat;                                    // grows every slice while it sleeps: a stopped rank's does not
   char operation[32];                               // what it is in (torn reads are harmless: text only)
   alignas(protocol::kCacheLine) uint32_t abort_state;

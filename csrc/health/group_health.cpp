@@ -13,6 +13,7 @@ constexpr const char* kRestart = "Destroy the process group on every rank (or re
 
 // Some ten slices of a sleeping waiter (collectives/cpu/wait.cpp): long enough for a live one on a busy machine.
 constexpr auto kBeats = std::chrono::milliseconds(200);
+constexpr auto kSlice = std::chrono::milliseconds(20);
 
 void copy_text(char* target, size_t room, const std::string& text) {
   const size_t bytes = std::min(room - 1, text.size());
@@ -89,6 +90,7 @@ Error GroupHealth::explain(const Alarm& alarm, const OperationContext& operation
     case Alarm::late: {
       std::string what = "timed out after " + std::to_string(operation.timeout.count()) + " ms";
       const int culprit = peer < 0 ? -1 : find_culprit(peer);
+      if (const auto heard = hear_from_outside(culprit, operation)) return explain(*heard, operation, peer);
       if (culprit >= 0) {
         const ControlBlock& block = of(culprit);
         what += " waiting for rank " + std::to_string(name(culprit)) + ", which has issued " +
@@ -133,6 +135,19 @@ void GroupHealth::fail(const Error& error) {
   failed_.store(true, std::memory_order_release);
 }
 
+// What comes to light while a rank that waits for another node's finds out why; nothing: it did not.
+std::optional<GroupHealth::Alarm> GroupHealth::hear_from_outside(int culprit, const OperationContext& operation) const {
+  if (culprit < 0 || protocol::load_relaxed(control_[culprit]->waiting_on) != kWaitsOutside) return std::nullopt;
+  OperationContext unhurried = operation;
+  unhurried.deadline = Clock::now() + patience_outside_;
+  while (true) {
+    const auto found = alarm(unhurried, -1);
+    if (found && found->kind == Alarm::late) return std::nullopt;
+    if (found) return found;
+    std::this_thread::sleep_for(kSlice);
+  }
+}
+
 // A rank that was stopped in its sleep still says whom it waited for, so its word counts only while its beat goes on.
 int GroupHealth::find_culprit(int peer) const {
   std::vector<uint64_t> beats;
@@ -151,9 +166,10 @@ std::vector<GroupHealth::Progress> GroupHealth::progress() const {
   std::vector<Progress> all;
   for (int other = 0; other < size(); ++other) {
     const ControlBlock& block = *control_[other];
+    const int64_t waiting_on = protocol::load_relaxed(block.waiting_on);
     all.push_back({protocol::load_relaxed(block.enqueued), protocol::load_relaxed(block.started),
                    protocol::load_relaxed(block.completed),
-                   static_cast<int>(protocol::load_relaxed(block.waiting_on)) - 1,
+                   waiting_on == kWaitsOutside ? -1 : static_cast<int>(waiting_on) - 1,
                    bounded_text(block.operation, sizeof block.operation), lost(other)});
   }
   return all;

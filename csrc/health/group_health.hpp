@@ -68,6 +68,10 @@ class GroupHealth {
   // Fails the group with this error and tells the peers. The first call wins.
   void fail(const Error& error);
 
+  // How much longer than its own time a rank takes that waits for one outside (kWaitsOutside) to find out why. It is
+  // blamed only after that. To be set before anyone waits.
+  void set_patience_outside(std::chrono::milliseconds patience) { patience_outside_ = patience; }
+
   // Who is really late when this rank waits on `peer`: follows the ranks' own waits to their end.
   int find_culprit(int peer) const;
 
@@ -84,12 +88,14 @@ class GroupHealth {
   bool lost(int peer) const { return monitor_ && monitor_->lost(peer); }
 
  private:
+  std::optional<Alarm> hear_from_outside(int culprit, const OperationContext& operation) const;
   Error explain(const Alarm& alarm, const OperationContext& operation, int peer) const;
 
   int rank_;
   std::vector<ControlBlock*> control_;
   std::unique_ptr<PeerMonitor> monitor_;
   const std::vector<int> names_;
+  std::chrono::milliseconds patience_outside_{0};
   std::atomic<bool> failed_{false};
   mutable std::mutex mutex_;
   std::optional<Error> failure_;

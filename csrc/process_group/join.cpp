@@ -155,6 +155,12 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
     }
     return std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", std::move(client)));
   };
+  // Where this rank writes it needs a client of its own, too. The others ask one question, when they raise.
+  std::shared_ptr<KeyValueStore> of_beats =
+      plan.local() == 0 ? own_store()
+                        : std::make_unique<StoreAdapter>(c10::make_intrusive<c10d::PrefixStore>("ark", store_));
+  auto beats = std::make_unique<NodeBeats>(std::move(of_beats), "beat/" + result.start, plan,
+                                           NodeBeats::period_of(options_->timeout));
   RdmaAgreement rdma = agree_on_rdma(
       {rank_, size_, result.start, options_->net, options_->rdma, options_->timeout, plan.peers()}, store, own_store);
   plan_ = plan.text() + parcels_of(plan) + (options_->flat_order && !plan.flat() ? ", order flat" : "") +
@@ -178,9 +184,9 @@ void ProcessGroupArk::join_nodes(StoreAdapter& store, const ConnectResult& resul
   }
   // News of failures go by Gloo always: its connections end with a process, a NIC's after a retry budget.
   const auto gloo = std::make_shared<BackendCarrier>(core_->carrier);
-  core_->communicator =
-      std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo, std::move(plan),
-                                            std::move(node), shm_options_of(*options_), options_->flat_order);
+  core_->communicator = std::make_unique<CarriedCommunicator>(rank_, size_, rdma.carrier ? rdma.carrier : gloo, gloo,
+                                                              std::move(beats), std::move(plan), std::move(node),
+                                                              shm_options_of(*options_), options_->flat_order);
 }
 
 uint64_t ProcessGroupArk::messages_between_nodes() const {

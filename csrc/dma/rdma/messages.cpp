@@ -78,6 +78,7 @@ Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, siz
       peer.announced.erase(found);
       begin_large(peer, message, target);
     }
+    take_slots(rank, peer);
   }
   return handle;
 }
@@ -92,6 +93,7 @@ Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t
   if (const auto found = peer.aside.find(place); found != peer.aside.end()) {
     fill(*message, rank, found->second.data(), found->second.size());
     peer.aside.erase(found);
+    take_slots(rank, peer);
   } else if (peer.failure) {
     fail(*message, *peer.failure);
   } else if (peer.left) {
@@ -100,6 +102,7 @@ Messages::MessagePtr Messages::receive(int rank, int32_t tag, void* data, size_t
   } else {
     peer.receives[place] = message;
     if (bytes > most_small()) announce(peer, message);
+    take_slots(rank, peer);
   }
   return handle;
 }
@@ -120,9 +123,11 @@ Messages::MessagePtr Messages::receive_any(int32_t tag, void* data, size_t bytes
     if (found == peer.aside.end() || found->first.first != tag) continue;
     fill(*message, rank, found->second.data(), found->second.size());
     peer.aside.erase(found);
+    take_slots(rank, peer);
     return handle;
   }
   any_[tag].push_back(message);
+  for (auto& [rank, peer] : peers_) take_slots(rank, peer);
   return handle;
 }
 
@@ -194,6 +199,40 @@ void Messages::begin_large(Peer& peer, const State& message, const Header& targe
   pump(peer);
 }
 
+// Whether something that this rank has begun may need what the peer sends.
+bool Messages::awaits(const Peer& peer) const {
+  const auto waits = [](const auto& one) { return !one.second.empty(); };
+  return !peer.receives.empty() || !peer.large_sends.empty() || std::any_of(any_.begin(), any_.end(), waits);
+}
+
+// What has arrived, as far as there is room for it. all: the connection has ended, and no more than its slots can come.
+void Messages::take_slots(int rank, Peer& peer, bool all) {
+  const std::shared_ptr<Channel> channel = peer.channel;
+  while (channel && (all || peer.kept() < setup_.most_kept || awaits(peer))) {
+    const auto bytes = channel->take();
+    if (!bytes) return;
+    if (!take_slot(rank, peer, *bytes)) {
+      fail_peer(peer, error(ErrorKind::system, rank, "rank " + std::to_string(rank) + " sent what is no message",
+                            "Run the same ark_torch on all ranks."));
+      return;
+    }
+    channel->release();
+  }
+}
+
+// False, and the connection has failed, where its messages are too many even for one who waits for another of it.
+bool Messages::may_keep(int rank, Peer& peer) {
+  const size_t most = setup_.most_kept * kWhereAwaited;
+  if (peer.kept() < most) return true;
+  if (peer.failure) return false;
+  fail_peer(peer, error(ErrorKind::mismatch, rank,
+                        "rank " + std::to_string(rank) + " has sent " + std::to_string(most) +
+                            " messages that this rank has not received, while this rank waits for another of it",
+                        "Receive messages in about the order in which they are sent, or let rank " +
+                            std::to_string(rank) + " wait for an answer now and then."));
+  return false;
+}
+
 // False: what stands there is no message.
 bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
   const std::byte* slot = peer.channel->inbox(peer.slots_taken++);
@@ -224,7 +263,7 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
         any->second.pop_front();
         return fill(*message, rank, data, header.bytes);
       }
-      peer.aside[place].assign(data, data + header.bytes);
+      if (may_keep(rank, peer)) peer.aside[place].assign(data, data + header.bytes);
       return;
     }
     case Header::announcement: {
@@ -233,7 +272,7 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
         return begin_large(peer, message, header);
       }
       // Of a send that was given up, or is small and will find the receive too large: nothing to write.
-      if (header.index >= peer.sent[header.tag]) peer.announced[place] = header;
+      if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = header;
       return;
     }
     case Header::written: {
@@ -303,21 +342,28 @@ void Messages::changed(int rank) {
   Peer& peer = peers_[rank];
   if (!peer.channel) return;  // it is still connecting, and looks here once more afterwards
   const std::shared_ptr<Channel> channel = peer.channel;
-  while (const auto bytes = channel->take()) {
-    if (!take_slot(rank, peer, *bytes)) {
-      fail_peer(peer, error(ErrorKind::system, rank, "rank " + std::to_string(rank) + " sent what is no message",
-                            "Run the same ark_torch on all ranks."));
-      break;
-    }
-    channel->release();
-  }
+  take_slots(rank, peer);
   while (!peer.moving.empty() && channel->done(peer.moving.front()->number)) {
     finish(*peer.moving.front());
     peer.moving.pop_front();
   }
-  if (const auto why = channel->failure()) fail_peer(peer, *why);
+  if (const auto why = channel->failure()) {
+    take_slots(rank, peer, true);  // what it has sent before counts
+    fail_peer(peer, *why);
+  }
   pump(peer);
   something_.notify_all();
+}
+
+// Of a small send that is late and still here.
+void Messages::refuse_full(const MessageState& message) {
+  if (!message.sends || message.bytes > most_small() || !peers_[message.peer].channel) return;
+  throw error(ErrorKind::timeout, message.peer,
+              "rank " + std::to_string(message.peer) + " takes no more messages: its " +
+                  std::to_string(setup_.shape.slots) + " slots are full, as when it has " +
+                  std::to_string(setup_.most_kept) + " that it has not received",
+              "See whether rank " + std::to_string(message.peer) +
+                  " is stopped, slow, or does not receive what is sent to it.");
 }
 
 bool Messages::wait_until(MessageState& message, Clock::time_point deadline) {
@@ -326,7 +372,10 @@ bool Messages::wait_until(MessageState& message, Clock::time_point deadline) {
   const auto ended = [&] { return message.stage == Stage::done || message.stage == Stage::failed; };
   while (!ended()) {
     const auto now = Clock::now();
-    if (now >= deadline) return false;
+    if (now >= deadline) {
+      refuse_full(message);
+      return false;
+    }
     if (something_.wait_until(lock, std::min(deadline, now + setup_.probe), ended)) break;
     if (message.any) continue;
     // A failure of the probe ends the message.

@@ -4,8 +4,13 @@
 // Messages of one tag between two ranks arrive in the order in which they are sent: the n-th that is sent meets the
 // n-th receive. Small ones are written into the peer's inbox, a slot each, and copied out of it. Of large ones the
 // receiver registers its memory and announces it, and the sender writes straight there; which it is both know from the
-// size, on which they must agree. A small message that nobody has asked for yet is set aside. A tag is received from
-// anyone, and then small, or from one rank each time; never both.
+// size, on which they must agree. A tag is received from anyone, and then small, or from one rank each time; never
+// both.
+//
+// A small message that nobody has asked for yet is set aside, as is the announcement of a receive whose send has not
+// begun. Of one peer up to Setup::most_kept are kept; then its slots stay full, so that its credits end and its sends
+// wait. Who waits for that peer's message of another tag, or sends to it, must hear what comes behind: then more are
+// kept, up to kWhereAwaited times as many, beyond which the connection fails.
 //
 // A peer is connected to at the first message to or from it: a thread makes the channel, publishes its endpoint in the
 // store and looks for the peer's, while the message waits. Who waits for a peer that stays silent sends it an empty
@@ -76,8 +81,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
     std::string prefix;                          // of keys in the store; of this start of this group alone
     std::chrono::milliseconds timeout{1800000};  // for a peer to connect
     std::chrono::milliseconds probe{500};        // of waiting, before a silent peer is asked
+    size_t most_kept = 1024;                     // unexpected messages of a peer; each of a slot's bytes at most
     Channel::Shape shape;
   };
+  static constexpr size_t kWhereAwaited = 16;
   Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup);
   ~Messages();
 
@@ -91,6 +98,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
 
   size_t most_small() const { return setup_.shape.slot_bytes - sizeof(Header); }  // bytes that go through the inbox
   int connections() const;
+  size_t kept(int peer) const;  // unexpected messages of it
   std::optional<Channel::Counts> counts(int peer) const;
   const std::string& device() const { return engine_->device()->port().device; }
 
@@ -120,9 +128,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
     std::deque<State> moving;            // large sends whose bytes are under way
     std::vector<uint64_t> slot_numbers;  // by slot of the outbox: the request that used it last
     uint64_t slots_sent = 0, slots_taken = 0;
+    size_t kept() const { return aside.size() + announced.size(); }
   };
 
   bool wait_until(MessageState& message, Clock::time_point deadline);
+  void refuse_full(const MessageState& message);
   void give_up(const State& message);
 
   // Under mutex_.
@@ -132,7 +142,10 @@ class Messages : public std::enable_shared_from_this<Messages> {
   bool put_slot(Peer& peer, const Header& header, const void* data);
   void pump(Peer& peer);
   void begin_large(Peer& peer, const State& message, const Header& target);
+  bool awaits(const Peer& peer) const;
+  void take_slots(int rank, Peer& peer, bool all = false);
   bool take_slot(int rank, Peer& peer, uint32_t bytes);
+  bool may_keep(int rank, Peer& peer);
   void deliver(int rank, Peer& peer, const Header& header, const std::byte* data);
   void fill(MessageState& message, int rank, const std::byte* data, size_t bytes);
   void finish(MessageState& message);

@@ -159,6 +159,12 @@ int Messages::connections() const {
       std::count_if(peers_.begin(), peers_.end(), [](const auto& one) { return one.second.channel; }));
 }
 
+size_t Messages::kept(int rank) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(rank);
+  return found == peers_.end() ? 0 : found->second.kept();
+}
+
 std::optional<Channel::Counts> Messages::counts(int rank) const {
   const std::lock_guard lock(mutex_);
   const auto found = peers_.find(rank);

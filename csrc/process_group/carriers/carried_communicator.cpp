@@ -20,10 +20,11 @@ constexpr size_t kWholeToRoot = 4 << 20;
 }  // namespace
 
 CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier,
-                                         std::shared_ptr<Carrier> notes_by, NodePlan plan, Neighbourhood node,
-                                         ShmOptions options, bool flat_order)
+                                         std::shared_ptr<Carrier> notes_by, std::unique_ptr<NodeBeats> beats,
+                                         NodePlan plan, Neighbourhood node, ShmOptions options, bool flat_order)
     : Communicator(rank, size),
       carrier_(std::move(carrier)),
+      beats_(std::move(beats)),
       plan_(std::move(plan)),
       flat_order_(flat_order && !plan_.flat()),
       heard_(size),
@@ -33,6 +34,7 @@ CarriedCommunicator::CarriedCommunicator(int rank, int size, std::shared_ptr<Car
   options.on_lost = [this](int local) { lost(local); };
   node_ =
       std::make_unique<ShmCommunicator>(plan_.local(), static_cast<int>(plan_.own().size()), std::move(node), options);
+  node_->health().set_patience_outside(CarriedMessages::kForALateStory + beats_->patience());
   auto notes =
       std::make_unique<FailureNotes>(std::move(notes_by), rank, size, [this](const Error& error) { fail(error); });
   std::unique_lock lock(mutex_);
@@ -50,6 +52,7 @@ CarriedCommunicator::~CarriedCommunicator() {
 }
 
 void CarriedCommunicator::close() {
+  beats_->close();
   notes_->close();
   carrier_->close([this] {
     const std::lock_guard lock(mutex_);
@@ -118,7 +121,7 @@ void CarriedCommunicator::guarded(const Operation& given, Body&& body) {
   try {
     protocol::store_relaxed(progress.enqueued, operation.descriptor.sequence);
     node_->health().check_alive(operation.context);
-    CarriedMessages messages(*carrier_, operation, rank_, left_);
+    CarriedMessages messages(*carrier_, operation, rank_, left_, *beats_, progress);
     const Current current(*this, messages);
     const Descriptor& what = operation.descriptor;
     Exchange exchange{messages, operation, StagedReduce(what.dtype, what.op, size_, plan_.flat())};

@@ -13,7 +13,7 @@
 // always: what the sender believes it is in, and its data where they are small. A rank sends more data only to whoever
 // has said so that it is in the same collective; where all data of a rooted collective are small, the first message
 // goes their way alone. Whoever fails tells all (carried_notes.hpp), since a rank may wait for one that has not
-// noticed.
+// noticed; for a node of which nobody can tell there are beats (collectives/node_beats.hpp).
 #pragma once
 
 #include <atomic>
@@ -24,6 +24,7 @@
 
 #include "collectives/cpu/shm_communicator.hpp"
 #include "collectives/cpu/staged_reduce.hpp"
+#include "collectives/node_beats.hpp"
 #include "collectives/node_plan.hpp"
 #include "collectives/operation.hpp"
 #include "process_group/carriers/carried_messages.hpp"
@@ -34,9 +35,11 @@ namespace ark {
 class CarriedCommunicator : public Communicator {
  public:
   // node: the ranks of this rank's node, and their segments. notes: what carries news of failures; it should be another
-  // network's where there is one. flat_order: sums in the order of all ranks, alike on all of them.
+  // network's where there is one. beats: with the same plan. flat_order: sums in the order of all ranks, alike on all
+  // of them.
   CarriedCommunicator(int rank, int size, std::shared_ptr<Carrier> carrier, std::shared_ptr<Carrier> notes,
-                      NodePlan plan, Neighbourhood node, ShmOptions options, bool flat_order);
+                      std::unique_ptr<NodeBeats> beats, NodePlan plan, Neighbourhood node, ShmOptions options,
+                      bool flat_order);
   ~CarriedCommunicator() override;
 
   void all_reduce(const Operation&, const void* in, void* out, size_t count) override;
@@ -120,6 +123,7 @@ class CarriedCommunicator : public Communicator {
   void exchange_in_node(Exchange& exchange, const Bytes* ins, const MutableBytes* outs);
 
   const std::shared_ptr<Carrier> carrier_;
+  const std::unique_ptr<NodeBeats> beats_;
   const NodePlan plan_;
   const bool flat_order_;
   std::vector<First> heard_, told_;  // by rank

@@ -11,10 +11,6 @@ namespace ark {
 namespace {
 
 constexpr auto kForTheStory = std::chrono::milliseconds(500);
-// A rank that is late may be alive and wait for one of its node, which that node finds out and tells
-// (GroupHealth::find_culprit watches for 200 ms). Waited for before the carrier gives up: Gloo then closes the
-// connection that the story would come by.
-constexpr auto kForALateStory = std::chrono::milliseconds(1000);
 
 }  // namespace
 
@@ -62,7 +58,25 @@ void CarriedMessages::wait_for(size_t number) {
   if (begun_[number].work) wait_for(begun_[number].work, begun_[number].peer);
 }
 
+// Of a rank that is late: empty, or of which node nothing is heard, its own or one that it may wait for. Throws Aborted
+// where another rank knows more.
+std::string CarriedMessages::look_for_node(int peer) {
+  const NodeBeats::Reading before = beats_.read();
+  if (!before.trouble.empty()) return beats_.silence(peer, before, before);
+  {
+    std::unique_lock lock(mutex_);
+    if (ended_.wait_for(lock, beats_.watch(), [this] { return aborted_; })) throw Aborted();
+  }
+  return beats_.silence(peer, before, beats_.read());
+}
+
 void CarriedMessages::wait_for(Work& work, int peer) {
+  // Ranks of this node that wait for this one do not blame it.
+  struct Outside {
+    explicit Outside(int64_t& whom) : waiting_on(whom) { protocol::store_relaxed(waiting_on, kWaitsOutside); }
+    ~Outside() { protocol::store_relaxed(waiting_on, int64_t{0}); }
+    int64_t& waiting_on;
+  } const outside(progress_.waiting_on);
   const OperationContext& context = operation_.context;
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(context.deadline - Clock::now());
   constexpr std::chrono::milliseconds least(1), most(1'000'000'000);  // more would overflow where the carrier adds it
@@ -80,15 +94,29 @@ void CarriedMessages::wait_for(Work& work, int peer) {
     failure = error.what();
   }
   const bool late = Clock::now() >= context.deadline || (!done && failure.empty());
+  const bool told = [this] {
+    const std::lock_guard lock(mutex_);
+    return aborted_;
+  }();
+  const std::string silence = late && !told ? look_for_node(peer) : "";
   std::unique_lock lock(mutex_);
   // A connection that ends is seldom the story: who ended it, or a rank that was beside, has told it or is about to.
   if (!done && !late) ended_.wait_for(lock, kForTheStory, [this] { return aborted_; });
   if (aborted_) throw Aborted();
   if (done) return work.reset();
-  throw Error(late ? ErrorKind::timeout : kind,
-              carrier_.name() + ", which carries this group between nodes, failed " +
-                  (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
-                  std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure),
+  std::string what = carrier_.name() + ", which carries this group between nodes, failed " +
+                     (late ? "to hear in " + std::to_string(context.timeout.count()) + " ms from" : "with") + " rank " +
+                     std::to_string(peer) + ": " + (failure.empty() ? "no answer" : failure);
+  // First, since notes of failures are cut at a length.
+  if (!silence.empty()) {
+    what = silence + "; " + what;
+    remedy =
+        "See whether that machine runs and can be reached, and the output of its ranks; destroy the process group "
+        "(or restart the job) before going on.";
+  } else if (!late && kind == ErrorKind::peer_lost) {
+    what = "none of " + beats_.node_text(peer) + " says why: " + what;
+  }
+  throw Error(late ? ErrorKind::timeout : kind, what,
               ErrorContext{rank_, peer, context.name, context.sequence, remedy});
 }
 

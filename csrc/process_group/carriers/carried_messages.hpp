@@ -6,13 +6,17 @@
 // receiver's word (carried_communicator.hpp) that it is in the same collective; the receiver may post before.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
 #include <mutex>
+#include <string>
 #include <vector>
 
+#include "collectives/node_beats.hpp"
 #include "collectives/operation.hpp"
+#include "health/control_block.hpp"
 #include "process_group/carriers/carrier.hpp"
 
 namespace ark {
@@ -36,10 +40,17 @@ class CarriedMessages {
 
   using Work = Carrier::MessagePtr;
 
+  // A rank that is late may be alive and wait for one of its node, which that node finds out and tells
+  // (GroupHealth::find_culprit watches for 200 ms). Waited for before the carrier gives up: Gloo then closes the
+  // connection that the story would come by.
+  static constexpr std::chrono::milliseconds kForALateStory{1000};
+
   // left: where a collective that fails leaves receives into memory that outlives it. Gloo reads no further from a rank
   // whose message has lost its place, so notes of failures would not pass. Other receives go to users' tensors.
-  CarriedMessages(Carrier& carrier, const Operation& operation, int rank, std::vector<Work>& left)
-      : carrier_(carrier), operation_(operation), rank_(rank), left_(left) {}
+  // beats: asked for a node whose ranks keep silent. progress: says that this rank waits for another node.
+  CarriedMessages(Carrier& carrier, const Operation& operation, int rank, std::vector<Work>& left,
+                  const NodeBeats& beats, ControlBlock& progress)
+      : carrier_(carrier), operation_(operation), rank_(rank), left_(left), beats_(beats), progress_(progress) {}
   ~CarriedMessages();
 
   // The memory stays as it is until the number has been waited for, or all have. No bytes: no message.
@@ -60,11 +71,14 @@ class CarriedMessages {
     bool outlives;
   };
   size_t begin(int peer, Work work, bool outlives);
+  std::string look_for_node(int peer);
 
   Carrier& carrier_;
   const Operation& operation_;
   const int rank_;
   std::vector<Work>& left_;
+  const NodeBeats& beats_;
+  ControlBlock& progress_;
   uint64_t sent_ = 0;
   std::mutex mutex_;  // of what follows
   std::condition_variable ended_;

@@ -112,9 +112,11 @@ struct ChannelPair {
 
 // Ranks of a group.
 struct Group {
-  explicit Group(int size, Channel::Shape shape = {}, const rdma::Options& options = pretended_options()) {
+  explicit Group(int size, Channel::Shape shape = {}, const rdma::Options& options = pretended_options(),
+                 size_t most_kept = 1024) {
     for (int r = 0; r < size; ++r) {
       Messages::Setup setup;
+      setup.most_kept = most_kept;
       setup.rank = r;
       setup.size = size;
       setup.mtu = 4096;
