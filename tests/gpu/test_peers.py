@@ -18,6 +18,7 @@ from support.rank import Rank
 from support.reference import make_input, supported
 
 import ark_torch
+from ark_torch.distributed import group as making
 
 HOST = {"ARK_DISABLE_P2P": "1"}
 
@@ -28,7 +29,7 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        logging.getLogger("ark_torch").addHandler(self)
+        making.log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
