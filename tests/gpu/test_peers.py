@@ -18,6 +18,7 @@ from support.rank import Rank
 from support.reference import make_input, supported
 
 import ark_torch
+from ark_torch.distributed import group as making
 
 HOST = {"ARK_DISABLE_P2P": "1"}
 
@@ -28,7 +29,7 @@ class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
-        logging.getLogger("ark_torch").addHandler(self)
+        making.log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
@@ -178,3 +179,25 @@ def _compressed(rank: Rank) -> None:
 
 def test_compressed_sums_through_the_host() -> None:
     run(_compressed, env=HOST, own=True)
+
+
+def _beside_nccl(rank: Rank) -> None:
+    """NCCL has all_gathers of some sizes of a group on the host, as it has by itself where peer access is missing."""
+    device = start(rank)
+    options = ark_torch.Options()
+    options.disable_p2p = True
+    options.cuda_dispatch = [(8, {"nccl_all_gather_from": 128 << 10, "nccl_all_gather_to": 8 << 20})]
+    group = dist.new_group(pg_options=options)
+    for count, carried in ((1000, 0), (1 << 19, 1), (4 << 20, 1), (1 << 19, 2)):  # of float32, all ranks' together
+        values = make_input(torch.float32, count // rank.world_size, 9, rank.rank)
+        expected = torch.zeros(values.numel() * rank.world_size)
+        found = expected.to(device)
+        dist.all_gather_into_tensor(expected, values, group=group)
+        dist.all_gather_into_tensor(found, values.to(device), group=group)
+        same(found, expected, f"all_gather of {count}")
+        assert _backend(device, group).cuda_carried == carried, count
+    assert _backend(device, group).cuda_on_host
+
+
+def test_nccl_beside_memory_of_the_host() -> None:
+    run(_beside_nccl, own=True)
