@@ -221,7 +221,7 @@ def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
 
 @pytest.mark.by_day("sm_90a-1-bfloat16")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
     """Every form, of several batches of columns and several passes of the depth."""
     products = [coded.coded(name, 2048, 4096)[0] for name in coded.FORMS]

@@ -44,9 +44,9 @@ CudaDispatch CudaDispatch::through_host(int ranks, bool by_nccl) const {
   for (const CudaDispatchField& field : kCudaDispatchFields)
     if (field.on_host) dispatch.*field.value = *field.on_host;
   if (!by_nccl) return dispatch;
-  // Measured for all_reduces of two H200 (docs/collectives.md); the others move their bytes the same way. Below,
-  // NCCL's gain is less than the barrier before it; above, memory of the host is faster.
-  constexpr uint64_t kFrom = 128 << 10, kTo = 8 << 20;
+  // Measured for all_reduces of two H200 (docs/collectives.md); the others move their bytes the same way. Memory of the
+  // host is faster at 512 KB and below, and at 8 MB and above; the upper bound is where the lines between cross.
+  constexpr uint64_t kFrom = 1 << 20, kTo = 6 << 20;
   // A sum of two is the same in either order.
   const bool sums = any_order || ranks <= 2;
   const auto share = [&](uint64_t CudaDispatch::*from, uint64_t CudaDispatch::*to) {

@@ -35,7 +35,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   using Zero = typename Columns::ZeroElement;
   using Words = Coding<q, B, T>;
   constexpr int kOctets = kDequantColumns / 8;
-  constexpr int kBlocks = Rows > 8 ? 2 : 1;                 // of eight rows
+  constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
+  constexpr bool kAhead = kBlocks == 1 && split_k(s.depth, kDequantSlice).passes > 1;
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
   constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
@@ -97,9 +98,10 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
       }
     }
   };
-  load_rows(0);
+  if (kAhead) load_rows(0);
   ARK_ROLLED for (int pass = 0; pass < split.passes; ++pass) {
     float of_rows[kBlocks][4] = {};
+    if (!kAhead) load_rows(pass);
     ARK_UNROLL for (int i = 0; i < 4; ++i) {
       ARK_UNROLL for (int half = 0; half < kBlocks; ++half) {
         x[i][half] = ahead[i][half];
@@ -111,7 +113,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
         }
       }
     }
-    if (split.passes > 1 && pass + 1 < split.passes) load_rows(pass + 1);
+    if (kAhead && pass + 1 < split.passes) load_rows(pass + 1);
     ARK_ROLLED for (int batch = 0; batch < batches; ++batch) {
       if (++next.batch == batches) {
         next.batch = 0;
