@@ -118,7 +118,7 @@ def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
     """Choices whose counts these are."""
     seen, todo = set[Any](), [one for one in (*sends, *received) if isinstance(one, Node)]
     while todo:
-        node = todo.pop()
+        node = todo.pop(0)  # the nearest first: behind the counts lies the whole model
         if node in seen or len(seen) > 1000:
             continue
         seen.add(node)

@@ -66,6 +66,30 @@ def test_what_is_left(name: str) -> None:
         assert len(said[name]) == 1 and LEFT[name][1] in said[name][0], said[name]
 
 
+def _two_layers(*arguments: Any) -> Any:
+    x, *weights = arguments
+    x = expert_forms.megatron(x, *weights).sign()
+    return expert_forms.ids_are_sent(x, weights[0], *(w for w in weights[1].chunk(2, 1)), weights[2])
+
+
+def _two(rank: Rank) -> list[str]:
+    rank.init()
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    arguments = given(rank.rank, 6, torch.float32, "halves")
+    told: list[str] = []
+    with torch.no_grad():
+        got = torch.compile(_two_layers, backend=fused(told), dynamic=False, fullgraph=True)(*arguments)
+        assert torch.equal(got, _two_layers(*arguments)), told
+    return told
+
+
+@pytest.mark.nightly
+def test_two_layers() -> None:
+    for told in run_ranks(_two, 2):
+        assert len(told) == 2 and all(one.endswith("ark.moe_feed_forward.default") for one in told), told
+
+
 def _on_cpus() -> None:
     """The passes of backend="ark" look at CPU tensors."""
     from ark_torch.compile import experts
