@@ -138,7 +138,8 @@ def _weights(other: Any, choices: Choices, in_order: bool, tokens: Tokens, rows:
     found = taken(other)
     if found is None or not choices.order(found[1]):
         return None
-    return found[0] if found[0].meta["val"].dim() == 1 else None
+    whole = statically_known_true(found[0].meta["val"].numel() == number.numel())
+    return found[0] if found[0].meta["val"].dim() == 1 and whole else None
 
 
 def _unsorts(user: Any, rows: Any, choices: Choices) -> bool:

@@ -35,6 +35,7 @@ from ark_torch.compile.networks import Network, network_of
 from ark_torch.compile.operators.collectives import resolved
 
 _functional = torch.ops._c10d_functional
+_MOST_EXPERTS = 1024  # that a GPU counts (kMostCounts of tiles.cuh)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOVED = (*VIEWS, aten.permute.default, aten.transpose.int, aten.clone.default, aten.unsqueeze.default,
           aten.squeeze.dim, aten.squeeze.dims)  # fmt: skip
@@ -117,7 +118,7 @@ def _counted(sends: Any, received: Any, group: Any) -> Choices | None:
     """Choices whose counts these are."""
     seen, todo = set[Any](), [one for one in (*sends, *received) if isinstance(one, Node)]
     while todo:
-        node = todo.pop()
+        node = todo.pop(0)  # the nearest first: behind the counts lies the whole model
         if node in seen or len(seen) > 1000:
             continue
         seen.add(node)
@@ -211,7 +212,7 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     value, given = sent.rows.meta["val"], result.meta["val"]
     every = frozenset((SENT, e) for e in range(choices.experts))
     follower.check_readers(lambda condition: _is_true(condition, choices, every, value.shape[0]))
-    check_kind(sent.rows, result)
+    check_kind(sent.rows, result, choices.experts)
     tokens = combining.tokens_of(sent.rows, choices, sent.sorted)
     weighted = combining.combined(result, choices, sent.sorted, tokens) if tokens is not None else None
     if len(follower.results) > 1:
@@ -259,9 +260,11 @@ def _fuse(wait: Any, started: Any, sent: Sent) -> str:
     return str(target)
 
 
-def check_kind(rows: Any, result: Any) -> None:
+def check_kind(rows: Any, result: Any, experts: int) -> None:
     """Of what is sent and what comes back."""
     value, given = rows.meta["val"], result.meta["val"]
+    if value.is_cuda and experts > _MOST_EXPERTS:
+        raise NotFused(f"there are {experts} experts, and a GPU counts at most {_MOST_EXPERTS}")
     if value.dim() != 2 or given.dim() != 2 or value.dtype != given.dtype:
         raise NotFused("its rows and what comes back are not of one dtype")
     if value.dtype not in _DTYPES and not (value.dtype == torch.float64 and value.device.type == "cpu"):
@@ -293,7 +296,8 @@ def _operator(
 ) -> tuple[Any, Any]:
     w1, w3, w2 = weights
     name, experts = choices.group_name, choices.experts
-    if most[0] >= 0 and factors is not None and w3 is None:
+    plain = w3 is None and all(one.meta["val"].is_contiguous() for one in (w1, w2))  # or they would be copied
+    if most[0] >= 0 and factors is not None and plain:
         target = torch.ops.ark.moe_layer.default
         made = call(graph, target, x, ids, factors, w1, w2, name, experts, activation, *most, False, 0)
         return call(graph, getitem, made, 0), target

@@ -73,7 +73,7 @@ def _fuse(graph: Graph, started: Any, sent: Any) -> str:
     if len(sent.follower.results) != 1:
         raise NotFused("rows that come back are read in several ways")
     result = sent.follower.results[0]
-    experts.check_kind(sent.rows, result)
+    experts.check_kind(sent.rows, result, sent.choices.experts)
     region = _Region(graph, sent, result, network)
     gradients = region.gradients()
     with graph.inserting_before(result):

@@ -77,13 +77,13 @@ class FixedExchange:
         torch._assert_async((counts <= self._room).all() & (ends[-1] <= values.numel()) & (lengths >= 0).all())
         number = torch.arange(values.numel(), device=values.device)
         table = torch.searchsorted(ends, number, right=True).clamp_(max=self._tables - 1)
-        used = number < ends[-1]
+        unused = number >= ends[-1]
         if self._by_row:
-            values, place, lengths = self._to_rows(values, lengths, table, used)
+            values, place, lengths = self._to_rows(values, lengths, table, unused)
         else:
             place = self._first[table] + number - (ends - counts)[table]
             lengths = lengths.index_select(0, self._order)
-        place = torch.where(used, place, sum(self._sent))
+        place = place.masked_fill(unused, sum(self._sent))  # a number in torch.where may be copied from the host
         got = self._all_to_all(lengths, self._sent_tables, [len(self._mine)] * self._ranks)
         arrived = [self._moved(one, place) for one in (values, *([] if weights is None else [weights]))]
         if not self._mine:
@@ -92,7 +92,7 @@ class FixedExchange:
         each = got.sum(2)  # [ranks, my tables]
         before = each.cumsum(0) - each
         target = self._begin + before[:, self._table_of] + self._number
-        target = torch.where(self._number < each[:, self._table_of], target, sum(self._pieces)).reshape(-1)
+        target = target.masked_fill(self._number >= each[:, self._table_of], sum(self._pieces)).reshape(-1)
         put = [one.new_zeros(sum(self._pieces) + 1).scatter_(0, target, one) for one in arrived]
         pieces = [
             [piece[:0] if none and not piece.is_cuda else piece for none, piece in zip(self._empty, parts, strict=True)]
@@ -102,11 +102,11 @@ class FixedExchange:
         offsets = torch.cat([long.new_zeros(len(self._mine), 1), long], 1)
         return Bags(pieces[0], list(offsets.unbind(0)), pieces[1] if weights is not None else [])
 
-    def _to_rows(self, values: Tensor, lengths: Tensor, table: Tensor, used: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _to_rows(self, values: Tensor, lengths: Tensor, table: Tensor, unused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Each index goes to the rank of its row, and is counted from that rank's first row."""
         block = self._block[table]
         owner = values.long().div(block, rounding_mode="floor").clamp_(0, self._ranks - 1)
-        key = torch.where(used, owner * self._tables + table, self._ranks * self._tables)
+        key = (owner * self._tables + table).masked_fill(unused, self._ranks * self._tables)
         ordered, order = torch.sort(key, stable=True)
         number = torch.arange(values.numel(), device=values.device)
         place = torch.empty_like(number)
@@ -114,8 +114,8 @@ class FixedExchange:
         place += owner * self._each + self._first[table]
         bags = lengths.numel()
         bag = torch.searchsorted(lengths.reshape(-1).cumsum(0), number, right=True)
-        where = torch.where(used, owner * bags + bag, self._ranks * bags)
-        spread = lengths.new_zeros(self._ranks * bags + 1).scatter_add_(0, where, used.to(lengths.dtype))[:-1]
+        where = (owner * bags + bag).masked_fill(unused, self._ranks * bags)
+        spread = lengths.new_zeros(self._ranks * bags + 1).scatter_add_(0, where, torch.ones_like(number))[:-1]
         return values - (owner * block).to(values.dtype), place, spread.view(-1, lengths.shape[1])
 
     def _moved(self, values: Tensor, place: Tensor) -> Tensor:

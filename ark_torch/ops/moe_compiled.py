@@ -10,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ark_torch.ops.moe import _world_of
 
@@ -37,54 +39,70 @@ def feed_forward(
     max_rows: int,
 ) -> Tensor:
     """As `moe_layer`, with `w3` the weights of what the activation of `w1`'s rows is multiplied by; without weights of
-    the choices [tokens, k, dim]. A `max_tokens` of -1: ranks tell each other."""
+    the choices [tokens, k, dim]. A `max_tokens` of -1: ranks tell each other what they have, and the host waits."""
     ark: Any = torch.ops.ark
-    layer = (topk_weights, w1, w2, activation) if topk_weights is not None and w3 is None else (None, None, None, "")
     met = max_tokens < 0
     if met:
-        max_tokens = max(ark.moe_layout(x, topk_ids, group_name, num_experts, -1, 0, *layer))
-        max_rows = _world_of(group_name) * max_tokens * topk_ids.shape[1]
+        max_tokens, max_rows = _bounds(topk_ids, group_name, num_experts)
     rest = (max_tokens, max_rows, met, 0)
-    if layer[0] is not None:
-        out: Tensor = ark.moe_layer(x, topk_ids, topk_weights, w1, w2, group_name, num_experts, activation, *rest)[0]
-        return out
+    plain = w3 is None and w1.is_contiguous() and w2.is_contiguous()  # or the experts' own kernel would copy them
+    if plain and topk_weights is not None:
+        layer: Tensor = ark.moe_layer(x, topk_ids, topk_weights, w1, w2, group_name, num_experts, activation, *rest)[0]
+        return layer
     rows, counts, places, rank_counts = ark.moe_dispatch(x, topk_ids, group_name, num_experts, *rest)
-    y = (
-        ark.moe_experts(rows, counts, w1, w2, activation)
-        if w3 is None
-        else _gated(rows, counts, w1, w3, w2, activation)
-    )
+    y = ark.moe_experts(rows, counts, w1, w2, activation) if plain else _networks(rows, counts, w1, w3, w2, activation)
     summed = topk_weights is not None
-    out = ark.moe_gather(y, places, rank_counts, topk_weights, group_name, max_tokens, summed, 0)
+    out: Tensor = ark.moe_gather(y, places, rank_counts, topk_weights, group_name, max_tokens, summed, 0)
     return out
 
 
-def _gated(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, activation: str) -> Tensor:
-    """The experts' networks, each step rounded to the dtype."""
+def _bounds(topk_ids: Tensor, group_name: Any, num_experts: int) -> tuple[int, int]:
+    """The most tokens of any rank, and the most rows that come to any."""
+    flat = topk_ids.flatten().long()
+    counts = flat.new_zeros(num_experts + 2)
+    counts.scatter_add_(0, torch.where(flat < 0, num_experts, flat), torch.ones_like(flat))
+    counts[-1] = topk_ids.shape[0]
+    world = _world_of(group_name)
+    every = counts.new_empty(world * len(counts))
+    dist.all_gather_into_tensor(every, counts, group=_resolve_process_group(group_name))
+    every = every.view(world, -1)
+    rows = every[:, :num_experts].view(world, world, -1).sum((0, 2)).amax()
+    most_tokens, most_rows = torch.stack([every[:, -1].amax(), rows]).tolist()
+    return int(most_tokens), int(most_rows)
+
+
+def _networks(rows: Tensor, counts: Tensor, w1: Tensor, w3: Tensor | None, w2: Tensor, activation: str) -> Tensor:
+    """The experts' networks by PyTorch's products, each step rounded to the dtype."""
     through = _ACTIVATIONS[activation]
-    if _grouped_on_device(rows, w1, w2):
+    if w3 is None and w1.shape[1] != w2.shape[2]:
+        w1, w3 = w1.chunk(2, 1)
+    if _grouped_on_device(rows, w1, w2, *([] if w3 is None else [w3])):
         ends = counts.cumsum(0, dtype=torch.int32)
-        gate, factor = (torch._grouped_mm(rows, w.transpose(1, 2), offs=ends) for w in (w1, w3))
-        return torch._grouped_mm(through(gate) * factor, w2.transpose(1, 2), offs=ends)
+        hidden = through(torch._grouped_mm(rows, w1.transpose(1, 2), offs=ends))
+        if w3 is not None:
+            hidden = hidden * torch._grouped_mm(rows, w3.transpose(1, 2), offs=ends)
+        return torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
     y = torch.zeros_like(rows)
     first = 0
     for expert, count in enumerate(counts.tolist()):
         if count:
             part = rows[first : first + count]
-            hidden = through(part @ w1[expert].t()) * (part @ w3[expert].t())
+            hidden = through(part @ w1[expert].t())
+            if w3 is not None:
+                hidden = hidden * (part @ w3[expert].t())
             torch.mm(hidden, w2[expert].t(), out=y[first : first + count])
         first += count
     return y
 
 
-def _grouped_on_device(rows: Tensor, w1: Tensor, w2: Tensor) -> bool:
+def _grouped_on_device(rows: Tensor, *weights: Tensor) -> bool:
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or torch.cuda.get_device_capability(rows.device) < (9, 0):
         return False
     aligned = all(
         w.data_ptr() % 16 == 0 and 1 in w.stride()[1:] and all(n % 8 == 0 for n in w.stride() if n != 1)
-        for w in (w1, w2)
+        for w in weights
     )
-    return aligned and rows.shape[1] % 8 == 0 and w1.shape[1] % 8 == 0
+    return aligned and all(n % 8 == 0 for w in weights for n in w.shape[1:])
 
 
 def _fake(x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, *_: Any) -> Tensor:

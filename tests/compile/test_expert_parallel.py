@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import expert_forms
 import pytest
 import torch
 import torch.nn.functional as F
-from expert_forms import DIM, EXPERTS, FFN, FORMS, LEFT, WORLD
+from support import expert_forms
+from support.expert_forms import DIM, EXPERTS, FORMS, LEFT, WORLD, given
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
@@ -31,22 +31,6 @@ def fused(told: list[str]) -> Any:
     return aot_autograd(fw_compiler=compile, decompositions=decompositions.table())
 
 
-def given(rank: Rank, tokens: int, dtype: torch.dtype = torch.bfloat16, gated: Any = "apart", transposed: bool = False,
-          experts: int = expert_forms.EXPERTS, k: int = 0) -> tuple[Any, ...]:  # fmt: skip
-    """Whole numbers, and a router whose scores of a token differ."""
-    generator = torch.Generator().manual_seed(7 + rank.rank)
-
-    def numbers(*shape: int) -> Any:
-        return torch.randint(-1, 2, shape, generator=generator).to(dtype)
-
-    local = experts // WORLD
-    gate = (torch.randn(DIM, experts, generator=torch.Generator().manual_seed(5))).to(dtype)
-    w1, w3 = (numbers(local, (2 if gated == "halves" else 1) * FFN, DIM) for _ in range(2))
-    w2 = numbers(local, DIM, FFN)
-    weights = [w1, w3, w2] if gated == "apart" else [w1, w2]
-    return numbers(tokens, DIM), gate, *((w.transpose(1, 2).contiguous() if transposed else w) for w in weights)
-
-
 def _run(rank: Rank, names: list[str], tokens: list[int]) -> dict[str, list[str]]:
     rank.init()
     torch.set_num_threads(1)
@@ -56,7 +40,7 @@ def _run(rank: Rank, names: list[str], tokens: list[int]) -> dict[str, list[str]
     said = {}
     for name in names:
         form, _, more = (FORMS | LEFT)[name]
-        arguments = given(rank, tokens[rank.rank], **more)
+        arguments = given(rank.rank, tokens[rank.rank], **more)
         told: list[str] = []
         torch._dynamo.reset()
         with torch.no_grad():
@@ -82,6 +66,30 @@ def test_what_is_left(name: str) -> None:
         assert len(said[name]) == 1 and LEFT[name][1] in said[name][0], said[name]
 
 
+def _two_layers(*arguments: Any) -> Any:
+    x, *weights = arguments
+    x = expert_forms.megatron(x, *weights).sign()
+    return expert_forms.ids_are_sent(x, weights[0], *(w for w in weights[1].chunk(2, 1)), weights[2])
+
+
+def _two(rank: Rank) -> list[str]:
+    rank.init()
+    torch.set_num_threads(1)
+    torch._dynamo.config.capture_scalar_outputs = True
+    arguments = given(rank.rank, 6, torch.float32, "halves")
+    told: list[str] = []
+    with torch.no_grad():
+        got = torch.compile(_two_layers, backend=fused(told), dynamic=False, fullgraph=True)(*arguments)
+        assert torch.equal(got, _two_layers(*arguments)), told
+    return told
+
+
+@pytest.mark.nightly
+def test_two_layers() -> None:
+    for told in run_ranks(_two, 2):
+        assert len(told) == 2 and all(one.endswith("ark.moe_feed_forward.default") for one in told), told
+
+
 def _on_cpus() -> None:
     """The passes of backend="ark" look at CPU tensors."""
     from ark_torch.compile import experts
@@ -101,8 +109,8 @@ def _explained(rank: Rank) -> tuple[str, str, bool]:
     def model(*arguments: Any) -> Any:
         return expert_forms.megatron(*arguments) * 2 + 1
 
-    arguments = given(rank, 6, torch.float32, "halves")
-    bare = given(rank, 6, torch.float32, None, transposed=True)
+    arguments = given(rank.rank, 6, torch.float32, "halves")
+    bare = given(rank.rank, 6, torch.float32, None, transposed=True)
     with torch.no_grad():
         found = ark_torch.explain(model, *arguments)
         left = ark_torch.explain(lambda *a: expert_forms.slots_with_biases(*a) * 2 + 1, *bare)
@@ -166,7 +174,7 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
     said: dict[str, list[str]] = {}
     for form in (_slots_that_train, _silent):
         messages.clear()
-        arguments = [one.float().requires_grad_() for one in given(rank, 6, torch.float32, transposed=True)]
+        arguments = [one.float().requires_grad_() for one in given(rank.rank, 6, torch.float32, transposed=True)]
         (form(*arguments) ** 2).sum().backward()
         wanted = [one.grad for one in arguments]
         for one in arguments:
@@ -203,7 +211,7 @@ def _unlike(rank: Rank) -> list[str]:
     log.addHandler(handler)
     call = torch.compile(expert_forms.megatron, backend="ark")
     for tokens in ((6, 6), (6, 9), (5, 9), (0, 3)):
-        arguments = given(rank, tokens[rank.rank], torch.float32, "halves")
+        arguments = given(rank.rank, tokens[rank.rank], torch.float32, "halves")
         with torch.no_grad():
             assert torch.equal(call(*arguments), expert_forms.megatron(*arguments)), tokens
     return messages

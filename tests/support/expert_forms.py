@@ -1,4 +1,4 @@
-"""Mixtures of experts in expert parallelism, as people write them: the forms that test_expert_parallel.py compiles.
+"""Mixtures of experts in expert parallelism, as people write them: the forms that tests compile.
 
 Every form is a function of tokens, the router's matrix and a rank's weights: w1 and w3 [experts, ffn, dim] and w2
 [experts, dim, ffn], or all of them transposed where it says so. Routers and weights are small whole numbers, and so are
@@ -21,6 +21,22 @@ LOCAL = EXPERTS // WORLD
 Form = Callable[..., Any]
 FORMS: dict[str, tuple[Form, str, dict[str, Any]]] = {}
 LEFT: dict[str, tuple[Form, str, dict[str, Any]]] = {}
+
+
+def given(rank: int, tokens: int, dtype: torch.dtype = torch.bfloat16, gated: Any = "apart", transposed: bool = False,
+          experts: int = EXPERTS, k: int = 0) -> tuple[Any, ...]:  # fmt: skip
+    """Whole numbers, and a router whose scores of a token differ."""
+    generator = torch.Generator().manual_seed(7 + rank)
+
+    def numbers(*shape: int) -> Any:
+        return torch.randint(-1, 2, shape, generator=generator).to(dtype)
+
+    local = experts // WORLD
+    gate = (torch.randn(DIM, experts, generator=torch.Generator().manual_seed(5))).to(dtype)
+    w1, w3 = (numbers(local, (2 if gated == "halves" else 1) * FFN, DIM) for _ in range(2))
+    w2 = numbers(local, DIM, FFN)
+    weights = [w1, w3, w2] if gated == "apart" else [w1, w2]
+    return numbers(tokens, DIM), gate, *((w.transpose(1, 2).contiguous() if transposed else w) for w in weights)
 
 
 def found(operator: str, **more: Any) -> Callable[[Form], Form]:
@@ -185,8 +201,13 @@ def unlike_ends(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Any:
     return rows.view(-1, 2, DIM).amax(1), theirs * 2
 
 
-@found("moe_layer", dtype=torch.float32, gated=None, transposed=True)
+@found("moe_layer", dtype=torch.float32, gated=None)
 def slots_sorted(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    return slots_with_bmm(x, gate, w1.transpose(1, 2), w2.transpose(1, 2))
+
+
+@found("moe_feed_forward", dtype=torch.float32, gated=None, transposed=True)
+def slots_with_bmm(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     """Slots for every choice, bmm of all slots."""
     weights, ids = top(x, gate)
     chosen, order = ids.flatten().sort(stable=True)
@@ -315,6 +336,51 @@ def experts_mixed_up(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     got = funcol.all_to_all_single(x[order], outs, ins, "0")
     y = torch.cat([F.relu(part @ w1[e].t()) @ w2[e].t() for e, part in enumerate(got.split(outs))])
     return funcol.all_to_all_single(y, ins, outs, "0")
+
+
+def _sorted_and_sent(x: Tensor, gate: Tensor) -> Any:
+    """Rows received, counts sent and received, and what sends rows back."""
+    _, ids = top(x, gate)
+    order = ids.view(-1).argsort(stable=True)
+    counts = F.one_hot(ids.view(-1), EXPERTS).sum(0)
+    theirs = exchanged(counts)
+    ins, outs = splits(counts), splits(theirs)
+    got = funcol.all_to_all_single(x[order // K], outs, ins, "0")
+    return got, counts, theirs, lambda y: funcol.all_to_all_single(y, ins, outs, "0")
+
+
+@left("takes its rows in an order that is not known", dtype=torch.float32, gated=None)
+def sorted_twice(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Rows go back in the order that brought them to their experts, and not in its inverse."""
+    got, _, theirs, back = _sorted_and_sent(x, gate)
+    turned = torch.arange(LOCAL).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
+    parts = got[turned].split(theirs.view(WORLD, LOCAL).sum(0).tolist())
+    y = torch.cat([F.relu(part @ w1[e].t()) @ w2[e].t() for e, part in enumerate(parts)])
+    return back(y[turned])
+
+
+@left("splits its rows at places that are not known", dtype=torch.float32, gated=None)
+def chunks_in_another_order(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Chunks are put together by ranks from the last to the first, and cut as if they were by experts."""
+    got, _, theirs, back = _sorted_and_sent(x, gate)
+    chunks = got.split(theirs.tolist())
+    rows = torch.cat([chunks[r * LOCAL + e] for r in reversed(range(WORLD)) for e in range(LOCAL)])
+    parts = rows.split(theirs.view(WORLD, LOCAL).flip(0).sum(1).tolist())
+    y = torch.cat([F.relu(part @ w1[e].t()) @ w2[e].t() for e, part in enumerate(parts)])
+    pieces = y.split(theirs.view(WORLD, LOCAL).flip(0).flatten().tolist())
+    return back(torch.cat([pieces[(WORLD - 1 - r) * LOCAL + e] for r in range(WORLD) for e in range(LOCAL)]))
+
+
+@left("the ends of groups of", gated=None)
+def ends_that_are_not_the_rows(x: Tensor, gate: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """The first group's end is one row early, where it has any."""
+    got, _, theirs, back = _sorted_and_sent(x, gate)
+    turned = torch.arange(LOCAL).repeat(WORLD).repeat_interleave(theirs).argsort(stable=True)
+    each = theirs.view(WORLD, LOCAL).sum(0)
+    ends = each.cumsum(0).sub((each > 0).long() * torch.tensor([1, 0])).to(torch.int32)
+    hidden = F.relu(torch._grouped_mm(got[turned], w1.transpose(-2, -1), offs=ends))
+    y = torch._grouped_mm(hidden, w2.transpose(-2, -1), offs=ends)
+    return back(y[turned.argsort()])
 
 
 @left("two of its rows could be put into the same slot", dtype=torch.float32, transposed=True)
