@@ -15,19 +15,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Milliseconds = NodeBeats::Milliseconds;
 
-constexpr size_t kBytes = 8;
+constexpr size_t kBeatBytes = 8;
 
-std::vector<uint8_t> encode(uint64_t value) {
-  std::vector<uint8_t> bytes(kBytes);
-  for (size_t i = 0; i < kBytes; ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));
+std::vector<uint8_t> beat_bytes(uint64_t value) {
+  std::vector<uint8_t> bytes(kBeatBytes);
+  for (size_t i = 0; i < kBeatBytes; ++i) bytes[i] = static_cast<uint8_t>(value >> (8 * i));
   return bytes;
 }
 
-uint64_t decode(const std::vector<uint8_t>& bytes) {
-  if (bytes.size() != kBytes)
+uint64_t beat_of(const std::vector<uint8_t>& bytes) {
+  if (bytes.size() != kBeatBytes)
     throw Error(ErrorKind::mismatch, "a beat has " + std::to_string(bytes.size()) + " bytes, not of this ark_torch");
   uint64_t value = 0;
-  for (size_t i = 0; i < kBytes; ++i) value |= uint64_t{bytes[i]} << (8 * i);
+  for (size_t i = 0; i < kBeatBytes; ++i) value |= uint64_t{bytes[i]} << (8 * i);
   return value;
 }
 
@@ -35,7 +35,7 @@ uint64_t age_of(Clock::time_point born) {
   return static_cast<uint64_t>(std::chrono::duration_cast<Milliseconds>(Clock::now() - born).count());
 }
 
-std::string seconds(uint64_t milliseconds) {
+std::string in_seconds(uint64_t milliseconds) {
   return std::to_string(std::max<uint64_t>(1, (milliseconds + 500) / 1000)) + " s";
 }
 
@@ -62,7 +62,7 @@ NodeBeats::NodeBeats(std::shared_ptr<KeyValueStore> store, std::string prefix, N
       lock.unlock();
       bool written = true;
       try {
-        store->set(own, encode(age_of(born)));
+        store->set(own, beat_bytes(age_of(born)));
       } catch (const std::exception&) {  // the store has gone, which fails no group: who misses a node reads so
         written = false;
       }
@@ -108,11 +108,11 @@ NodeBeats::Reading NodeBeats::read() const {
     Reading reading;
     try {
       if (const auto found = store->find_all(keys)) {  // one round trip
-        for (const auto& one : *found) reading.lived.emplace_back(decode(one));
+        for (const auto& one : *found) reading.lived.emplace_back(beat_of(one));
       } else {
         for (const std::string& one : keys) {
           const auto value = store->find(one);
-          reading.lived.push_back(value ? std::optional(decode(*value)) : std::nullopt);
+          reading.lived.push_back(value ? std::optional(beat_of(*value)) : std::nullopt);
         }
       }
     } catch (const Error& error) {
@@ -159,7 +159,7 @@ std::string NodeBeats::silence_of_node(int node, const Reading& before, const Re
   const auto watched = static_cast<uint64_t>(watch().count());
   const uint64_t age = age_of(born_), lived = after.lived[node].value_or(0);
   const uint64_t silent = age > lived ? std::max(watched, age - lived) : watched;
-  return node_text(plan_.members(node)[0]) + " has not been heard of for " + seconds(silent) +
+  return node_text(plan_.members(node)[0]) + " has not been heard of for " + in_seconds(silent) +
          ": its machine is down, stopped or cut off, or its processes are";
 }
 
