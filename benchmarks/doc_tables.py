@@ -160,6 +160,11 @@ def passes() -> str:
     return "\n".join([*lines, *(f"| `{name}` | {on} | {leaves} |" for name, on, leaves in _C.plan.passes())])
 
 
+def low_bits(load: Load) -> str:
+    about = load("low_bits_1b_h200")
+    return f"{_scripts('on_gpus').origin(about)}\n\n{_scripts('low_bits').table(about['rows'])}"
+
+
 TABLES: dict[str, Callable[[Load], str]] = {
     "environment": lambda load: env.table(),
     "passes": lambda load: passes(),
@@ -177,7 +182,7 @@ TABLES: dict[str, Callable[[Load], str]] = {
     "training-captured": lambda load: _scripts("training_report").table(load("training_captured")),
     "pipeline": lambda load: _scripts("pipeline").table(load("pipeline")),
     "pipeline-small": lambda load: _scripts("pipeline").table(load("pipeline_small")),
-    "low-bits": lambda load: _scripts("low_bits").table(load("low_bits_1b_h200")["rows"]),
+    "low-bits": low_bits,
     "dma": lambda load: _scripts("dma").table(load("dma")),
     "fused": lambda load: _scripts("fused").table(load("fused")),
     "fused-products": lambda load: _scripts("fused_products").table(load("fused_products")),
