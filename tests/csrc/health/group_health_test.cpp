@@ -87,6 +87,34 @@ TEST_F(GroupHealthTest, ATimeoutNamesTheOneThatIsLate) {
       << error.what();
 }
 
+// A rank that waits for another node's finds out why, and is blamed only where it does not.
+TEST_F(GroupHealthTest, WhoWaitsOutsideIsHeardFirst) {
+  const OperationContext late{"all_reduce", 5, Clock::now(), milliseconds(20)};
+  protocol::store_relaxed(blocks_[1].waiting_on, kWaitsOutside);
+  const auto told = [&](GroupHealth& health) {
+    try {
+      health.raise({GroupHealth::Alarm::late, 1}, late, 1);
+    } catch (const Error& raised) {
+      return raised;
+    }
+  };
+  const auto health = health_of(0), outside = health_of(1);
+  health->set_patience_outside(std::chrono::seconds(20));
+  std::thread finds([&] {
+    std::this_thread::sleep_for(milliseconds(300));  // longer than the culprit is looked for
+    outside->fail(Error(ErrorKind::timeout, "node 1 is silent", ErrorContext{1, 7, "all_reduce", 5, ""}));
+  });
+  const Error heard = told(*health);
+  finds.join();
+  EXPECT_NE(std::string(heard.what()).find("node 1 is silent"), std::string::npos) << heard.what();
+
+  const auto impatient = health_of(2);
+  blocks_[1].abort_state = kAbortNone, blocks_[0].abort_state = kAbortNone;
+  impatient->set_patience_outside(milliseconds(50));
+  EXPECT_EQ(told(*impatient).context().peer, 1);
+  EXPECT_EQ(impatient->progress()[1].waiting_on, -1);
+}
+
 TEST_F(GroupHealthTest, PeersHearWhatFailedAndWhomItBlames) {
   const auto first = health_of(1), second = health_of(2);
   const OperationContext here{"broadcast", 9, Clock::time_point::max(), milliseconds(0)};
