@@ -224,7 +224,9 @@ def test_experts(sources: Sources, compiled: Any, kind: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 9, 16])
 def test_coded_weights(sources: Sources, compiled: Any, rows: int, dtype: torch.dtype) -> None:
     """Every form, of several batches of columns and several passes of the depth."""
-    products = [coded.coded(name, 2048, 4096)[0] for name in coded.FORMS]
+    # Of nine rows Ampere has too few registers for float8: Inductor has that product, which `explain` says.
+    forms = [name for name in coded.FORMS if (rows, sources.arch) != (9, "sm_80") or "float8" not in name]
+    products = [coded.coded(name, 2048, 4096)[0] for name in forms]
     compiled(lambda x: [product(x) for product in products], dynamic=False, fallback=False, minimum=1)[0](
         torch.randn(rows, 4096, dtype=dtype)
     )

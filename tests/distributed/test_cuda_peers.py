@@ -61,7 +61,7 @@ def _missing(rank: Rank, who: int) -> None:
     for line in told:
         assert "for all pairs, since " in line and "has no peer access to device" in line, line
         assert re.search(r"\((\d+) MB of it pinned for each rank\)", line), line
-        assert "of 1 MB to 6 MB" in line, line
+        assert "of 1024 KB to 6 MB" in line, line
     assert 0 < backend.cuda_shared_bytes * rank.world_size <= 64 << 20
     # NCCL has what it is faster with, where that has the same bits: a sum of two has, an average has not.
     assert _sums(rank, group, WITHIN) and _gathers(rank, group, WITHIN)

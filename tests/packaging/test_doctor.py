@@ -153,7 +153,7 @@ def test_cuda_rows_name_pairs_without_peer_access(monkeypatch) -> None:
         (
             "auto",
             True,
-            r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group; PyTorch's NCCL for 1 MB to 6 MB \(s",
+            r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group; PyTorch's NCCL for 1024 KB to 6 MB \(s",
         ),
         ("1", True, r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group$"),
         ("1", False, r"(\d+) MB of it pinned for each of 4 ranks, (\d+) MB a group$"),

@@ -16,7 +16,14 @@ namespace ark::loop {
 
 inline constexpr int kDequantSlice = 128;   // of depth, a warp's
 inline constexpr int kDequantColumns = 16;  // a warp's, the tensor core's lines
-inline constexpr int kDequantSums = 2;      // of a column, so that multiplications wait for each other half as long
+// Whether there are registers for what hides waiting: of few rows, and not where addresses take more of them.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+template <int Rows>
+inline constexpr bool kDequantRoom = false;
+#else
+template <int Rows>
+inline constexpr bool kDequantRoom = Rows <= 8;
+#endif
 
 // Whether sums of columns are complete before anything is multiplied into them.
 template <Product s, Codes q, class Zero>
@@ -36,7 +43,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
   using Words = Coding<q, B, T>;
   constexpr int kOctets = kDequantColumns / 8;
   constexpr int kBlocks = Rows > 8 ? 2 : 1;  // of eight rows
-  constexpr bool kAhead = kBlocks == 1 && split_k(s.depth, kDequantSlice).passes > 1;
+  constexpr bool kAhead = kDequantRoom<Rows> && split_k(s.depth, kDequantSlice).passes > 1;
+  constexpr int kSums = kDequantRoom<Rows> ? 2 : 1;  // of a column, so that they wait for each other half as long
   constexpr int kChunks = kDequantSlice * q.bits / 8 / 64;  // of codes, a lane's of a column
   constexpr int kPerLoad = 128 / q.bits;                    // codes in a chunk
   constexpr bool kScaled = !kScaledLast<s, q, Zero>, kZeros = !kSame<Zero, NoScale>;
@@ -120,7 +128,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
         ++next.pass;
       }
       place();
-      float sums[kDequantSums][kBlocks][4] = {};
+      float sums[kSums][kBlocks][4] = {};
       ARK_UNROLL for (int chunk = 0; chunk < kChunks; ++chunk) {
         ARK_UNROLL for (int word = 0; word < 4; ++word) {
           uint32 one[Words::kPairs], other[Words::kPairs];
@@ -130,9 +138,8 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
             const Chunk* const of = x[q.bits == 4 ? word : chunk * 2 + word / 2];
             const int w = q.bits == 4 ? i : word % 2 * 2;
             const uint32 weights[4] = {one[i], other[i], one[i + 1], other[i + 1]};
-            ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
-                multiply_add<T>(sums[(word * Words::kPairs + i) / 2 % kDequantSums][half], weights, of[half].words[w],
-                                of[half].words[w + 1]);
+            ARK_UNROLL for (int half = 0; half < kBlocks; ++half) multiply_add<T>(
+                sums[(word * Words::kPairs + i) / 2 % kSums][half], weights, of[half].words[w], of[half].words[w + 1]);
           }
         }
         // Behind their use, which the sum orders: else it would be into other registers, and copied from there.
@@ -140,7 +147,7 @@ ARK_LOOP void dequant_parts(AAt a, const Columns& columns, int r0, int rows, int
         load(0, chunk);
         load(1, chunk);
       }
-      ARK_UNROLL for (int k = 1; k < kDequantSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
+      ARK_UNROLL for (int k = 1; k < kSums; ++k) ARK_UNROLL for (int half = 0; half < kBlocks; ++half)
           ARK_UNROLL for (int i = 0; i < 4; ++i) sums[0][half][i] += sums[k][half][i];
       ARK_UNROLL for (int octet = 0; octet < 2; ++octet) {
         const int in_batch = octet * 8 + my_line;
