@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import subprocess
 from pathlib import Path
@@ -16,26 +15,11 @@ from native import KERNELS
 from on_gpu import WORLD, factor, op, run, same, start
 from support.rank import Rank
 from support.reference import make_input, supported
+from support.told import Lines
 
 import ark_torch
-from ark_torch.distributed import group as making
 
 HOST = {"ARK_DISABLE_P2P": "1"}
-
-
-class _Lines(logging.Handler):
-    """What people are told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        making.log.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def about(self, word: str) -> list[str]:
-        return [line for line in self.lines if word in line]
 
 
 def _backend(device: torch.device, group: Any = None) -> Any:
@@ -43,7 +27,7 @@ def _backend(device: torch.device, group: Any = None) -> Any:
 
 
 def _tested(rank: Rank) -> None:
-    lines = _Lines()
+    lines = Lines()
     device = start(rank)
     groups = [None, dist.new_group(), dist.new_group([0, 1])]
     for group in groups[: 3 if rank.rank < 2 else 2]:
@@ -80,7 +64,7 @@ def test_values_that_go_astray_are_found(native_programs: Path, ranks: int) -> N
 
 
 def _through_the_host(rank: Rank, refused: str) -> None:
-    lines = _Lines()
+    lines = Lines()
     device = start(rank)
     dist.all_reduce(torch.ones(1, device=device))
     backend = _backend(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import timedelta
 from typing import Any
 
@@ -13,26 +12,12 @@ import ark_torch
 from ark_torch.distributed import group as making
 from support import pretended
 from support.rank import Rank
+from support.told import Lines
 
 BIG, SMALL = 6144, 1536  # elements of float32; the table below gives NCCL what has 24 KB and more
 FROM = 4 * BIG
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 MOVING = ("all_gather", "broadcast", "all_to_all")
-
-
-class Lines(logging.Handler):
-    """What people are told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        making.log.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def about(self, word: str) -> list[str]:
-        return [line for line in self.lines if word in line]
 
 
 def table(size: int, names: tuple[str, ...] = REDUCING + MOVING) -> list[tuple[int, dict[str, int]]]:

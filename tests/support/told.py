@@ -1,0 +1,20 @@
+"""What people are told: the lines that ark_torch logs in this process from now on."""
+
+from __future__ import annotations
+
+import logging
+
+from ark_torch.distributed import group as making
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        making.log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def about(self, word: str) -> list[str]:
+        return [line for line in self.lines if word in line]
