@@ -12,6 +12,7 @@ from support.expert_forms import DIM, EXPERTS, FORMS, LEFT, WORLD, given
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
+from support.told import Lines
 
 pytestmark = [ark_only]
 
@@ -155,8 +156,6 @@ def _silent(x: Any, gate: Any, w1: Any, w3: Any, w2: Any) -> Any:
 
 
 def _trains(rank: Rank) -> dict[str, list[str]]:
-    import logging
-
     from torch._inductor import config
 
     from ark_torch.compile import experts_training
@@ -165,15 +164,10 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
     torch.set_num_threads(1)
     plain = experts_training.fuse
     experts_training.fuse = lambda graph: plain(graph, "cpu")  # type: ignore[assignment]
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ark_torch.compile")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
+    told = Lines("ark_torch.compile")
     said: dict[str, list[str]] = {}
     for form in (_slots_that_train, _silent):
-        messages.clear()
+        told.lines.clear()
         arguments = [one.float().requires_grad_() for one in given(rank.rank, 6, torch.float32, transposed=True)]
         (form(*arguments) ** 2).sum().backward()
         wanted = [one.grad for one in arguments]
@@ -183,7 +177,7 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
             (torch.compile(form, backend="ark", dynamic=False)(*arguments) ** 2).sum().backward()
         for one, other in zip(arguments, wanted, strict=True):
             torch.testing.assert_close(one.grad, other, rtol=1e-5, atol=1e-4)
-        said[form.__name__] = [one for one in messages if "joint graph" in one]
+        said[form.__name__] = [one for one in told.lines if "joint graph" in one]
     return said
 
 
@@ -197,24 +191,17 @@ def test_graphs_that_train() -> None:
 
 def _unlike(rank: Rank) -> list[str]:
     """Other numbers of tokens on each rank, and in each call: static graphs meet symbolic ones, which Inductor runs."""
-    import logging
-
     rank.init()
     torch.set_num_threads(1)
     _on_cpus()
     torch._dynamo.config.capture_scalar_outputs = True
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("ark_torch.compile")
-    log.setLevel(logging.INFO)
-    log.addHandler(handler)
+    told = Lines("ark_torch.compile")
     call = torch.compile(expert_forms.megatron, backend="ark")
     for tokens in ((6, 6), (6, 9), (5, 9), (0, 3)):
         arguments = given(rank.rank, tokens[rank.rank], torch.float32, "halves")
         with torch.no_grad():
             assert torch.equal(call(*arguments), expert_forms.megatron(*arguments)), tokens
-    return messages
+    return told.lines
 
 
 @pytest.mark.nightly

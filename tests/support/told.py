@@ -8,10 +8,15 @@ from ark_torch.distributed import group as making
 
 
 class Lines(logging.Handler):
-    def __init__(self) -> None:
+    """Of groups, or of another logger from INFO on."""
+
+    def __init__(self, other: str = "") -> None:
         super().__init__()
         self.lines: list[str] = []
-        making.log.addHandler(self)
+        log = logging.getLogger(other) if other else making.log
+        if other:
+            log.setLevel(logging.INFO)
+        log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
