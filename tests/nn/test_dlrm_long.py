@@ -37,7 +37,9 @@ def _train(rank: Rank, sharding: str, steps: int) -> tuple[str, str, float, floa
     me, world = rank.rank, rank.world_size
     rows = [min(count, 60) for count in dlrm.CATEGORIES]
     data = dlrm.Clicks(rows, 60 * world, 3, torch.device("cpu"))
-    model = dlrm.Dlrm(rows, argparse.Namespace(seed=3, dim=8, width=16, sharding=sharding, lr=0.05), dist.group.WORLD)
+    model = dlrm.Dlrm(
+        rows, argparse.Namespace(seed=3, dim=8, width=16, sharding=sharding, lr=0.05, capture=False), dist.group.WORLD
+    )
     rest = DistributedDataParallel(model.rest)
     model.rest = rest.module
     optimizer = torch.optim.Adagrad(model.rest.parameters(), lr=0.05)
