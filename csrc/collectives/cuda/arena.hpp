@@ -1,8 +1,8 @@
 // How a rank's symmetric memory is divided. Offsets are the same on all ranks of a group.
 //
-// On the host memory is pinned and every rank has as much, so a group there gets kHostBytes for all its ranks together:
-// fewer lanes, which a bus needs no more of, and no rings of lines, which are not used there. What is a rank's alone
-// (marked "own") is then in other memory, on its device, where its offsets count.
+// Host memory is pinned and every rank pins as much, so a group there gets at most kHostBytes for all its ranks: few
+// lanes (CudaDispatch::host_blocks), and no rings of lines, which are not used there. What only its owner reads (marked
+// "own") then lies in other memory, on its device, and its offsets count from there.
 #pragma once
 
 #include <algorithm>
@@ -63,9 +63,9 @@ constexpr uint32_t blocks_of_a_sharer(int ranks) {
 }
 
 struct ArenaLayout {
-  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device; else ring_blocks is at
-  // most blocks_of_a_sharer().
-  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, bool on_host = false);
+  // ring_blocks: lanes of the rings in bulk; 0: none. device_each: no two ranks share a device; else blocks are at most
+  // blocks_of_a_sharer(). host_blocks: of a launch, where the memory is the host's; 0: it is the devices'.
+  explicit ArenaLayout(int ranks, uint32_t ring_blocks = 0, bool device_each = true, uint32_t host_blocks = 0);
 
   size_t control;                             // own: device::GroupControl
   size_t peer_test;                           // what PeerTest writes (peer_test.hpp); nothing else is there
@@ -90,7 +90,8 @@ inline uint32_t ArenaLayout::host_lanes(int ranks, uint64_t bytes, uint32_t most
   return static_cast<uint32_t>(std::clamp<uint64_t>(fit / 4 * 4, 4, most));
 }
 
-inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, bool on_host) {
+inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_each, uint32_t host_blocks) {
+  const bool on_host = host_blocks != 0;
   size_t at = 0, own_at = 0;
   const auto take_at = [](size_t& place, size_t bytes) {
     const size_t here = place;
@@ -125,7 +126,10 @@ inline ArenaLayout::ArenaLayout(int ranks, uint32_t ring_blocks, bool device_eac
   const uint32_t most_lanes = ranks <= 2 ? 512 : ranks <= 4 ? 256 : 128;
   uint32_t lanes = device_each ? most_lanes : blocks_of_a_sharer(ranks);
   constexpr uint64_t kRounding = 64 << 10;  // what take() adds
-  if (on_host) lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
+  if (on_host) {
+    lanes = std::min<uint32_t>(lanes, host_blocks * device::ring_lanes(ranks));
+    lanes = host_lanes(ranks, host_bytes(ranks) - at - kRounding, lanes);
+  }
   collectives = rings(lanes);
   results = rings(lanes);
   transfers = rings(lanes / 2);

@@ -53,8 +53,9 @@ Peers share_on_peers(MemoryMeeting& meeting, const ArenaMemory::Options& options
   return Peers::lying;
 }
 
-bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, ArenaMemory& arena, std::string& why) {
-  const ArenaLayout layout(options.size, 0, options.device_each, true);
+bool share_on_host(MemoryMeeting& meeting, const ArenaMemory::Options& options, uint32_t blocks, ArenaMemory& arena,
+                   std::string& why) {
+  const ArenaLayout layout(options.size, 0, options.device_each, blocks);
   const auto keep_own = [&] { arena.own = DeviceMemory::allocate(options.device, layout.own_total); };
   if (!meeting.step(keep_own, why)) return false;
   arena.parts = SymmetricMemory::create(meeting, sharing_of(options, layout, true), why);
@@ -82,7 +83,7 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
   const bool asked_for = arena.why_on_host.empty();
   const bool by_nccl = !asked_for && (peers == Peers::unreached || dispatch.nccl_leaves_p2p);
   std::string unshared;
-  if (!share_on_host(*meeting, options, arena, unshared)) {
+  if (!share_on_host(*meeting, options, host_blocks_of(dispatch), arena, unshared)) {
     why = asked_for ? unshared : arena.why_on_host + "; and by way of the host: " + unshared;
     if (peers != Peers::lying || dispatch.nccl_leaves_p2p) return std::nullopt;
     throw Error(ErrorKind::system, why,
@@ -95,7 +96,7 @@ std::optional<ArenaMemory> ArenaMemory::share(KeyValueStore& store, const Option
 
 HostUse host_use(int ranks, bool by_nccl) {
   const CudaDispatch dispatch = CudaDispatch::measured(ranks).through_host(ranks, by_nccl);
-  const uint64_t bytes = ArenaLayout(ranks, 0, true, true).total;
+  const uint64_t bytes = ArenaLayout(ranks, 0, true, host_blocks_of(dispatch)).total;
   return {(bytes + kHostPage - 1) / kHostPage * kHostPage, dispatch.nccl_all_gather_from, dispatch.nccl_all_gather_to};
 }
 

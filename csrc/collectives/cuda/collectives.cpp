@@ -47,10 +47,13 @@ struct CudaCommunicator::Launch {
     return group.kernel(kind, rule_of(operation.descriptor.dtype, operation.descriptor.op));
   }
 
-  // Blocks of few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+  // Blocks hold few lanes while there are SMs for all of them: a lane's loads then have more of an SM to themselves.
+  // Through memory of the host few blocks saturate the bus. More would only keep SMs from products for as long as the
+  // bus takes.
   template <class Params>
   void by_lanes(const jit::Kernel& kernel, uint32_t lanes, int roles, const Params& params) const {
-    const unsigned each = std::min<unsigned>((lanes + 127) / 128, device::ring_lanes(params.rings.ranks));
+    const uint32_t most = group.on_host() ? host_blocks_of(dispatch) : 128;
+    const unsigned each = std::min<unsigned>((lanes + most - 1) / most, device::ring_lanes(params.rings.ranks));
     const CurrentContext context(kernel.device);
     jit::launch(kernel, {(lanes + each - 1) / each}, {each * roles * 32}, 0, stream_of(operation), params,
                 jit::LaunchMode::overlapped);

@@ -43,8 +43,8 @@ std::unique_ptr<CudaCommunicator> CudaCommunicator::create(int rank, int size, s
           std::to_string(device::kMaxRanks);
     return nullptr;
   }
-  options.dispatch->ring_blocks = std::clamp<uint64_t>(
-      options.dispatch->ring_blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
+  for (uint64_t* const blocks : {&options.dispatch->ring_blocks, &options.dispatch->host_blocks})
+    *blocks = std::clamp<uint64_t>(*blocks, 1, options.device_each ? device::kMostRingBlocks : blocks_of_a_sharer(size));
   options.dispatch->part_bytes = std::max(options.dispatch->part_bytes / 1024 * 1024, uint64_t{64} << 10);
   // A device that is too old, or no compiler: said before anything is shared.
   const int major = jit::KernelLibrary::of(options.device).target().major;
@@ -71,7 +71,7 @@ CudaCommunicator::CudaCommunicator(int rank, int size, GroupHealth& health, std:
       timeout_(options.timeout),
       dispatch_(*options.dispatch),
       arena_(std::move(arena)),
-      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host),
+      layout_(size, ring_blocks_of(dispatch_), options.device_each, arena_.on_host ? host_blocks_of(dispatch_) : 0),
       status_(std::make_unique<PinnedMemory>(options.device, sizeof(Status))),
       watch_(health, &host_status()->group, options.log, options.note),
       device_each_(options.device_each),

@@ -36,6 +36,7 @@ struct CudaDispatch {
   uint64_t relay_from = 1 << 20;       // broadcast to several peers: from here they hand parts on to each other
   uint64_t bulk_from = kNever;         // sums of so many bytes from every rank: from here rings in bulk, few blocks
   uint64_t ring_blocks = 16;           // so many
+  uint64_t host_blocks = 16;           // of rings through memory of the host: a bus needs no more, and products do
   uint64_t part_bytes = 4 << 20;       // of one rank's part of an all_reduce by rings in one launch: lanes drift apart
   uint64_t copy_engine_from = kNever;  // all_reduce from here: copy engines, which take no SM from what computes
   uint64_t in_line_to = 0;             // of these, eager ones up to here are on one stream, for the sake of the host
@@ -83,6 +84,10 @@ inline uint32_t ring_blocks_of(const CudaDispatch& dispatch) {
   return dispatch.bulk_from == CudaDispatch::kNever ? 0 : static_cast<uint32_t>(dispatch.ring_blocks);
 }
 
+inline uint32_t host_blocks_of(const CudaDispatch& dispatch) {
+  return static_cast<uint32_t>(dispatch.host_blocks);
+}
+
 struct CudaDispatchField {
   const char* name;
   uint64_t CudaDispatch::*value;
@@ -98,6 +103,7 @@ inline constexpr CudaDispatchField kCudaDispatchFields[] = {
     {"relay_from", &CudaDispatch::relay_from, kNeverTaken, {64, 4 << 10}},
     {"bulk_from", &CudaDispatch::bulk_from, kNeverTaken, {300'000, 64 << 10}},
     {"ring_blocks", &CudaDispatch::ring_blocks, {}, {3, 0}},
+    {"host_blocks", &CudaDispatch::host_blocks, {}, {3, 0}},
     {"part_bytes", &CudaDispatch::part_bytes},
     {"copy_engine_from", &CudaDispatch::copy_engine_from, kNeverTaken, {kNeverTaken, 256 << 10}},
     {"in_line_to", &CudaDispatch::in_line_to},
