@@ -6,7 +6,6 @@
 // from and to tensors. ark itself adds: in rank order within a node, then in node order
 // (collectives/cpu/staged_reduce.hpp). So the bits depend only on the inputs and the placement of ranks, and are the
 // same on every rank.
-// noticed; for a node of which nobody can tell there are beats (collectives/node_beats.hpp).
 #pragma once
 
 #include <atomic>
