@@ -22,8 +22,8 @@ class Compiler {
   // driver_version 0: there is no driver. Only opens the cache's folder.
   Compiler(Settings settings, int driver_version, LibraryOpener opener = LibraryOpener::system());
 
-  // Returns the kernel from the wheel (which counts as the cache), from the cache, or compiled. Throws Error(system).
-  // Thread-safe.
+  // Returns the kernel from the wheel (which counts as the cache), from the cache, or compiled. Throws
+  // Error(compile_failed) if it does not compile. Thread-safe.
   CachedKernel get(const Source& source);
   // Compiles without the cache, with log and resources.
   Compiled compile(const Source& source);

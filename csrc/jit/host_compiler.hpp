@@ -22,12 +22,12 @@ namespace ark::jit {
 // A shared library in memory, closed with the object.
 class LoadedLibrary {
  public:
-  // Throws Error(system).
+  // Throws Error(system) or Error(compile_failed).
   explicit LoadedLibrary(const std::vector<uint8_t>& bytes);
   ~LoadedLibrary();
   LoadedLibrary(LoadedLibrary&& other) noexcept;
   LoadedLibrary& operator=(LoadedLibrary&&) = delete;
-  // Throws Error(system) if there is no such symbol.
+  // Throws Error(compile_failed) if there is no such symbol.
   void* symbol(const char* name) const;
 
  private:
@@ -47,7 +47,7 @@ class HostCompiler {
   // Runs nothing yet. The cache's lock wait exceeds `limit`, because the lock holder compiles.
   explicit HostCompiler(Settings settings, std::chrono::milliseconds limit = std::chrono::seconds(300));
 
-  // Returns the library from the cache or compiles it. Throws Error(system) with the compiler's first error.
+  // Returns the library from the cache or compiles it. Throws Error(compile_failed) with the compiler's first error.
   // Thread-safe. `afresh`: compile even if it is cached.
   Result library(const std::string& source, bool afresh = false);
 
@@ -55,7 +55,7 @@ class HostCompiler {
   std::string key(const std::string& source);
   KernelCache& cache() { return cache_; }
 
-  // Path and version of the compiler. Throws Error(system) if none works.
+  // Path and version of the compiler. Throws Error(compile_failed) if none works.
   std::string compiler();
   static std::vector<std::string> default_options();
 

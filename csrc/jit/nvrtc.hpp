@@ -26,7 +26,7 @@ std::vector<NvrtcCandidate> nvrtc_candidates(const Settings& settings, int drive
 
 class Nvrtc {
  public:
-  // Opens the first candidate that works. Throws Error(system) that lists what was tried.
+  // Opens the first candidate that works. Throws Error(compile_failed) that lists what was tried.
   static Nvrtc find(const Settings& settings, int driver_version, const LibraryOpener& opener);
 
   const std::string& path() const { return path_; }
@@ -36,7 +36,7 @@ class Nvrtc {
   // cubins come without ptxas's report, so a kernel that spills would pass.
   std::vector<std::string> options_of(const Source& source, const std::vector<std::string>& include_dirs) const;
 
-  // Throws Error(system) with the beginning of the log if compilation fails.
+  // Throws Error(compile_failed) with the beginning of the log if compilation fails.
   Compiled compile(const Source& source, const std::vector<Header>& headers,
                    const std::vector<std::string>& include_dirs, const std::string& name) const;
 

@@ -66,7 +66,7 @@ at::Tensor moe_product(const at::Tensor& given, const at::Tensor& counts, const 
   const at::Tensor rows = aligned(given), w = aligned(weight), counted = counts.contiguous();
   const int64_t experts = w.size(0), lines = w.size(1), depth = w.size(2), columns = gated ? lines / 2 : lines;
   at::Tensor out = at::empty({rows.size(0), columns}, rows.options());
-  // Experts get `rows` at most, which is far more than usual, so assume half of it.
+  // `rows` has room for the worst case, so assume that half of it is used.
   const MatmulShape shape =
       shape_of(std::max<int64_t>(in_wholes(rows.size(0), 2 * experts), 1), experts, columns, gated);
   const int64_t of_tile = gated ? shape.columns / 2 : shape.columns;

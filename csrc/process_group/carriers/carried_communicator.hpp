@@ -86,7 +86,7 @@ class CarriedCommunicator : public Communicator {
             uint64_t expected = 0);
   const First& hear(Exchange& exchange, int peer);
   void hear_all(Exchange& exchange, const std::vector<int>& peers);
-  void meet(Exchange& exchange, const std::vector<int>& peers);  // expects, and tells without data
+  void meet(Exchange& exchange, const std::vector<int>& peers);  // expect(), and tell() without data
   std::vector<int> partners_of(int root) const;
   std::vector<int> others_of(int root) const;  // at root: the ranks of other nodes; at those: root
   std::byte* scratch(size_t bytes);
