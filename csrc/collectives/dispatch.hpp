@@ -2,7 +2,7 @@
 //
 // A table is a list of rules; the first match decides. The defaults were measured (dispatch.cpp); a tuned table
 // replaces them (ARK_DISPATCH, written by tools.tune). All ranks use rank 0's table and the number of cores that the
-// group's ranks share, so they decide alike.
+// group's ranks share, so they decide the same way.
 #pragma once
 
 #include <cstddef>

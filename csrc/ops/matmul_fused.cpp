@@ -3,7 +3,7 @@
 //
 // Matrices that the copy engine cannot read (rows not aligned to 16 bytes, a stored by columns) are copied once.
 // Scratch memory is the group's staging place, which also holds all_reduce's result unless a better place is known
-// (tile_result.hpp), and slots behind it.
+// (tile_result.hpp), and slots after it.
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>

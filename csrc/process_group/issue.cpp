@@ -1,7 +1,7 @@
 // Turns a method's call into an operation record and a work, on the host or on a CUDA device.
 //
 // The profiler's event covers all of a synchronous operation and the enqueueing of an asynchronous one; data for
-// listeners is only built if there are any. On a device, a barrier first waits on the host, behind operations on CPU
+// listeners is only built if there are any. On a device, a barrier first waits on the host, after operations on CPU
 // tensors, then for the device. Messages have a line per peer and direction; tags are ignored, as with NCCL.
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
@@ -268,7 +268,7 @@ ProcessGroupArk::WorkPtr ProcessGroupArk::barrier_cuda(const Call& call, const c
   const Body body = [](Communicator& group, Operation& op) { group.barrier(op); };
   WorkPtr on_host;
   if (!is_capturing(device)) {
-    on_host = run_on_host(call, body);  // behind operations on CPU tensors
+    on_host = run_on_host(call, body);  // after operations on CPU tensors
     if (!call.async) on_host->wait();
   }
   if (cuda->carrier) {

@@ -1,4 +1,4 @@
-// The stages of bootstrap.hpp, and the rules by which all ranks decide alike.
+// The stages of bootstrap.hpp, and the rules by which all ranks decide the same way.
 //
 // After stage 2 the decision is a pure function of the records, after stage 4 of the outcomes, and every rank has read
 // all of them. Errors (a lost peer, a rank that gave up) take precedence over "not shared" on every rank.

@@ -1,4 +1,4 @@
-// A meeting at which the ranks of a node share memory, in steps that succeed or fail on all ranks alike.
+// A meeting at which the ranks of a node share memory, in steps that succeed on all ranks or fail on all ranks.
 //
 // join() is collective and connects the ranks through the store (bootstrap.hpp): a socket and a page of shared memory
 // per pair, kept for the meeting's life. All ranks take the same steps. A step runs a body on every rank. Afterwards

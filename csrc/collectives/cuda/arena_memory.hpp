@@ -1,8 +1,8 @@
 // The shared memory of a group on CUDA devices, and where it is.
 //
 // If all GPUs reach each other's memory and values arrive there (peer_test.hpp), each rank's part is on its GPU. If any
-// pair fails, all parts are in pinned host memory; all ranks decide alike. Data that is private to a rank then stays on
-// its GPU, because reading it over the bus would cost a kernel microseconds.
+// pair fails, all parts are in pinned host memory; all ranks decide the same way. Data that is private to a rank then
+// stays on its GPU, because reading it over the bus would cost a kernel microseconds.
 #pragma once
 
 #include <functional>

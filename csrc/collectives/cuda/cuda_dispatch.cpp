@@ -18,7 +18,7 @@ constexpr uint64_t kPeerAccess = 3, kAnyOrder = 4, kNcclLeavesP2p = 8;
 }  // namespace
 
 CudaDispatch CudaDispatch::measured(int ranks) {
-  // Measured on H200 (docs/measurements.md), except relay_from and more than four ranks. Large sums run beside
+  // Measured on H200 (docs/measurements.md), except relay_from and more than four ranks. Large sums run alongside
   // computation, which warp rings slow down most. So two ranks use copy engines, and four use bulk rings, then copy
   // engines for the largest sizes.
   CudaDispatch made;

@@ -2,7 +2,7 @@
 //
 // A field of CudaDispatch is a size in bytes from which (or up to which) an algorithm is used. The defaults were
 // measured. A table in ARK_DISPATCH (written by tools.tune --cuda) replaces them for the group sizes that it names.
-// Ranks must decide alike, so all use rank 0's table, which they get through the store.
+// Ranks must decide the same way, so all use rank 0's table, which they get through the store.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct CudaDispatch {
   uint64_t buffer_bytes = 512u << 20;  // most shared memory for copy engines (ARK_BUFFER_MB)
 
   // Copy engines, by the bytes of one rank's part or message. Three are off by default, because no measurement has
-  // shown a gain. `ark tune --cuda` measures each beside computation and enables those that win on that machine.
+  // shown a gain. `ark tune --cuda` measures each alongside computation and enables those that win on that machine.
   uint64_t reduce_scatter_engine_from = kNever;
   uint64_t all_gather_engine_from = kNever;
   uint64_t registered_all_gather_engine_from = kNever;  // in a group that has registered memory

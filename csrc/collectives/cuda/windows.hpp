@@ -30,8 +30,8 @@ struct Window {
 //
 // Memory ordering: count_ is written under the mutex and only tells whether to look. A thread that registers memory and
 // then tells the issuing thread makes it visible to it. The number of windows affects the choice of algorithm, so ranks
-// must register at the same point of their order of collectives. Registration on another thread beside collectives
-// could deadlock.
+// must register at the same point of their order of collectives. Registration on another thread, concurrent with
+// collectives, could deadlock.
 class Windows {
  public:
   using Base = std::array<char*, device::kMaxRanks>;

@@ -122,7 +122,7 @@ class FlightRecord {
   FlightRecord& operator=(const FlightRecord&) = delete;
 
   // Sets the capacity in entries, rounded up to a power of two; 0 turns recording off. A new capacity drops all
-  // entries. Safe beside writers, but the old ring is kept until the end, so call it only at set-up.
+  // entries. Safe with concurrent writers, but the old ring is kept until the end, so call it only at set-up.
   void resize(size_t capacity);
   size_t capacity() const;
   bool enabled() const { return ring_.load(std::memory_order_acquire) != nullptr; }

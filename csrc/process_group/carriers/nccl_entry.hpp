@@ -2,9 +2,9 @@
 // be faster.
 //
 // All ranks create it together at the first operation of such a size (CudaDispatch::nccl_*_from and _to). They decide
-// alike because they use rank 0's table and equal counts. all_to_all with splits stays with ark, because its counts
-// differ. The operation is enqueued like any other: same streams, events and numbers (CudaGroup::enqueue), also in
-// graphs.
+// the same way because they use rank 0's table and equal counts. all_to_all with splits stays with ark, because its
+// counts differ. The operation is enqueued like any other: same streams, events and numbers (CudaGroup::enqueue), also
+// in graphs.
 #pragma once
 
 #include <c10/util/FunctionRef.h>

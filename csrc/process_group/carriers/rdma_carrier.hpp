@@ -1,8 +1,9 @@
 // RDMA as a carrier (dma/rdma/messages.hpp), and the agreement of a group's ranks on whether to use it.
 //
-// Each rank publishes what it could use or why it cannot. All ranks read all offers and decide alike (rdma::decide).
-// Then each rank exchanges a message with its data peers and reports the outcome, which catches a NIC whose network
-// reaches no peer. So a group uses RDMA as a whole or not at all, and a rank without it never blocks the others.
+// Each rank publishes what it could use or why it cannot. All ranks read all offers and decide the same way
+// (rdma::decide). Then each rank exchanges a message with its data peers and reports the outcome, which catches a NIC
+// whose network reaches no peer. So a group uses RDMA as a whole or not at all, and a rank without it never blocks the
+// others.
 #pragma once
 
 #include <functional>

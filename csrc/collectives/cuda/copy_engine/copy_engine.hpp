@@ -18,16 +18,16 @@
 namespace ark {
 
 // Pushed and pulled sums. Copying from a slot to the tensor is a copy within the GPU, which the driver always runs on
-// SMs. So ranks pull sums of all_reduces below pull_below from the owner's slots instead: slower alone, faster beside
-// computation.
+// SMs. So ranks pull sums of all_reduces below pull_below from the owner's slots instead: slower alone, faster
+// alongside computation.
 //
 // Streams. All copies over the link are on one stream, to one peer at a time, starting with the next rank: two
 // concurrent copies halve an engine's speed. In calls with many copies, waits and signals have streams of their own,
 // since in line each would leave the link idle for some microseconds. With few copies the extra streams cost more than
 // they save. These streams also cost the issuing thread time, which limits an eager DDP step. So eager all_reduces of
-// up to in_line_to bytes run on the caller's stream alone (copy_engine_call.hpp). Beside computation each kernel waits
-// for free SMs. So kWorkers streams run kernels, and several pieces wait in parallel; more streams would block each
-// other in the device's few hardware queues.
+// up to in_line_to bytes run on the caller's stream alone (copy_engine_call.hpp). Alongside computation each kernel
+// waits for free SMs. So kWorkers streams run kernels, and several pieces wait in parallel; more streams would block
+// each other in the device's few hardware queues.
 //
 // Turns. With three or more ranks, ranks drift until two use the same link. So each link has a word "turn", which
 // starts at the rank before the link's own rank. Each rank passes it to the rank before it after its copy, or at once
