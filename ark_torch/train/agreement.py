@@ -25,7 +25,7 @@ class Agreement:
 
     def __init__(self, group: Any) -> None:
         self._group = _beside(group)
-        self._own = self._group is not group
+        self._own = self._group is not group and self._group not in _gloo_groups.values()
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def close(self) -> None:
@@ -96,5 +96,19 @@ def _beside(group: Any) -> Any:
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        return _gloo_beside(group, members)
     return group
+
+
+# Group of CUDA tensors alone -> its Gloo group. PyTorch names a group by its ranks, and Gloo's addresses of a destroyed
+# group stay in the store under that name: ranks of a second one could connect to the first one's.
+_gloo_groups: dict[Any, Any] = {}
+
+
+def _gloo_beside(group: Any, members: list[int]) -> Any:
+    known = dist.distributed_c10d._world.pg_map
+    for other in [other for other in _gloo_groups if other not in known]:
+        del _gloo_groups[other]
+    if _gloo_groups.get(group) not in known:
+        _gloo_groups[group] = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return _gloo_groups[group]
