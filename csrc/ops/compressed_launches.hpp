@@ -49,12 +49,14 @@ class CodeLaunches {
   void launch();
 
  private:
+  struct CodeKernel;
+
   device::CodeParams& params_of(const quantize::Piece& piece);
-  const jit::Kernel& kernel_of(const device::CodeParams& params) const;
-  unsigned cut(device::CodeParams& params, const jit::Kernel& kernel) const;
+  const CodeKernel& kernel_of(const device::CodeParams& params) const;
+  unsigned cut(device::CodeParams& params, uint64_t resident) const;
 
   const Coding& coding_;
-  const char* entry_;
+  const char* entry_;  // a literal: it identifies the kernel
   c10::Device device_;
   device::CodeParams params_;
   CUstream stream_;
