@@ -11,7 +11,7 @@ compiled by Inductor (plain modules; Hugging Face's as they are). Modes:
   eager   the same without the graph
   ddp     DistributedDataParallel, its defaults
   fsdp2   fully_shard of every block, bfloat16 parameters, float32 reduction
---bits 4 adds ark_4_bit to the last two, whose gradients are compressed (benchmarks/compression_accuracy.py: accuracy).
+--bits 4 adds ark_4_bit to captured, ddp and fsdp2, whose gradients are compressed (compression_accuracy.py: accuracy).
 A contender `free` does the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
 backend), so that what communication costs is the difference. All contenders take turns, in --rounds rounds; a figure is
 the median over rounds of the slowest rank's. The learning rate is 0: weights stay as they were drawn, gradients of all
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="a round (default: 6)")
     parser.add_argument("--bucket-mb", type=float, default=50, help="of graph and eager mode (default: 50)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[], help="ddp, fsdp2: bits of gradients")
+    parser.add_argument("--bits", type=int, nargs="+", default=[], help="captured, ddp, fsdp2: bits of gradients")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain modules without Inductor")
     parser.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="time no single all-reduce")
     parser.add_argument("--busy", action="store_true", help="every core of this process has other work, too")

@@ -26,17 +26,19 @@ def leave_alone(device, bucket):  # type: ignore[no-untyped-def]  # DDP compares
     return done
 
 
-def ddp_step(
-    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, name: str, bits: int | None
-) -> Callable[[], Any]:
+def in_ddp(subject: Subject, model: nn.Module, group: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     ids = [subject.rank.rank] if subject.gpu else None
-    wrapped = DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, device_ids=ids, process_group=group, gradient_as_bucket_view=True)
+
+
+def ddp_step(
+    subject: Subject, model: nn.Module, optimizer: torch.optim.Optimizer, group: Any, name: str, bits: int | None
+) -> Callable[[], Any]:
+    wrapped = in_ddp(subject, model, group) if bits is None else compressing(subject, model, group, bits)
     if name == FREE:
         wrapped.register_comm_hook(subject.rank.device, leave_alone)
-    if bits is not None:
-        wrapped.register_comm_hook(compression.State(bits=bits, module=wrapped, group=group), compression.hook)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -46,6 +48,14 @@ def ddp_step(
         optimizer.step()
 
     return step
+
+
+def compressing(subject: Subject, model: nn.Module, group: Any, bits: int) -> Any:
+    """The model in DistributedDataParallel with the compression hook."""
+    wrapped = in_ddp(subject, model, group)
+    state = compression.State(bits=bits, rounding="nearest", module=wrapped, group=group)
+    wrapped.register_comm_hook(state, compression.hook)
+    return wrapped
 
 
 def shard(subject: Subject, model: nn.Module, group: Any) -> None:

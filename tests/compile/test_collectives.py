@@ -57,6 +57,40 @@ def _forms(rank: Rank) -> None:
                 torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def _many_rows(rank: Rank) -> tuple[str, str]:
+    """What is said of a graph with as many rows as a loop kernel is for, and of one with a row more."""
+    from ark_torch.compile import backend
+    from ark_torch.compile.options import parse
+    from ark_torch.compile.report import Report
+
+    rank.init()
+    backend._FEW_ROWS["cpu"] = 8
+    backend.inductor_fallback.whole = lambda graph, inputs: graph.forward  # it takes seconds
+    group = dist.group.WORLD
+    weight = torch.randn(6, 6, generator=torch.Generator().manual_seed(3))
+
+    def model(x: Tensor) -> Tensor:
+        return torch.relu(funcol.all_reduce(x @ weight, "sum", group))
+
+    told = []
+    for rows in (8, 9):
+        report = Report()
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            model, backend=lambda g, x, r=report: backend.compile_graph(g, x, parse(None, {}), r), dynamic=False
+        )
+        with torch.no_grad():
+            x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rank.rank))
+            torch.testing.assert_close(compiled(x), model(x))
+        told.append(str(report))
+    return told[0], told[1]
+
+
+def test_many_rows_are_inductors() -> None:
+    for few, many in run_ranks(_many_rows, 2):
+        assert "from 9 on" not in few and "its collectives have 9 rows, and from 9 on Inductor's products" in many, many
+
+
 def test_every_collective() -> None:
     run_ranks(_forms, 2)
     run_ranks(_forms, 3)

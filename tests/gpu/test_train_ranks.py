@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support import recommending
 from support import training as small
 from support.rank import Rank
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from training_support import adam, batch_of, begin, kill_the_last, model_of, until_a_peer_dies
 
 from ark_torch.train import capture
@@ -84,6 +86,38 @@ def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
 @pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
 def test_tables_that_are_split(sharding: str, adapts: bool) -> None:
     run(_tables, sharding, adapts)
+
+
+def _compressed(rank: Rank, bits: int, on_host: bool) -> None:
+    """DDP's compression hook: replays have the bits of eager steps over the same buckets."""
+    from ark_torch.distributed import compression
+
+    if on_host:
+        os.environ["ARK_DISABLE_P2P"] = "1"
+    device = begin(rank, WORLD)
+    weights = []
+    for warmup in (2, 100):
+        model = model_of("gpt2", device)
+        ddp = DistributedDataParallel(model, device_ids=[device.index])
+        state = compression.State(bits=bits, rounding="nearest", module=ddp, exact_below=256)
+        ddp.register_comm_hook(state, compression.hook)
+        step = capture(ddp, adam(ddp, device), small.loss, bucket_mb=0.05, warmup=warmup)
+        losses = [step(batch_of("gpt2", number, rank.rank, device)) for number in range(10)]
+        assert step.captured == (warmup == 2), step.reason
+        assert torch.stack(losses).isfinite().all() and 0 < 2 * state.bytes_sent < state.bytes_exact
+        assert (bits == 8) == all(layer.residual is None for layer in state.layers)
+        weights.append(small.weights(model).to(device))
+        step.close()
+    assert torch.equal(weights[0], weights[1]), (weights[0] - weights[1]).abs().max()
+    every = [torch.empty_like(weights[0]) for _ in range(WORLD)]
+    dist.all_gather(every, weights[0])
+    assert all(torch.equal(one, weights[0]) for one in every)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_compressed_gradients(bits: int, on_host: bool) -> None:
+    run(_compressed, bits, on_host, own=on_host)
 
 
 def _one_cannot(rank: Rank) -> str:
