@@ -169,6 +169,22 @@ def test_what_lies_between_gpus_is_told(monkeypatch, wish: str, missing: bool, w
         assert each > 0 and 4 * each == group <= 64
 
 
+@pytest.mark.parametrize(
+    "models, table, words",
+    [
+        (["NVIDIA H100 80GB HBM3"] * 2, "", "measured on H100 and H200$"),
+        (["NVIDIA H200", "NVIDIA A100-SXM4-40GB"], "", "none was made for NVIDIA A100-SXM4-40GB$"),
+        (["NVIDIA A100-SXM4-40GB"] * 2, "table.json", ""),
+    ],
+)
+def test_a_dispatch_that_was_measured_elsewhere_is_told(monkeypatch, models, table: str, words: str) -> None:
+    monkeypatch.setenv("ARK_DISPATCH", table)
+    rows = list(_probes.thresholds(models))
+    assert len(rows) == (words != "")
+    for row in rows:
+        assert re.search(words, row.found) and ("ark tune --cuda" in row.advice) == ("none was made" in row.found), row
+
+
 @pytest.mark.quick
 def test_doctor_imports_the_standard_library_only() -> None:
     script = (
