@@ -19,6 +19,7 @@ from torch import nn
 from training_subject import FREE, Groups, Subject, same_gradients, timed
 from training_wrapped import compressing, ddp_step, fsdp2_step, gradient_sum, shard
 
+from ark_torch.distributed import compression
 from ark_torch.train import CapturedStep, capture
 
 
@@ -27,7 +28,9 @@ def captured_step(
 ) -> CapturedStep:
     if sharded:
         shard(subject, model, group)
-    if bits is not None:
+        if bits is not None:
+            compression.fsdp(model, compression.State(bits=bits))
+    elif bits is not None:
         model = compressing(subject, model, group, bits)
 
     def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -44,7 +47,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
     alone = [dist.new_group([member], backend="ark") for member in range(rank.ranks)][rank.rank]
     contenders = {rival: groups[rival]}
     contenders |= {f"captured_{name}": group for name, group in groups.items() if name != FREE}
-    compressed = {} if sharded else {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
+    compressed = {f"captured_ark_{bits}_bit": bits for bits in arguments.bits}
     contenders |= dict.fromkeys(compressed, groups["ark"])
     contenders[FREE] = alone
     model = subject.model()

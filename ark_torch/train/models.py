@@ -81,6 +81,7 @@ def take_apart(model: Any, group: Any) -> Subject:
         return of_several(Subject(model, device, inner.process_group, reason=reason))
     subject = Subject(model, device, _group_of(group), reason=_why_not_fsdp1(model))
     subject.sharded = _sharded(model)
+    subject.reason = subject.reason or _why_not_sharded(subject.sharded)
     own = bool(subject.sharded) or any(isinstance(p, DTensor) for p in model.parameters())
     subject.averages = not subject.reason and not subject.sharded and (not own or group is not None)
     _leave_apart(subject, frozenset())
@@ -199,6 +200,13 @@ def _sharded(model: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _why_not_sharded(modules: list[Any]) -> str:
+    from ark_torch.distributed.compression import fsdp2
+
+    states = [state for module in modules for state in fsdp2.states_of(module)]
+    return next((why for why in map(_why_not_compressed, states) if why), "")
 
 
 def same_weights(subject: Subject) -> None:

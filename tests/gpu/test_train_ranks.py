@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training_support import adam, batch_of, begin, kill_the_last, model_of, until_a_peer_dies
 
+from ark_torch.distributed import compression
 from ark_torch.train import capture
 
 
@@ -26,7 +27,7 @@ def _item(model: Any, batch: Any) -> Tensor:
     return value
 
 
-def _sharded(rank: Rank) -> str:
+def _sharded(rank: Rank, compresses: bool) -> str:
     """Captured, or eager with a reason: the same bits either way."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -39,6 +40,8 @@ def _sharded(rank: Rank) -> str:
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if compresses:
+            compression.fsdp(model, compression.State(bits=4, exact_below=256))
         optimizer = adam(model, device, same_form=not captured)
         step = capture(model, optimizer, small.loss, max_norm=0.5) if captured else None
         for number in range(10):
@@ -58,8 +61,9 @@ def _sharded(rank: Rank) -> str:
     return reason
 
 
-def test_fully_shard() -> None:
-    reasons = run(_sharded, own=True)  # DTensor's caches hold meshes, whose groups end with the body
+@pytest.mark.parametrize("compresses", [False, True])
+def test_fully_shard(compresses: bool) -> None:
+    reasons = run(_sharded, compresses, own=True)  # DTensor's caches hold meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
 
 
@@ -90,8 +94,6 @@ def test_tables_that_are_split(sharding: str, adapts: bool) -> None:
 
 def _compressed(rank: Rank, bits: int, on_host: bool) -> None:
     """DDP's compression hook: replays have the bits of eager steps over the same buckets."""
-    from ark_torch.distributed import compression
-
     if on_host:
         os.environ["ARK_DISABLE_P2P"] = "1"
     device = begin(rank, WORLD)

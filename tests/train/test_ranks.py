@@ -365,6 +365,32 @@ def _sharded(rank: Rank) -> None:
     assert torch.equal(results[0], results[1])
 
 
+def _sharded_and_compressed(rank: Rank) -> list[str]:
+    """The reasons that the states of fsdp() give against a capture."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from ark_torch.distributed import compression
+
+    rank.init()
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    reasons = []
+    for rounding in ("nearest", "stochastic"):
+        model = small.make("gpt2")
+        fully_shard(model, mesh=mesh)
+        compression.fsdp(model, compression.State(bits=4, rounding=rounding, exact_below=256))
+        step = capture(model, _adam(model), small.loss)
+        step(small.batch("gpt2", 0, rank.rank))
+        reasons.append(step.reason)
+    return reasons
+
+
+def test_fully_shard_with_compression() -> None:
+    for nearest, stochastic in run_ranks(_sharded_and_compressed, 2):
+        assert nearest == "there are no graphs on CPUs"
+        assert stochastic.startswith("compression.State: rounding='stochastic' draws random numbers")
+
+
 def test_fully_shard() -> None:
     run_ranks(_sharded, 2)  # DTensor's caches hold meshes, whose groups end with the body
 
