@@ -1,8 +1,8 @@
-"""Mode `captured` of benchmarks/training.py: ark_torch.train.capture over each group, beside DDP as it is used today.
+"""Mode `captured` of benchmarks/training.py: ark_torch.train.capture over each group, beside DDP as users run it.
 
-The rival is DistributedDataParallel over NCCL (on CPUs Gloo), eagerly. `captured_NAME` is the captured step of the same
-module over group NAME; `free` the captured step of each rank alone, so without communication. One contender at a time
-holds memory, and all take turns in each round.
+The rival is eager DistributedDataParallel over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of the same
+module over group NAME. `free` is the captured step of each rank alone, without communication. Only one contender at a
+time holds memory, and all take turns in each round.
 """
 
 from __future__ import annotations
