@@ -2,7 +2,7 @@
 
     python benchmarks/compressed.py --ranks 2 [--sizes 8 64 256] [--device cpu]
 
-An all-reduce of so many megabytes of bfloat16 (float32 on CPU), through torch.distributed. Ways:
+All-reduces of --sizes megabytes of bfloat16 (float32 on CPU), through torch.distributed. Ways:
 
 exact_nccl                     the rival's all_reduce (Gloo on CPU)
 exact_ark                      ark's

@@ -8,10 +8,10 @@ way exchanges indices. MLPs are MLPerf's (512-256-D; 1024-1024-512-256-1), repli
 gradients and an SGD step. Rows use row-wise Adagrad. Ways:
 
 eager_nccl     F.embedding_bag(sparse=True) over all of the rank's tables at once, all_to_all_single with its gradient,
-               sparse gradients coalesced, Adagrad of PyTorch's operators (Gloo on CPU); its size of a gradient is asked
-               of the GPU, so no graph holds it
-padded_nccl    the same with the gradient summed into as many rows as there are indices: a graph holds it
-inductor_nccl  that, with the forward pass through torch.compile
+               sparse gradients coalesced, Adagrad by PyTorch's operators (Gloo on CPU); no graph can contain it,
+               because the host reads a gradient's size from the GPU
+padded_nccl    the same with the gradient summed into as many rows as there are indices, so that a graph can contain it
+inductor_nccl  padded_nccl with the forward pass through torch.compile
 ark            ark_torch.ops.embedding_bag_all_to_all(optimizer=RowwiseAdagrad), all_reduce of ark's group
 ark_inductor   the same with the forward pass through torch.compile
 

@@ -7,12 +7,12 @@ rows and B samples per rank. Each rank ends with [B, all tables, D] of its own s
 
 eager_nccl     F.embedding_bag over all of the rank's tables at once, all_to_all_single, permute (Gloo on CPU)
 inductor_nccl  the same through torch.compile
-pool           ark's own kernel, every bag on this rank: no communication
-pool_ark       the same, then all_to_all_single of ark's group, permute
+pool           ark's own kernel for all bags of this rank, without communication
+pool_ark       pool, then all_to_all_single of ark's group, permute
 pool_nccl      the same over NCCL
 fused          ark_torch.ops.embedding_bag_all_to_all
 compiled_ark   F.embedding_bag of each table, stack, all_to_all_single, permute through torch.compile(backend="ark")
-fused_step     forward and backward of it (gradients of the tables are dense); eager_step: as eager_nccl
+fused_step     fused forward and backward (dense gradients of the tables); eager_step: the same of eager_nccl
 
 On GPUs each way is captured in a CUDA graph of two calls with different indices and replayed back to back. A figure is
 the median over rounds of the slowest rank's time per call. Results are compared: fused with pool_ark bit for bit, with

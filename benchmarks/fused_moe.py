@@ -5,17 +5,17 @@
 E experts over all ranks, K choices per token, dim x ffn, T tokens per rank; gated SiLU, bfloat16 (float32 on CPU).
 Choices are uniform, weights go through a softmax. Ways:
 
-experts        PyTorch's products of this rank's experts alone, on as many rows for each, which are there
+experts        PyTorch's products of this rank's experts alone, with the same number of local rows for each
 experts_ark    the same by torch.ops.ark.moe_experts
 eager_nccl     tokens sorted by expert, all_to_all_single of counts and rows, torch._grouped_mm (off Hopper and on CPU
                a loop over experts), all_to_all_single, index_add_; the host reads the counts (Gloo on CPU)
-even_nccl      the same where all counts are known: as many rows for each expert (one at least), so that no host waits
-               and a graph can hold it
+even_nccl      the same with known counts: the same number of rows for each expert (at least one), so that the host
+               need not wait and a graph can contain it
 inductor_nccl  even_nccl through torch.compile
 dispatch       ark_torch.ops.moe_dispatch and moe_combine with nothing in between
 pieces         moe_dispatch, torch.ops.ark.moe_experts, moe_combine
 layer          ark_torch.ops.moe_layer
-step           moe_layer forward and backward; eager_step: eager_nccl's
+step           moe_layer forward and backward; eager_step: the same of eager_nccl
 
 On GPUs each way but eager_nccl is captured in a CUDA graph of two calls with different tokens and replayed back to
 back. A figure is the median over rounds of the slowest rank's time per call. `eager_us`: the same calls outside of a

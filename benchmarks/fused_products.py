@@ -10,11 +10,11 @@ product        torch.mm alone
 eager_nccl     torch.mm and the collective of NCCL (Gloo on CPU)
 inductor_nccl  the same through torch.compile
 symm_mem       PyTorch's symmetric memory: torch.ops.symm_mem.fused_matmul_reduce_scatter, fused_all_gather_matmul; for
-               all_reduce torch.mm into symmetric memory and its one-shot, from 256 KB its two-shot all-reduce
-unfused        ark_torch.ops, torch.mm and ark's collective
-fused          ark_torch.ops, one kernel
-default        ark_torch.ops, whichever it chooses
-compiled       torch.compile(backend="ark") of the same code as inductor_nccl, over ark: what finds the operators
+               all_reduce torch.mm into symmetric memory and its one-shot all-reduce (from 256 KB two-shot)
+unfused        ark_torch.ops: torch.mm and ark's collective
+fused          ark_torch.ops: one kernel
+default        ark_torch.ops: the form that it chooses
+compiled       the code of inductor_nccl over ark by torch.compile(backend="ark"), which finds the operators
 
 On GPUs each way is captured in a CUDA graph of two calls with different matrices and replayed back to back. A figure is
 the median over rounds of the slowest rank's time per call. `eager_us`: the same calls outside of a graph. Results are

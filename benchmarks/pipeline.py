@@ -8,7 +8,7 @@ AdamW, the mean square of the last stage's output as loss. Contenders:
 
 nccl            schedule.step() over NCCL (Gloo on CPUs), then the optimizer's step, called by the host
 ark             the same over ark
-captured_NAME   ark_torch.train.capture(schedule, optimizer) over either: one launch a step
+captured_NAME   ark_torch.train.capture(schedule, optimizer) over either: one launch per step
 
 The learning rate is 0, so that all contenders have the same losses, which must agree within rounding. A figure is the
 median over rounds of the slowest rank's time per step. A contender that could not be captured reports why.

@@ -1,5 +1,4 @@
-"""`python random_runner.py SEED COUNT [--device cuda] [--survey FOLDER] [--seconds S]`: COUNT random programs, in a
-process of their own.
+"""`python random_runner.py SEED COUNT [--device cuda] [--survey FOLDER] [--seconds S]`: runs COUNT random programs.
 
 It is a separate process, so that a crash or hang of a compiled program becomes a failure with a program to look at. The
 file named by RANDOM_PROGRAM has the current program. The last line of the output is a JSON object of counts. With

@@ -1,4 +1,4 @@
-"""Who runs a graph: measured once, on copies of what it writes, and remembered for the next run."""
+"""Which backend runs a graph: measured once, on copies of what it writes, and remembered for the next run."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_of_our_types(dtype: torch.dtype, compiled: Any) -> None:
 @pytest.mark.by_day("torch.float32", "torch.int64", "torch.float8_e4m3fn")
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_of_every_type(dtype: torch.dtype) -> None:
-    """With a region beside what Inductor converts."""
+    """ark's region is one part of the graph, Inductor converts the rest."""
     targets = [one for one in TYPES if one != dtype]
     call = torch.compile(lambda x: tuple(x.to(one) for one in targets), backend="ark", options={"choose": "ark"})
     check(dtype, targets, call, "cpu")

@@ -1,4 +1,4 @@
-"""Encoders with many sequence lengths: the second length makes one graph for all of them, whoever runs it."""
+"""Encoders with many sequence lengths: the second length makes one graph for all of them, on any backend."""
 
 from __future__ import annotations
 

@@ -45,9 +45,7 @@ assert found["load_seconds"] > 0
 
 
 def test_first_use_inside_a_capture(tmp_path: Path) -> None:
-    """A kernel first used under capture is compiled and loaded outside of it. The graph neither breaks nor contains
-    that.
-    """
+    """A kernel first used under capture is compiled and loaded outside of the graph, which stays intact."""
     environment = {**os.environ, "ARK_CACHE": str(tmp_path / "cold")}
     run = subprocess.run(
         [sys.executable, "-c", FIRST_USE_INSIDE_A_CAPTURE], env=environment, capture_output=True, text=True, timeout=240

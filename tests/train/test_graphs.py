@@ -209,7 +209,7 @@ def test_an_item_names_expression_and_line() -> None:
 
 
 class _OnlyRecorded(fake_graphs.FakeRecorder):
-    """Tells the loss when it is being recorded."""
+    """Sets `recording` while the loss is being recorded."""
 
     recording = False
 

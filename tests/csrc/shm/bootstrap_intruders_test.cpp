@@ -157,7 +157,7 @@ TEST(BootstrapIntruders, AnotherUserWithTheRightNonce) {
 }
 
 // A hello with the correct nonce, but a descriptor that must not be mapped. Only a member of the group can send it: it
-// takes rank 2's place. All ranks must hear that it was refused, instead of crashing by SIGBUS later.
+// takes rank 2's place. All ranks must get an error about the refusal, instead of crashing by SIGBUS later.
 TEST(BootstrapIntruders, ASegmentThatIsNotSealed) {
   TemporaryDirectory directory;
   const auto done = directory.path() / "key-done";

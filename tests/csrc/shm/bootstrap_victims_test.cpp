@@ -58,7 +58,7 @@ TEST_P(At, AStoppedRankIsNamed) {
     const auto& results = ranks.wait(6, victim);
     for (int rank = 0; rank < 3; ++rank) {
       if (rank == victim) continue;
-      // The other ranks may hear about the one that times out first.
+      // The error may come from the other rank, if that one timed out first.
       EXPECT_TRUE(contains(results[rank].text, "rank " + std::to_string(victim) + " did not")) << results[rank].text;
       EXPECT_FALSE(results[rank].killed_late);
       EXPECT_GE(results[rank].seconds, 0.45);
