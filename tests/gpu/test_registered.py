@@ -101,7 +101,8 @@ def _operations(rank: Rank, early: bool) -> None:
         for offset in (0, 24 + 8 * rank.rank, 3) if early else (8,):  # the same offset, another on each rank, unaligned
             _every_operation(mine[offset : offset + count], other[offset : offset + count], rank, f"at {offset}")
         mixed = mine if rank.rank % 2 == 0 else plain
-        # The measured table uses copy engines for these two at this size, where it is an error: test_copy_engines.py.
+        # The measured table uses copy engines for these two at this size, and they refuse mixed memory:
+        # test_copy_engines.py.
         large = () if early else ("all_reduce", "all_gather")
         _every_operation(mixed[:count], other[:count], rank, "some ranks' out is registered", but=large)
         _every_operation(mine[:count], mine[:count].clone(), rank, "in a graph", captured=True)

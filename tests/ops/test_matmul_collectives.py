@@ -149,7 +149,7 @@ def test_gradcheck() -> None:
 
 
 def _bits_of_gradients(rank: Rank) -> None:
-    """Compares with the transposed operator bit for bit; also when only one matrix requires a gradient."""
+    """Gradients have the bits of the transposed operator, also when only one matrix requires one."""
     rank.init()
     torch.set_num_threads(1)
     me, world = rank.rank, rank.world_size
