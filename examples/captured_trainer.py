@@ -67,7 +67,7 @@ def train(kind: type[Trainer], folder: str, cpu: bool, **options: Any) -> tuple[
     arguments = TrainingArguments(
         folder, max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=1e-2, lr_scheduler_type="cosine",
         max_grad_norm=0.0 if kind is CapturedTrainer else MAX_NORM, logging_steps=4, save_strategy="no", report_to=[],
-        seed=3, use_cpu=cpu, disable_tqdm=True, logging_nan_inf_filter=False,  # which would wait for each loss
+        seed=3, use_cpu=cpu, disable_tqdm=True, logging_nan_inf_filter=False,  # this check would wait for each loss
     )  # fmt: skip
     trainer = kind(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], **options)
     trainer.train()

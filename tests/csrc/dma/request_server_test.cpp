@@ -16,7 +16,7 @@ using protocol::Request;
 using std::chrono::milliseconds;
 using Moment = std::chrono::steady_clock;
 
-// What a kernel does, with its bound.
+// Posts like a kernel, within a time limit.
 bool post_within(protocol::RequestRing& ring, uint64_t& head, const Request& request, uint64_t& known,
                  milliseconds bound = std::chrono::seconds(60)) {
   const uint64_t number = protocol::take_number(head);
