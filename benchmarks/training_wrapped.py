@@ -1,8 +1,8 @@
 """Modes `ddp` and `fsdp2` of benchmarks/training.py: PyTorch's own wrappers over each contender's group.
 
 The contender without communication is DDP with a hook that leaves buckets alone, and FSDP2 over PyTorch's fake backend.
-Those of --bits compress gradients over ark's group (FSDP2: and gather parameters in 8 bits). A wrapped model holds much
-memory: there is one at a time, made anew for each contender and round.
+--bits adds contenders that compress gradients over ark's group (FSDP2 also gathers parameters in 8 bits). A wrapped
+model needs much memory, so there is one at a time, created anew for each contender and round.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def fsdp2_step(subject: Subject, model: nn.Module, group: Any, bits: int | None)
 
 
 def gradient_sum(model: nn.Module) -> torch.Tensor:
-    """Of each tenth parameter, the whole tensor's."""
+    """Sums the gradients of every tenth parameter, each of the whole tensor."""
     sums = []
     for parameter in list(model.parameters())[::10]:
         gradient = parameter.grad
@@ -95,14 +95,14 @@ def gradient_sum(model: nn.Module) -> torch.Tensor:
 
 
 def fake_group() -> Any:
-    """A group whose collectives do nothing."""
+    """Returns a group whose collectives do nothing."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers it)
 
     return dist.new_group(backend="fake")
 
 
 def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse.Namespace) -> list[Row]:
-    """Contenders one after the other, and that again in each round: a wrapped model holds much memory."""
+    """Runs the contenders one after the other, in every round, because a wrapped model needs much memory."""
     rank = subject.rank
     compressed = {f"ark_{bits}_bit": bits for bits in arguments.bits}
     groups = groups | dict.fromkeys(compressed, groups["ark"])
@@ -138,7 +138,7 @@ def run_wrapped(subject: Subject, groups: Groups, mode: str, arguments: argparse
     for name, rounds in taken.items():
         row: Row = {"contender": name, "step_ms": rank.slowest(rounds), "gradient_bytes": gradient_bytes}
         row |= same_gradients(rank, name, sums)
-        if name in compressed:  # sums of rounded gradients tell nothing: compression_accuracy.py does
+        if name in compressed:  # sums of rounded gradients mean nothing; compression_accuracy.py checks them
             del row["difference"]
         rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""Plans with what work costs on this machine: explained, kept for the next run, and of no influence on any bit."""
+"""Plans with this machine's measured costs: explained, kept for the next run, without influence on any bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random small operations, each on ark and on NCCL in the same processes, with equal bits (random_operations.py).
+"""Random small operations on ark and on NCCL in the same processes must have equal bits (random_operations.py).
 
-ARK_TEST_OPERATIONS=100000 runs at length; ARK_TEST_SEED chooses another plan.
+ARK_TEST_OPERATIONS=100000 makes a long run; ARK_TEST_SEED chooses another plan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts over two GPUs, found in plain code and run by backend="ark": the numbers of eager PyTorch."""
+"""Mixtures of experts over two GPUs, found in plain code by backend="ark", with eager PyTorch's numbers."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_fully_shard(compresses: bool) -> None:
 
 
 def _tables(rank: Rank, sharding: str, adapts: bool) -> None:
-    """Embedding tables that are split over the ranks: no host counts in the step, which is one graph."""
+    """Embedding tables distributed over the ranks: the host counts nothing in the step, which is one graph."""
     from ark_torch.ops import RowwiseAdagrad
 
     device = begin(rank, WORLD)
@@ -143,7 +143,7 @@ def test_one_rank_that_cannot_capture() -> None:
 
 
 def _shapes(rank: Rank) -> list[bool]:
-    """Rank 1 meets a new shape where the others replay."""
+    """Rank 1 gets a new shape while the others replay."""
     device = begin(rank, WORLD)
     model = model_of("gpt2", device)
     step = capture(model, adam(model, device), small.loss, bucket_mb=0.02)

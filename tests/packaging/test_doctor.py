@@ -1,4 +1,4 @@
-"""The doctor: a whole report on this machine, and none of its probes able to take it down."""
+"""The doctor gives a complete report on this machine, and no failing probe can crash it."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_cuda_rows_without_a_driver(monkeypatch) -> None:
 
 
 class FakeDriver:
-    """Three GPUs, of which 0 and 2 do not see each other; every other call succeeds."""
+    """Three GPUs, of which 0 and 2 cannot reach each other. Every other call succeeds."""
 
     def __getattr__(self, name: str):
         def call(*arguments) -> int:
