@@ -7,8 +7,8 @@ commit or an uncommitted change touches one of these paths (ARK_TEST_BASE: since
 same time as other tests, because it needs both cores or has a time bound. --shard 2/5 runs every fifth test, starting
 with the second.
 
-A test without a time limit of its own gets one here. A timer signal enforces it, so that a test that hangs in the test
-process fails, too (ranks have their own limits, see support/launcher.py).
+pytest-timeout ends a test that hangs in the test process (pyproject.toml has the limit of tests that name none; ranks
+have their own limits, see support/launcher.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ import functools
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from types import FrameType
 
 import pytest
 from support import precompiled, processes, start, tables
-
-HARD_LIMIT_S = 300.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +37,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "changed(*paths): nightly, but runs in make test too when one of these changed")
     config.addinivalue_line("markers", "by_day(*names): the cases of a parametrized test that are not nightly")
     config.addinivalue_line("markers", "alone: runs beside no other test")
-    config.addinivalue_line("markers", "limit(seconds): hard time limit of one test")
     # A shell starts background jobs with Ctrl-C ignored, and all their child processes would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -115,26 +110,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     remaining = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
     items[:] = kept
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    marker = item.get_closest_marker("limit")
-    limit = float(marker.args[0]) if marker else HARD_LIMIT_S
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def expired(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"{item.nodeid} ran past its hard limit of {limit:.0f} s")
-
-    previous = signal.signal(signal.SIGALRM, expired)
-    signal.setitimer(signal.ITIMER_REAL, limit)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(scope="session")

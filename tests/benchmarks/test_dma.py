@@ -45,7 +45,7 @@ def test_kernels_compile(arch: str) -> None:
 
 
 @of_benchmarks
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_program_compiles_and_says_what_it_lacks(tmp_path: Path) -> None:
     command = [sys.executable, str(Path(dma.__file__)), "--build", str(tmp_path / "built")]
     done = subprocess.run(command, env=start.base_environment(), capture_output=True, text=True, timeout=350)

@@ -26,7 +26,7 @@ TRAINERS = {
     "deepspeed": TORCHRUN,
     "notebook_launcher": [],
 }
-pytestmark = [pytest.mark.nightly, pytest.mark.limit(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

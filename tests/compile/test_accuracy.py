@@ -17,7 +17,7 @@ import torch
 
 from ark_torch.compile import lowering
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "compile_accuracy.json"
 

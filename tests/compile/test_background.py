@@ -23,7 +23,7 @@ from ark_torch import _C
 from ark_torch.compile import backend, background, build, choice, contest, inductor_fallback, progress, serving
 from ark_torch.compile.report import log
 
-pytestmark = pytest.mark.limit(240)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)

@@ -149,7 +149,7 @@ needs_nvrtc = pytest.mark.skipif(
 
 
 @needs_nvrtc
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 @pytest.mark.by_day("all-last")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
@@ -162,7 +162,7 @@ def test_text_of_a_gpu_compiles_without_spills(compiled: Any, monkeypatch: pytes
 
 
 @needs_nvrtc
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_text_of_a_gpu_that_keeps_some_parameters_compiles(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit covers the weights of queries and keys. The values' weights, read by the same function, exceed it."""
     measured = {"kept_bytes": 10 << 20, "reused_last": True, "states_first": True}

@@ -20,7 +20,7 @@ from ark_torch import _C
 from ark_torch.compile import backend, choice, contest, inductor_fallback, options, serving
 from ark_torch.compile.contest import Contest
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 def step(state: Tensor, x: Tensor) -> Tensor:

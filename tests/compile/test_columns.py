@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def reductions(x: Tensor, y: Tensor, flags: Tensor, half: Tensor) -> list[Tensor]:

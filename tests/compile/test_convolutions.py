@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ark_torch.compile.operators import convolutions
 
-pytestmark = pytest.mark.limit(240)
+pytestmark = pytest.mark.timeout(240)
 
 # in channels, out channels, kernel, stride, padding, dilation, groups, bias
 FORMS: dict[str, tuple[int, int, int, int, Any, int, int, bool]] = {

@@ -11,7 +11,7 @@ import torch
 
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.mark.nightly

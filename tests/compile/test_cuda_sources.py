@@ -35,7 +35,7 @@ pytestmark = [
         not any(one.name == "nvidia-cuda-nvrtc" for one in importlib.metadata.distributions()),
         reason="nvidia-cuda-nvrtc is not installed",
     ),
-    pytest.mark.limit(200),
+    pytest.mark.timeout(200),
 ]
 
 MULTIPROCESSORS = 132  # as an H100 or H200

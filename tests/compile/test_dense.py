@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def written(change: Callable[..., Any], *, last: bool = False) -> Callable[..., Tensor]:

@@ -182,7 +182,7 @@ def _trains(rank: Rank) -> dict[str, list[str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_graphs_that_train() -> None:
     for said in run_ranks(_trains, 2, timeout=300):
         assert len(said["_slots_that_train"]) == 1 and "ark.moe_experts.default" in said["_slots_that_train"][0], said
@@ -205,7 +205,7 @@ def _unlike(rank: Rank) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_ranks_with_other_numbers_of_tokens() -> None:
     first, second = run_ranks(_unlike, 2, timeout=300)
     assert any("Inductor's graph: all_to_all_single_1: ark.moe_feed_forward.default" in one for one in second), second

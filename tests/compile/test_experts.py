@@ -15,7 +15,7 @@ from support.launcher import run_ranks
 from support.rank import Rank
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 
 def error(got: Tensor, right: Tensor) -> float:

@@ -16,7 +16,7 @@ import ark_torch
 from ark_torch.compile import inductor_fallback
 from ark_torch.compile.report import NAMES
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 ARK = {"choose": "ark"}
 

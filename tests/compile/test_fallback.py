@@ -16,7 +16,7 @@ from torch import Tensor
 from ark_torch import _C
 from ark_torch.errors import CompileError
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def test_fallback_false_names_operator_module_and_line(double: Any, compiled: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ark_torch.compile import fast_call
 
-pytestmark = [pytest.mark.quick, pytest.mark.limit(120)]
+pytestmark = [pytest.mark.quick, pytest.mark.timeout(120)]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ transformers = pytest.importorskip(
     "transformers", reason="transformers is not installed (make setup does): models of Hugging Face are not tested"
 )
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 MAX_LEN, PROMPT, BLOCK = 128, 7, 64  # attention goes over its keys in blocks of BLOCK
 

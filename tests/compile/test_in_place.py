@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ark_torch.errors import UnsupportedGraph
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def put(cache: Tensor, i: Tensor, v: Tensor) -> Tensor:

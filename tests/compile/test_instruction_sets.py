@@ -18,7 +18,7 @@ from support import start
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.limit(300),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86-64"),
 ]
 

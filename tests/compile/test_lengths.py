@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ark_torch.compile import build, capture, inductor_fallback
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 LENGTHS = (17, 23, 5, 64, 33, 48, 12, 90, 77, 31, 96, 8, 55, 61, 3, 40, 19, 82, 27, 99)
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama.quantized import quantize  # in examples/
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

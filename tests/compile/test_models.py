@@ -11,7 +11,7 @@ import reference
 import torch
 import torch.nn.functional as F
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 
 def decode(model: Any, eager: models.Llama, position: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 f32, bf16, f16, i64, i32 = torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32
 

@@ -20,7 +20,7 @@ def test_fixed_ones(tmp_path: Path, programs: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(1800)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(50))
 def test_two_thousand(tmp_path: Path, part: int) -> None:
     """In parts of 40, so that shards share them."""

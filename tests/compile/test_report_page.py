@@ -153,7 +153,7 @@ def dom_of(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_a_browser_draws_and_zooms_it(tmp_path: Path) -> None:
     report = llama()
     page = tmp_path / "report.html"

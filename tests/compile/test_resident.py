@@ -17,7 +17,7 @@ from torch import Tensor
 import ark_torch
 from ark_torch.errors import InvalidOption, UnsupportedGraph
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 ALONE = {"choose": "ark", "fallback": False}
 LENGTH = 50
 

@@ -21,7 +21,7 @@ from ark_torch.tools import trace as tool
 from ark_torch.tools._trace_files import Slice, Step, merge, read, steps_of, timeline_of, write
 from ark_torch.tools._trace_picture import draw
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch._dynamo import pgo
 import ark_torch
 from ark_torch.compile.unchanged import Unchanged
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 ARK = {"choose": "ark"}
 

@@ -212,6 +212,6 @@ def _huge(rank: Rank) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_more_than_two_to_the_31_elements() -> None:
     run_ranks(_huge, 2, timeout=500)

@@ -166,7 +166,7 @@ def test_soak_init_and_destroy() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(1800)
+@pytest.mark.timeout(1800)
 @ark_only
 def test_soak_for_long() -> None:
     for figures in run_ranks(_soak_operations, 2, 150, timeout=1700):

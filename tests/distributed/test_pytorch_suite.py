@@ -130,7 +130,7 @@ def _unexpected(failed: dict[str, str]) -> dict[str, str]:
     return {name: story for name, story in failed.items() if not re.search(FAIL_BY_NAME.get(name, r"(?!)"), story)}
 
 
-@pytest.mark.limit(3000)
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(
     "suites",
     [2, pytest.param(3, marks=pytest.mark.nightly), pytest.param(4, marks=pytest.mark.nightly)],

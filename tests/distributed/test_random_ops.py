@@ -295,7 +295,7 @@ def test_random_operations_carried_by_gloo() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.limit(3600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world, threads", [(2, 1), (2, 4), (3, 2), (4, 1), (4, 3)])
 def test_a_hundred_thousand_random_operations(world: int, threads: int) -> None:
     operations = int(os.environ.get("ARK_TEST_OPERATIONS", "20000"))

@@ -26,7 +26,7 @@ def _random(rank: Rank, seed: int, operations: int) -> tuple[int, float]:
     return done, time.monotonic() - begun
 
 
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("world", sorted({2, WORLD}))
 def test_random_operations(world: int, seed: int) -> None:

@@ -19,7 +19,7 @@ import recommender
 
 from ark_torch.compile import costs
 
-pytestmark = [pytest.mark.limit(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 STATIC = ("none", "all-first", "all-last")
 # Settings of the cost model (CacheCosts in csrc/compiler/schedule/plan.hpp): each constant that changes a choice.

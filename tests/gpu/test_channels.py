@@ -32,7 +32,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dma_program.build(tmp_path_factory.mktemp("channels"))
 
 
-@pytest.mark.limit(300)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_contents_and_a_stuck_peer(program: Path, engine: str) -> None:
     command = dma_program.command(program, mode="check", engines=engine, sizes=",".join(map(str, SIZES)), seed="7")

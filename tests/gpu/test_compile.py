@@ -25,7 +25,7 @@ sys.path.append(str(HERE.parent / "compile"))
 import models  # noqa: E402
 import recommender  # noqa: E402
 
-pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_compiler")]
 PARTS = max(2, len(os.sched_getaffinity(0)) - 2)
 
 

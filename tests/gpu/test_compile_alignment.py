@@ -12,7 +12,7 @@ from torch import Tensor
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 
 def few_rows(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:

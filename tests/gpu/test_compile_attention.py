@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 # Batch, query and key heads, queries, positions, head size; the mask. Warp groups handle head size 64, up to 512
 # positions, and one mask for all rows.

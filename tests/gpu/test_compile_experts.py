@@ -10,7 +10,7 @@ from on_gpu import run, start
 from support import expert_forms
 from support.rank import Rank
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 
 def _form(rank: Rank, name: str) -> str:

@@ -12,7 +12,7 @@ from support.rank import Rank
 from torch import Tensor
 from torch.nn.functional import embedding_bag, gelu, linear
 
-pytestmark = [pytest.mark.limit(300)]
+pytestmark = [pytest.mark.timeout(300)]
 
 
 def _layer(x: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 MODELS = Path(__file__).resolve().parent.parent / "compile"
 
 SEES = """

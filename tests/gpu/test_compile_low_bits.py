@@ -24,7 +24,7 @@ from coded import FORMS, coded
 from llama.quantized import FORMS as MODULES  # in examples/
 from llama.quantized import quantize
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 
 # Columns and depth: several batches of columns, several passes, a partial last slice, and no whole slice.
 SIZES = [(37, 256), (1000, 4096), (264, 768)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ark_torch.compile import backend, options
 from ark_torch.compile.report import Report
 
-pytestmark = pytest.mark.limit(120)
+pytestmark = pytest.mark.timeout(120)
 
 # The layout of a and b; rows, columns, depth.
 CASES = [

@@ -17,7 +17,7 @@ PROGRAMS = 200
 FIRST = int(os.environ.get("RANDOM_GRAPHS_SEED", "1"))
 
 
-@pytest.mark.limit(300)
+@pytest.mark.timeout(300)
 def test_two_hundred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ARK_COSTS", "assumed")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

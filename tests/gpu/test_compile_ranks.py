@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama.model import Llama, LlamaConfig, shard  # in examples/
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 LOST_BOUND_S = 5.0
 
 

@@ -23,7 +23,7 @@ LIMIT_S = 170.0
 Done = subprocess.CompletedProcess[str]
 
 
-@pytest.mark.limit(3 * LIMIT_S)
+@pytest.mark.timeout(3 * LIMIT_S)
 def test_right(tmp_path: Path) -> None:
     def run(name: str) -> Done:
         environment = {**os.environ, "ARK_COSTS": "assumed", "ARK_CACHE": str(tmp_path), "OMP_NUM_THREADS": "2"}

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "compile"))
 
 import models
 
-pytestmark = pytest.mark.limit(200)
+pytestmark = pytest.mark.timeout(200)
 DEVICE = torch.device("cuda", 0)
 ALONE = {"choose": "ark", "fallback": False}
 

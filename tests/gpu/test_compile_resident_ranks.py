@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ark_torch import resident
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 ALONE = {"choose": "ark", "fallback": False}
 LONG = 1 << 30  # steps: for hours
 

@@ -12,7 +12,7 @@ import torch
 from compile_support import DEVICE, compiled
 from torch import Tensor
 
-pytestmark = [pytest.mark.limit(120), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("fresh_compiler")]
 
 
 def mlp() -> tuple[Callable[[Tensor], Tensor], Tensor]:

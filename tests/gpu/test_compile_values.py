@@ -17,7 +17,7 @@ import test_special_values as special
 
 # Triton converts only some 8-bit floats, refuses the rest, and saturates where eager PyTorch has NaN.
 ALL_BUT_8_BITS = [one for one in conversions.TYPES if one not in (torch.float8_e4m3fn, torch.float8_e5m2)]
-pytestmark = [pytest.mark.limit(300), pytest.mark.usefixtures("fresh_compiler")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize("dtype", [*special.FLOATS, *special.INTEGERS], ids=str)

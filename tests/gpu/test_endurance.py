@@ -49,7 +49,7 @@ def _come_and_go(rank: Rank) -> list[dict[str, int]]:
     return seen
 
 
-@pytest.mark.limit(400)
+@pytest.mark.timeout(400)
 def test_groups_come_and_go() -> None:
     begun = time.monotonic()
     with Job(_come_and_go, WORLD, env=ENV) as job:
@@ -145,7 +145,7 @@ def _soak(rank: Rank, seconds: float) -> dict[str, Any]:
     return {"rounds": rounds, "random": runner.done, "beside": beside.done, "held": held}
 
 
-@pytest.mark.limit(SOAK_S + 200)
+@pytest.mark.timeout(SOAK_S + 200)
 def test_soak() -> None:
     with Job(_soak, WORLD, SOAK_S, env=ENV) as job:
         for rank, value in enumerate(job.values(SOAK_S + 150)):

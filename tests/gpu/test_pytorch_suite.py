@@ -89,7 +89,7 @@ def suites() -> Iterator[dict[int, Suite]]:
         suite.crew.finish()
 
 
-@pytest.mark.limit(1500)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("world", [count for count in (2, 4) if count <= GPUS])
 def test_bodies(suites: dict[int, Suite], world: int, part: int) -> None:

@@ -242,7 +242,7 @@ def _flat(rank: Rank) -> None:
         assert held["mappings"] <= first["mappings"] + 20, seen
 
 
-@pytest.mark.limit(200)
+@pytest.mark.timeout(200)
 def test_a_hundred_registrations_leave_nothing() -> None:
     run(_flat, own=True)
 

@@ -74,7 +74,7 @@ def test_it_finds_what_is_planted(planted: Path, check: str) -> None:
     assert done.returncode == FOUND and what in done.stdout, f"{check} does not work here:\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     "check, seed",
     [("memcheck", 0), ("memcheck", 1), ("memcheck", 2), ("racecheck", 0), ("racecheck", 1), ("synccheck", 1)],
@@ -113,7 +113,7 @@ def test_it_finds_what_is_planted_in_a_loop_kernel() -> None:
     assert done.returncode == FOUND and "Invalid __global__ read" in done.stdout, done.stdout[-4000:] + done.stderr
 
 
-@pytest.mark.limit(LIMIT_S + 60)
+@pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize("check", ["memcheck", "racecheck", "synccheck"])
 def test_loop_kernels(check: str) -> None:
     begun = time.monotonic()

@@ -35,7 +35,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
 @needs_nvcc
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_the_wheel_holds_each_kernel_three_times(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert archive.testzip() is None
@@ -83,7 +83,7 @@ def _find(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.changed("setup.py", "pyproject.toml", "MANIFEST.in", "requirements/*", "build_backend/*")
 @needs_nvcc
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_an_installation_compiles_nothing(installed: Path, tmp_path: Path) -> None:
     done = _find(installed, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -126,7 +126,7 @@ print(ark_torch.__version__, ark_torch.__file__)
 """
 
 
-@pytest.mark.limit(600)
+@pytest.mark.timeout(600)
 def test_isolated_install_of_the_sdist(sdist: Path, tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment", BUILD_TOOLS)
     done = run(python, "-m", "pip", "wheel", "--no-deps", "--no-cache-dir", "-w", tmp_path, sdist, cwd=tmp_path)

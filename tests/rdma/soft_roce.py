@@ -19,7 +19,7 @@ import torch.distributed as dist
 from support.launcher import Job, run_ranks
 from support.rank import Rank
 
-pytestmark = [pytest.mark.limit(600)]
+pytestmark = [pytest.mark.timeout(600)]
 TWO = (0, 0, 1, 1)
 SIZES = (4, 964, 13108, 512 << 10, (1 << 20) + 4)
 # 0.27 s until a packet is resent, 2 s until a peer is lost, because an emulated processor may pause a rank that long.
