@@ -1,8 +1,8 @@
 """Modes `captured` and `captured_fsdp2` of benchmarks/training.py: ark_torch.train.capture over each group.
 
-The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs). `captured_NAME` is the captured step of the same
-module over group NAME. `free` is the captured step of each rank alone, without communication. Only one contender at a
-time holds memory, and all take turns in each round.
+The rival is eager DistributedDataParallel, or FSDP2, over NCCL (Gloo on CPUs), as users run it. `captured_NAME` is the
+captured step of the same module over group NAME. `free` is the captured step of each rank alone, without communication.
+Only one contender at a time holds memory, and all take turns in each round.
 """
 
 from __future__ import annotations
