@@ -105,7 +105,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def other_work(wanted: bool) -> Iterator[None]:
-    """A process that counts, for each core that this one may use."""
+    """While `wanted`, keeps every core that this process may use busy with another process."""
     cores = len(os.sched_getaffinity(0)) if wanted else 0
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:
