@@ -4,14 +4,14 @@
 
 Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) per GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
 compiled by Inductor (plain modules; Hugging Face's unchanged). Modes:
-  captured  ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as users run it; and memory
-  captured_fsdp2  the same of a model in fully_shard, beside FSDP2 over NCCL
-  graph     the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a high-priority
-            stream when its last gradient is ready
-  eager     the same without the graph
-  ddp       DistributedDataParallel with its defaults
-  fsdp2     fully_shard of every block, bfloat16 parameters, float32 reduction
---bits 4 adds ark_4_bit to captured, ddp and fsdp2, with compressed gradients (accuracy: compression_accuracy.py).
+  captured        ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as users run it; memory
+  captured_fsdp2  the same for a model in fully_shard, beside FSDP2 over NCCL
+  graph           the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a
+                  high-priority stream when its last gradient is ready
+  eager           the same without the graph
+  ddp             DistributedDataParallel with its defaults
+  fsdp2           fully_shard of every block, bfloat16 parameters, float32 reduction
+--bits 4 adds ark_4_bit to captured, ddp and fsdp2, with compressed gradients (compression_accuracy.py: accuracy).
 A contender `free` runs the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
 backend); the difference is the cost of communication. All contenders take turns, in --rounds rounds. A figure is the
 median over rounds of the slowest rank's. The learning rate is 0, so that weights stay constant and the gradients of all
@@ -48,7 +48,7 @@ RUNS = {
     "captured_fsdp2": run_captured,
     "ddp": run_wrapped,
     "fsdp2": run_wrapped,
-}  # others: run_bucketed
+}  # all other modes: run_bucketed
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
@@ -105,7 +105,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def other_work(wanted: bool) -> Iterator[None]:
-    """A process that counts, for each core that this one may use."""
+    """While `wanted`, keeps every core that this process may use busy with another process."""
     cores = len(os.sched_getaffinity(0)) if wanted else 0
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
     try:

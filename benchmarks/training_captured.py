@@ -34,7 +34,7 @@ def captured_step(
         model = compressing(subject, model, group, bits)
 
     def loss(module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        with contextlib.nullcontext() if sharded else subject.autocast():  # FSDP2 has its policy
+        with contextlib.nullcontext() if sharded else subject.autocast():  # FSDP2 has its own mixed-precision policy
             value: torch.Tensor = module(tokens)
         return value
 
@@ -62,7 +62,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
                 torch.cuda.reset_peak_memory_stats()
             captured = None
             step: Callable[[], Any]
-            if sharded and taken[FREE] + taken[rival]:  # fully_shard changes a model for good
+            if sharded and taken[FREE] + taken[rival]:  # fully_shard modifies a model permanently
                 model = subject.model()
             if name == rival and sharded:
                 step = fsdp2_step(subject, model, group, None)
@@ -92,7 +92,7 @@ def run_captured(subject: Subject, groups: Groups, mode: str, arguments: argpars
         if name in peaks:
             row["peak_gb"] = max(rank.share(peaks[name]))
         row |= same_gradients(rank, name, sums)
-        if name in compressed:  # sums of rounded gradients tell nothing
+        if name in compressed:  # sums of rounded gradients mean nothing
             del row["difference"]
         rows.append(row)
     return rows

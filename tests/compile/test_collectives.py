@@ -58,7 +58,7 @@ def _forms(rank: Rank) -> None:
 
 
 def _many_rows(rank: Rank) -> tuple[str, str]:
-    """What is said of a graph with as many rows as a loop kernel is for, and of one with a row more."""
+    """Returns the reports of a graph with the most rows that a loop kernel takes, and of one with one row more."""
     from ark_torch.compile import backend
     from ark_torch.compile.options import parse
     from ark_torch.compile.report import Report

@@ -63,7 +63,7 @@ def _sharded(rank: Rank, compresses: bool) -> str:
 
 @pytest.mark.parametrize("compresses", [False, True])
 def test_fully_shard(compresses: bool) -> None:
-    reasons = run(_sharded, compresses, own=True)  # DTensor's caches hold meshes, whose groups end with the body
+    reasons = run(_sharded, compresses, own=True)  # DTensor's caches keep meshes, whose groups end with the body
     print(f"\nfully_shard: {reasons[0]}")
 
 

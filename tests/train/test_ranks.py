@@ -236,7 +236,7 @@ def _hook(rank: Rank) -> None:
 
 
 def _compressed(rank: Rank, bits: int) -> tuple[bool, float, float]:
-    """DDP with ark's compression hook: the buckets of the step compress by its state, in replays too."""
+    """DDP with ark's compression hook: the step's buckets are compressed by its state, in replays too."""
     from ark_torch.distributed import compression
 
     rank.init()
@@ -257,7 +257,7 @@ def _compressed(rank: Rank, bits: int) -> tuple[bool, float, float]:
     assert _same_everywhere(small.weights(ddp.module))
     assert not torch.equal(small.weights(ddp.module)[0], small.weights(exact)[0])
     assert any(layer.residual is not None and layer.residual.any() for layer in state.layers) == (bits < 8)
-    # The wrapper, used by itself again, has its hook.
+    # The wrapper still has its hook when it is used by itself again.
     step.close()
     before = state.bytes_sent
     small.loss(ddp, small.batch("gpt2", 9, rank.rank)).backward()
@@ -366,7 +366,7 @@ def _sharded(rank: Rank) -> None:
 
 
 def _sharded_and_compressed(rank: Rank) -> list[str]:
-    """The reasons that the states of fsdp() give against a capture."""
+    """The reasons of fsdp()'s states against a capture."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -548,7 +548,7 @@ def test_agreement_does_not_depend_on_the_groups_collectives() -> None:
 
 
 def _again_and_again(rank: Rank) -> None:
-    """Over a group of CUDA tensors alone, as NCCL's: captures come and go, and one rank is late each time."""
+    """Over a group with only CUDA tensors, like NCCL's: captures come and go, and one rank is late each time."""
     rank.init()
     group = dist.new_group(backend="cuda:gloo")
     for number in range(4):
