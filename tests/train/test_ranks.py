@@ -235,67 +235,6 @@ def _hook(rank: Rank) -> None:
     assert _same_everywhere(small.weights(ddp.module))
 
 
-def _compressed(rank: Rank, bits: int) -> tuple[bool, float, float]:
-    """DDP with ark's compression hook: the step's buckets are compressed by its state, in replays too."""
-    from ark_torch.distributed import compression
-
-    rank.init()
-    recorder = fake_graphs.use()
-    model = small.make("gpt2")
-    exact = copy.deepcopy(model)
-    ddp = DDP(model)
-    state = compression.State(bits=bits, module=ddp, rounding="nearest", exact_below=256)
-    ddp.register_comm_hook(state, compression.hook)
-    step, plain = capture(ddp, _adam(ddp), small.loss, bucket_mb=0.05), capture(exact, _adam(exact), small.loss)
-    sent = []
-    for number in range(8):
-        before = state.bytes_sent
-        losses = [one(small.batch("gpt2", number, rank.rank)).item() for one in (step, plain)]
-        sent.append(state.bytes_sent - before)
-        assert abs(losses[0] - losses[1]) < 0.05 * losses[1], (number, losses)
-    assert step.captured and recorder.counts["records"] == 2 and len(step._step.buckets.buckets) > 1
-    assert _same_everywhere(small.weights(ddp.module))
-    assert not torch.equal(small.weights(ddp.module)[0], small.weights(exact)[0])
-    assert any(layer.residual is not None and layer.residual.any() for layer in state.layers) == (bits < 8)
-    # The wrapper still has its hook when it is used by itself again.
-    step.close()
-    before = state.bytes_sent
-    small.loss(ddp, small.batch("gpt2", 9, rank.rank)).backward()
-    assert state.bytes_sent > before
-    graphs.recorder_for = _REAL
-    return len(set(sent)) == 1, sent[0], state.bytes_exact / 9
-
-
-@pytest.mark.parametrize("bits, share", [(4, 6.0), (8, 3.2)])
-def test_a_compression_hook_is_captured(bits: int, share: float) -> None:
-    for even, sent, exact in run(_compressed, bits):
-        assert even and 0 < sent * share < exact, (even, sent, exact)
-
-
-def _not_captured(rank: Rank) -> None:
-    from ark_torch.distributed import compression
-
-    rank.init()
-    fake_graphs.use()
-    for options, words in (
-        ({"rounding": "stochastic"}, "draws random numbers"),
-        ({"bits": compression.Auto(4.0)}, "reads gradients on the host"),
-        ({"when": "faster"}, "measures on the host"),
-        ({"skip_zeros": True}, "which layers are zero"),
-    ):
-        ddp = DDP(small.make("gpt2"))
-        ddp.register_comm_hook(compression.State(**{"bits": 4, "module": ddp} | options), compression.hook)
-        step = capture(ddp, _adam(ddp), small.loss)
-        with pytest.warns(UserWarning, match=f"runs steps eagerly: compression.State: .*{words}"):
-            step(small.batch("gpt2", 0, rank.rank))
-        step.close()
-    graphs.recorder_for = _REAL
-
-
-def test_compression_that_reads_on_the_host_is_not_captured() -> None:
-    run(_not_captured)
-
-
 def test_a_communication_hook_runs_eagerly() -> None:
     run(_hook)
 
@@ -363,32 +302,6 @@ def _sharded(rank: Rank) -> None:
             optimizer.step()
         results.append(torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]))
     assert torch.equal(results[0], results[1])
-
-
-def _sharded_and_compressed(rank: Rank) -> list[str]:
-    """The reasons of fsdp()'s states against a capture."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from ark_torch.distributed import compression
-
-    rank.init()
-    mesh = init_device_mesh("cpu", (rank.world_size,))
-    reasons = []
-    for rounding in ("nearest", "stochastic"):
-        model = small.make("gpt2")
-        fully_shard(model, mesh=mesh)
-        compression.fsdp(model, compression.State(bits=4, rounding=rounding, exact_below=256))
-        step = capture(model, _adam(model), small.loss)
-        step(small.batch("gpt2", 0, rank.rank))
-        reasons.append(step.reason)
-    return reasons
-
-
-def test_fully_shard_with_compression() -> None:
-    for nearest, stochastic in run_ranks(_sharded_and_compressed, 2):
-        assert nearest == "there are no graphs on CPUs"
-        assert stochastic.startswith("compression.State: rounding='stochastic' draws random numbers")
 
 
 def test_fully_shard() -> None:
