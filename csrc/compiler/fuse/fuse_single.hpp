@@ -15,7 +15,13 @@ Stage matmul_stage(Graph& graph, const Node& node);
 Stage dequant_matmul_stage(Graph& graph, const Node& node);
 // What a product touches, with coded weights or without, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
-// What reads as its indices say: gather, scatter, embedding_bag, experts; and rows that are sorted or summed along.
-Stage indexed_stage(Graph& graph, const Node& node);
+// What reads as its indices say.
+Stage gather_stage(Graph& graph, const Node& node);
+Stage scatter_stage(Graph& graph, const Node& node);
+Stage bag_stage(Graph& graph, const Node& node);
+Stage experts_stage(Graph& graph, const Node& node);
+// Rows that are sorted, or summed along.
+Stage select_stage(Graph& graph, const Node& node);
+Stage scan_stage(Graph& graph, const Node& node);
 
 }  // namespace ark::compiler

@@ -242,9 +242,8 @@ inline std::span<const MatmulStage> matmuls_of(const Stage& stage) {
   return {};
 }
 
-// Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for what
-// has no stage (the front end asks supported() before).
-// Adds values to the graph: other views of its buffers.
+// Groups the graph's nodes into stages, in an order that is valid to execute. Throws Error(invalid_argument) for a
+// graph that reads what is not written. Adds values to the graph: other views of its buffers.
 std::vector<Stage> make_stages(Graph& graph);
 
 }  // namespace ark::compiler

@@ -87,7 +87,6 @@ void prepare_costs() {
 
 Region::Region(Graph graph, std::vector<int> arguments, std::vector<int> results, const RegionOptions& options)
     : options_(options) {
-  graph.check();
   PassObserver observer;
   if (!options.dump_passes.empty()) observer = pass_dumper(options.dump_passes, options.name);
   plan_ = make_plan(std::move(graph), target_of(options), options.multi_step, observer);
