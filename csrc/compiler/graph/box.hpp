@@ -1,8 +1,10 @@
-// Which bytes of a buffer a tile touches: a strided box, {offset, dimensions (stride, count), width of a run}.
+// Which bytes of a buffer a value or a tile of it touches: a strided box, {offset, dimensions (stride, count), width of
+// a run}.
 //
-// Overlap is exact for boxes of any strides as long as that takes few steps, and says yes where it would take more:
-// yes costs an event that was not needed, a wrong no would cost the result. Dimensions that fit together are merged, so
-// that what is contiguous is one run whatever its shape.
+// Overlap is exact for boxes of any strides as long as that takes few steps. Where it would take more, residues modulo
+// the strides may still tell boxes apart, and else it says yes: yes costs an event that was not needed, a wrong no
+// would cost the result. Dimensions that fit together are merged, so that what is contiguous is one run whatever its
+// shape.
 #pragma once
 
 #include <array>
@@ -40,6 +42,10 @@ Box box_of(const Graph& graph, const Stage& stage, const Access& access, int64_t
 Box box_of(const Value& value);
 
 bool overlap(const Box& a, const Box& b);
+// Values of different buffers never overlap, and literals overlap nothing.
+bool overlap(const Value& a, const Value& b);
+// Whether two indices of the value may be the same byte (an expanded value, say).
+bool overlaps_itself(const Value& value);
 // Whether every byte of `inner` is one of `outer`; may say no where it is so.
 bool covers(const Box& outer, const Box& inner);
 // Calls visit(offset, rows, stride) for pieces of `rows` runs of box.width bytes, in order of address.

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
 
 namespace ark::compiler {
@@ -355,7 +355,7 @@ class NodeChecker {
   void check_in_place() const {
     if (node_.outputs.empty()) return;
     for (size_t i = node_.op == "scatter" ? 1 : 0; i < node_.inputs.size(); ++i) {
-      if (in(i).is_literal() || !may_overlap(in(i), out())) continue;
+      if (!overlap(in(i), out())) continue;
       const bool itself = in(i).offset == out().offset && in(i).type == out().type && in(i).shape == out().shape &&
                           in(i).strides == out().strides;
       if (itself && (find_pointwise(node_.op) != nullptr || is_collective(node_.op))) continue;

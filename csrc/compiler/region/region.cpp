@@ -173,7 +173,7 @@ void Region::add_collective(int index, const CollectiveStage& ends) {
 Region::Spec Region::spec_of(int index) const {
   const Value& value = plan_.graph.values()[index];
   const Buffer& buffer = plan_.graph.buffer_of(index);
-  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, footprint(value)};
+  return {to_torch(value.type), value.shape, value.strides, buffer.mutated, box_of(value)};
 }
 
 at::Device Region::device() const {

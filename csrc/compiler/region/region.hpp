@@ -20,7 +20,7 @@
 #include <string>
 #include <vector>
 
-#include "compiler/graph/footprint.hpp"
+#include "compiler/graph/box.hpp"
 #include "compiler/inspect/trace.hpp"
 #include "compiler/region/region_ranks.hpp"
 #include "compiler/runtime/cpu_loop.hpp"
@@ -82,7 +82,7 @@ class Region {
     at::ScalarType type;
     std::vector<int64_t> sizes, strides;
     bool mutated = false;
-    Footprint bytes;
+    Box bytes;
   };
   // What every call holds an input against, small and side by side. Sizes, then strides, begin at extents_[first].
   struct Expected {
