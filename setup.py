@@ -88,9 +88,10 @@ def make_build_command() -> type:
                 core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
 
                 def compile_core() -> list:
-                    on_headers = headers.wait()
-                    objects = compile_part(core, "core", *on_headers)
-                    objects += compile_part(planner, "planner", "-O1", *on_headers)
+                    # Not for what knows torch, whose headers bring a {fmt} of another version.
+                    flags = [f"-I{ROOT / 'third_party'}", *headers.wait()]
+                    objects = compile_part(core, "core", *flags)
+                    objects += compile_part(planner, "planner", "-O1", *flags)
                     keep_archive(objects, Path(output_dir) / "libark_core.a")
                     return objects
 

@@ -10,6 +10,9 @@
 
 namespace ark::compiler {
 
+// The source's first line.
+std::string made_from(const Plan& plan);
+
 // Where the first element of a value (that is no literal) lies, and `extra` bytes behind it.
 struct Place {
   enum Base : uint8_t { input, output, arena, own, packets } base = arena;

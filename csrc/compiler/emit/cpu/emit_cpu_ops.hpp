@@ -23,7 +23,7 @@ class RowExpressions {
   static std::string rounded(const RowProgram::Instruction& one, const std::string& expression);
   // Dear enough to be kept rather than computed again.
   static bool expensive(const RowProgram::Instruction& one);
-  static std::string name(int i) { return "r" + std::to_string(i); }
+  static std::string name(int i) { return formatted("r{}", i); }
 
  private:
   const RowProgram::Instruction& at(int i) const { return code_[static_cast<size_t>(i)]; }
