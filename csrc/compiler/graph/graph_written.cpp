@@ -8,6 +8,7 @@
 
 #include "compiler/graph/box.hpp"
 #include "compiler/graph/graph_check.hpp"
+#include "util/format.hpp"
 
 namespace ark::compiler {
 
@@ -67,8 +68,8 @@ void check_written_before_read(const Graph& graph) {
         covered = so_far.covers(box.offset, box.offset + run) && so_far.covers(box.end() - run, box.end());
       }
       if (!covered) {
-        fail_node(node, "reads value " + std::to_string(input) + " of shape " + to_string(value.shape) + " on buffer " +
-                            std::to_string(value.buffer) + " before all of it is written");
+        fail_node(node, formatted("reads value {} of shape {} on buffer {} before all of it is written", input,
+                                  to_string(value.shape), value.buffer));
       }
     }
     for (int output : node.outputs) {
