@@ -93,8 +93,9 @@ TEST(RegionTest, HasTheBytesOfTheView) {
     twice += once ? 0 : 1;
     said += overlaps_itself(value) ? 1 : 0;
   }
-  EXPECT_GT(twice, 1000);
-  EXPECT_LT(said, 2 * twice);
+  EXPECT_GT(twice, 200);
+  EXPECT_GE(said, twice);
+  EXPECT_LT(said, 1000);  // it may say so where it is not, but seldom
 }
 
 TEST(RegionTest, OfATileHasTheBytesOfItsIndices) {
