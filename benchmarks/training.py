@@ -1,32 +1,37 @@
-"""What communication costs a training step: GPT-2 XL and BERT-Large shapes over ark and over NCCL, and without any.
+"""Measures what communication costs a training step: GPT-2 XL and BERT-Large shapes over ark, over NCCL, and without.
 
     python benchmarks/training.py --models gpt2-xl --modes graph ddp fsdp2 --ranks 2
 
-Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) a GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
-compiled by Inductor (plain modules; Hugging Face's as they are). Modes:
-  captured  ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as it is used today; memory
-  graph   the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a stream of high
-          priority when its last gradient is there
-  eager   the same without the graph
-  ddp     DistributedDataParallel, its defaults
-  fsdp2   fully_shard of every block, bfloat16 parameters, float32 reduction
---bits 4 adds ark_4_bit to the last two, whose gradients are compressed (benchmarks/compression_accuracy.py: accuracy).
-A contender `free` does the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
-backend), so that what communication costs is the difference. All contenders take turns, in --rounds rounds; a figure is
-the median over rounds of the slowest rank's. The learning rate is 0: weights stay as they were drawn, gradients of all
-contenders and ranks are compared. In `graph` and `eager` mode each bucket's all-reduce is timed too, during training
+Sequence 384, batch 4 (GPT-2 XL) or 10 (BERT-Large) per GPU, bfloat16 autocast, float32 gradients, fused AdamW, blocks
+compiled by Inductor (plain modules; Hugging Face's unchanged). Modes:
+  captured        ark_torch.train.capture over each group (captured_NAME), beside DDP over NCCL as users run it; memory
+  captured_fsdp2  the same for a model in fully_shard, beside FSDP2 over NCCL
+  graph           the whole step in one CUDA graph; gradients in flat buckets of 50 MB, each all-reduced on a
+                  high-priority stream when its last gradient is ready
+  eager           the same without the graph
+  ddp             DistributedDataParallel with its defaults
+  fsdp2           fully_shard of every block, bfloat16 parameters, float32 reduction
+--bits 4 adds ark_4_bit to captured, ddp and fsdp2, with compressed gradients (compression_accuracy.py: accuracy).
+A contender `free` runs the step without communication (ddp: a hook that leaves buckets alone; fsdp2: PyTorch's fake
+backend); the difference is the cost of communication. All contenders take turns, in --rounds rounds. A figure is the
+median over rounds of the slowest rank's. The learning rate is 0, so that weights stay constant and the gradients of all
+contenders and ranks can be compared. In `graph` and `eager` mode each bucket's all-reduce is timed too, during training
 and alone.
 
 --plot draws both pictures of the paper from --output: all-reduce bandwidth during training beside alone, and the step's
-time by contender (--ark NAME:VARIABLE=VALUE adds some: the SM engine, the copy engine).
+time by contender. --ark NAME:VARIABLE=VALUE adds contenders, for example the SM engine or the copy engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import on_gpus
 from gpu_ranks import Rank
@@ -37,8 +42,13 @@ from training_report import HEADING, draw, tell
 from training_subject import FREE, Subject, make_groups
 from training_wrapped import fake_group, run_wrapped
 
-MODES = ("captured", "graph", "eager", "ddp", "fsdp2")
-RUNS = {"captured": run_captured, "ddp": run_wrapped, "fsdp2": run_wrapped}  # others: run_bucketed
+MODES = ("captured", "captured_fsdp2", "graph", "eager", "ddp", "fsdp2")
+RUNS = {
+    "captured": run_captured,
+    "captured_fsdp2": run_captured,
+    "ddp": run_wrapped,
+    "fsdp2": run_wrapped,
+}  # all other modes: run_bucketed
 
 
 def measure(rank: Rank, arguments: argparse.Namespace) -> None:
@@ -59,7 +69,7 @@ def measure(rank: Rank, arguments: argparse.Namespace) -> None:
                 except (ImportError, RuntimeError) as error:
                     if implementation == "plain":
                         raise
-                    # Their library is not installed, or cannot be captured: on all ranks alike.
+                    # The library is not installed, or cannot be captured, on any rank.
                     rank.warn(f"left out: {name} {implementation} {mode}: {str(error).splitlines()[0]}")
                     continue
                 tell(rank, rows, {"model": name, "implementation": implementation, "mode": mode}, began)
@@ -74,21 +84,36 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6, help="a round (default: 6)")
     parser.add_argument("--bucket-mb", type=float, default=50, help="of graph and eager mode (default: 50)")
-    parser.add_argument("--bits", type=int, nargs="+", default=[], help="ddp, fsdp2: bits of gradients")
+    parser.add_argument("--bits", type=int, nargs="+", default=[], help="captured, ddp, fsdp2: bits of gradients")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="plain modules without Inductor")
     parser.add_argument("--no-bandwidth", dest="bandwidth", action="store_false", help="time no single all-reduce")
+    parser.add_argument("--busy", action="store_true", help="every core of this process has other work, too")
     parser.add_argument("--plot", action="store_true", help="measure nothing: draw the pictures of --output")
     arguments = parser.parse_args()
     picture = arguments.output.with_suffix(".png")
     if arguments.plot:
         why = draw(json.loads(arguments.output.read_text(encoding="utf-8")), picture)
         return why_not(why)
-    about, rows, problem = on_gpus.measure(measure, arguments)
+    with other_work(arguments.busy):
+        about, rows, problem = on_gpus.measure(measure, arguments)
     why_not(draw(about | {"rows": rows}, picture))
     unlike = sorted({row["contender"] for row in rows if not row.get("ranks_alike", True)})
     if unlike:
         print(f"# RANKS DIFFER: {', '.join(unlike)}", file=sys.stderr)
     return 1 if problem or unlike or not rows else 0
+
+
+@contextlib.contextmanager
+def other_work(wanted: bool) -> Iterator[None]:
+    """While `wanted`, keeps every core that this process may use busy with another process."""
+    cores = len(os.sched_getaffinity(0)) if wanted else 0
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def why_not(why: str) -> int:

@@ -1,4 +1,4 @@
-"""Creating ark groups, what a group can tell about itself, compressed collectives, and memory that it uses in place."""
+"""Creation of ark groups, their diagnostics, compressed collectives, and registered memory."""
 
 from ark_torch.distributed.compression.functional import compressed_all_reduce
 from ark_torch.distributed.registration import deregister, register

@@ -1,9 +1,9 @@
-// The part of the CUDA driver API's ABI that ark uses, declared by us.
+// Our own declarations of the part of the CUDA driver API's ABI that ark uses, so the build needs no CUDA headers.
 //
-// No CUDA header is needed to build: names, values and layouts are those of the documented API (CUDA 12.4 to 13), which
-// never change within a versioned symbol. tests/csrc/cuda/cuda_types_test.cpp compares every size, offset and value
-// with the real cuda.h where there is one. Names are NVIDIA's, in namespace ark, so that a reader can look them up;
-// only what cuda.h defines as a macro is called differently (kHostAllocPortable), so that both headers can be included.
+// Names, values and layouts are those of the documented API (CUDA 12.4 to 13), which never change within a versioned
+// symbol. tests/csrc/cuda/cuda_types_test.cpp compares every size, offset and value with the real cuda.h if available.
+// Names are NVIDIA's, in namespace ark, so readers can look them up. Only macros of cuda.h have other names
+// (kHostAllocPortable), so that both headers can be included.
 #pragma once
 
 #include <cstddef>
@@ -27,7 +27,7 @@ struct CUuuid {
   char bytes[16];
 };
 
-// Only what we tell apart; the driver names the rest itself (cuGetErrorName).
+// Only the codes that ark distinguishes; the driver names the rest (cuGetErrorName).
 enum CUresult : int {
   CUDA_SUCCESS = 0,
   CUDA_ERROR_INVALID_VALUE = 1,
@@ -271,7 +271,7 @@ struct CUlaunchAttribute {
   CUlaunchAttributeValue value;
 };
 
-// A matrix as the bulk copy engine is told of it. (Aligned to 64 before CUDA 13, which takes this as well.)
+// Describes a matrix to the bulk copy engine. (Aligned to 64 before CUDA 13, which accepts this too.)
 struct alignas(128) CUtensorMap {
   uint64_t opaque[16];
 };

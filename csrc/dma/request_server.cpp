@@ -1,4 +1,5 @@
-// The thread behind request_server.hpp.
+// The thread of a request server: it takes a request, calls the function, and frees the request's place. An exception
+// of the function ends the thread and is kept for check(), because kernels cannot receive it.
 #include "dma/request_server.hpp"
 
 #include <utility>
@@ -54,7 +55,7 @@ void RequestServer::run() {
       looks = 0;
     } else if (++looks % kLooksPerClockRead == 0 && Moment::now() - last > pace_.spin) {
       std::this_thread::sleep_for(pace_.nap);
-      looks = kLooksPerClockRead - 1;  // the next look reads the clock again
+      looks = kLooksPerClockRead - 1;  // read the clock again on the next look
     }
   }
 }

@@ -1,4 +1,5 @@
-// See failure_log.hpp.
+// Starts a thread per reported failure. The threads' state outlives the log object, so a report may finish after its
+// group. A report whose thread cannot start runs in the destructor instead.
 #include "health/failure_log.hpp"
 
 #include <unistd.h>
@@ -18,7 +19,7 @@ struct FailureLog::State {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<int, std::string> telling;  // by thread
-  int threads = 0;                     // so far
+  int threads = 0;                     // number started so far
 
   int begin(const Error& error) {
     const std::lock_guard lock(mutex);
@@ -33,7 +34,7 @@ struct FailureLog::State {
   void say(const Error& error) const {
     try {
       tell(error);
-    } catch (const std::exception&) {  // a device that has failed, or a dump that could not be written
+    } catch (const std::exception&) {  // a failed device, or a dump that could not be written
     }
   }
 };

@@ -1,4 +1,5 @@
-// See spills.hpp.
+// Checks ptxas's report for spilled registers and names the function in the error. The comment before a function in the
+// stub tells which operators it computes, so the user can see which part of a model is affected.
 #include "jit/spills.hpp"
 
 #include <sstream>
@@ -10,7 +11,7 @@ namespace ark::jit {
 
 namespace {
 
-// A function of the stub by its name as the assembler says it: "rows_3 (rms_norm: layers.0.n1)".
+// Describes a function of the stub, given its mangled name: "rows_3 (rms_norm: layers.0.n1)".
 std::string named(const std::string& stub, const std::string& mangled) {
   std::istringstream lines(stub);
   std::string comment;

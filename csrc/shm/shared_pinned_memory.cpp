@@ -1,4 +1,5 @@
-// See shared_pinned_memory.hpp.
+// Creates, exchanges and registers the parts of shared_pinned_memory.hpp in one step of a meeting, so that either all
+// ranks have all parts or none has.
 #include "shm/shared_pinned_memory.hpp"
 
 #include <fcntl.h>
@@ -48,7 +49,7 @@ SharedPinnedMemory::~SharedPinnedMemory() {
     const CurrentContext context(ordinal_);
     for (const Part& part : parts_)
       if (part.registered) driver().mem_host_unregister(part.memory.data());
-  } catch (const Error&) {  // at exit the driver may be gone already
+  } catch (const Error&) {  // at exit the driver may be gone
   }
 }
 

@@ -1,4 +1,5 @@
-// See json_writer.hpp.
+// Writes JSON text into a string. Commas follow from one flag, which tells whether a value is the first after a bracket
+// or key. Strings are checked as UTF-8 character by character, because names come from users.
 #include "util/json_writer.hpp"
 
 #include <algorithm>
@@ -9,7 +10,7 @@ namespace ark {
 
 namespace {
 
-// Bytes of the UTF-8 character at the front of `text`; 0 when it is not one (overlong and surrogates included).
+// Length of the UTF-8 character at the front of `text`; 0 if it is invalid (including overlong forms and surrogates).
 size_t utf8_length(std::string_view text) {
   const auto byte = [&](size_t index) { return static_cast<unsigned char>(text[index]); };
   const unsigned char first = byte(0);

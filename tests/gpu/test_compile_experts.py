@@ -1,4 +1,4 @@
-"""Mixtures of experts over two GPUs, found in plain code and run by backend="ark": the numbers of eager PyTorch."""
+"""Mixtures of experts over two GPUs, found in plain code by backend="ark", with eager PyTorch's numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from on_gpu import run, start
 from support import expert_forms
 from support.rank import Rank
 
-pytestmark = pytest.mark.limit(300)
+pytestmark = pytest.mark.timeout(300)
 
 
 def _form(rank: Rank, name: str) -> str:
@@ -29,7 +29,7 @@ def _form(rank: Rank, name: str) -> str:
     def compile_graph(graph_module: Any, example_inputs: Any) -> Any:
         return backend.compile_graph(graph_module, example_inputs, chosen, report)
 
-    with torch.device(device), torch.no_grad():  # the forms make tensors without naming a device
+    with torch.no_grad():
         wanted = form(*arguments)
         call = torch.compile(form, backend=compile_graph, dynamic=False)
         for _ in range(2):

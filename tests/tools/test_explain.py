@@ -1,4 +1,4 @@
-"""The explain tool: what it prints and writes, and its exit codes."""
+"""The explain tool: its output, its files and its exit codes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Stages of one node: the table of who makes them; attention, collectives, checks.
+// Stages of one node: the table of the functions that make them; attention, collectives, checks. Products and indexed
+// operators have files of their own; see fuse_single.hpp.
 #include "compiler/fuse/fuse_single.hpp"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Stages of one node: products (in fuse_matrix.cpp, of coded weights in fuse_codes.cpp), those by index (in
-// fuse_indexed.cpp), attention, collectives.
+// Stages of one node: products (fuse_matrix.cpp; with quantized weights fuse_codes.cpp), indexed operators
+// (fuse_indexed.cpp), attention, collectives.
 #pragma once
 
 #include <vector>
@@ -13,14 +13,14 @@ namespace ark::compiler {
 Stage single_stage(Graph& graph, int node);
 Stage matmul_stage(Graph& graph, const Node& node);
 Stage dequant_matmul_stage(Graph& graph, const Node& node);
-// What a product touches, with coded weights or without, cut by columns or by rows.
+// The accesses of a product, quantized or not, cut by columns or by rows.
 std::vector<Access> product_accesses(const Graph& graph, const MatmulStage& product);
-// What reads as its indices say.
+// Operators that read or write by index.
 Stage gather_stage(Graph& graph, const Node& node);
 Stage scatter_stage(Graph& graph, const Node& node);
 Stage bag_stage(Graph& graph, const Node& node);
 Stage experts_stage(Graph& graph, const Node& node);
-// Rows that are sorted, or summed along.
+// Sorts and running sums along rows.
 Stage select_stage(Graph& graph, const Node& node);
 Stage scan_stage(Graph& graph, const Node& node);
 

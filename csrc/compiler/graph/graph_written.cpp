@@ -1,5 +1,5 @@
-// Nothing is read before it is written: the bytes of every buffer that nodes have written so far, as intervals, in
-// program order.
+// Checks that nothing is read before it is written, by tracking in program order the intervals of each buffer that
+// nodes have written so far.
 #include <algorithm>
 #include <cstdint>
 #include <map>
@@ -14,7 +14,7 @@ namespace ark::compiler {
 
 namespace {
 
-constexpr int64_t kMostPieces = 1 << 16;  // of a value that is followed piece by piece
+constexpr int64_t kMostPieces = 1 << 16;  // of a value that is tracked run by run
 
 // Bytes written so far, as disjoint intervals.
 class WrittenBytes {
@@ -45,7 +45,7 @@ void each_run(const Box& box, const Visit& visit) {
   });
 }
 
-// A value of many pieces costs more to follow than it is worth, and a box that is not exact has more than it.
+// Tracking many scattered runs costs more than it is worth, and a box that is not exact has bytes that the value lacks.
 bool is_followed(const Box& box) {
   return box.exact && box.bytes() / box.width <= kMostPieces;
 }
@@ -64,7 +64,7 @@ void check_written_before_read(const Graph& graph) {
       bool covered = true;
       if (is_followed(box)) {
         each_run(box, [&](int64_t begin, int64_t end) { covered = covered && so_far.covers(begin, end); });
-      } else {  // only the ends
+      } else {  // check only the ends
         covered = so_far.covers(box.offset, box.offset + run) && so_far.covers(box.end() - run, box.end());
       }
       if (!covered) {

@@ -1,3 +1,5 @@
+// Runs the engine's thread and shares one engine per set of options. Completion queues map to their sinks under one
+// lock, so after silence() no callback of that queue can run.
 #include "dma/rdma/engine.hpp"
 
 #include <fcntl.h>
@@ -66,7 +68,7 @@ ibv_cq* Engine::begin_queue(int entries, Sink& sink) {
 }
 
 void Engine::silence(ibv_cq* queue) {
-  const std::lock_guard lock(mutex_);  // the thread acknowledges what it has read before it lets go
+  const std::lock_guard lock(mutex_);  // take_completions() acknowledges its events before it unlocks
   sinks_.erase(queue);
 }
 
@@ -101,7 +103,7 @@ void Engine::take_device_events() {
   while (verbs().get_async_event(device_->context(), &event) == 0) {
     const bool fatal = event.event_type == IBV_EVENT_DEVICE_FATAL;
     verbs().ack_async_event(&event);
-    // What a port or a queue pair suffers, completions tell, once the retry budget is used up.
+    // Port and queue pair errors reach the channels as failed completions once the retry budget is used up.
     if (!fatal) continue;
     const Error error(ErrorKind::system, "the RDMA device " + device_->port().device + " failed",
                       ErrorContext{-1, -1, "", 0, "See the kernel's log (dmesg) for the NIC, and restart the job."});

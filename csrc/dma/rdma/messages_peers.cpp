@@ -1,4 +1,4 @@
-// Peers of a group's messages: how they are connected, and how a group ends.
+// Connects the peers of a group's messages and shuts the group down.
 #include <algorithm>
 
 #include "dma/rdma/messages.hpp"
@@ -7,9 +7,9 @@ namespace ark::rdma {
 
 namespace {
 
-// That a goodbye may take to a peer to which nothing else was sent: it may be gone already, without a word.
+// Time for a goodbye to a peer that was sent nothing else: it may already be gone without notice.
 constexpr auto kForGoodbye = std::chrono::milliseconds(250);
-constexpr const char* kReady = "/ready";  // behind an endpoint's key
+constexpr const char* kReady = "/ready";  // suffix of an endpoint's key
 
 }  // namespace
 
@@ -51,7 +51,7 @@ void Messages::close(std::chrono::milliseconds patience) {
   const auto flush = [](const std::shared_ptr<Channel>& channel, Clock::time_point until) {
     try {
       channel->flush(until);
-    } catch (const Error&) {  // the peer has gone before
+    } catch (const Error&) {  // the peer has already gone
     }
   };
   for (const auto& channel : channels) flush(channel, deadline);
@@ -62,7 +62,7 @@ void Messages::close(std::chrono::milliseconds patience) {
     for (auto& [rank, peer] : peers_)
       if (peer.channel) channels.push_back(std::move(peer.channel));
   }
-  // Their ends wait for the engine's thread, which may be waiting for mutex_.
+  // Channel destructors wait for the engine's thread, which may be waiting for mutex_, so it must be free here.
   channels.clear();
   quiet.clear();
 }
@@ -76,7 +76,7 @@ void Messages::connect_peers() {
     int rank;
     std::shared_ptr<Channel> channel;
     Clock::time_point deadline;
-    bool ready = false;  // to receive; the peer may not be yet
+    bool ready = false;  // this side can receive; the peer may not be able to yet
   };
   std::vector<Connecting> connecting;
   auto pause = std::chrono::milliseconds(1);
@@ -137,7 +137,8 @@ void Messages::connect_peers() {
                                    "Run the same ark_torch on all ranks, and let nothing else write to the store."});
         }
         one.channel->connect(endpoint, setup_.mtu);
-        // A NIC drops what comes for a queue pair that cannot receive yet, and the sender's retry budget runs.
+        // A NIC drops packets for a queue pair that cannot receive yet, which uses up the sender's retries. So tell the
+        // peer.
         store_->set(key(setup_.rank, one.rank) + kReady, {1});
         one.ready = true;
         pause = std::chrono::milliseconds(1);

@@ -1,3 +1,5 @@
+// Finds, creates and evicts memory regions. Registering is slow, so a region that contains the requested range is
+// reused. If the NIC refuses a new one, idle regions are dropped, oldest first, before that becomes an error.
 #include "dma/rdma/registration.hpp"
 
 #include <sys/resource.h>
@@ -40,7 +42,8 @@ void Registrations::Use::reset() {
 Registrations::Use Registrations::hold(const void* address, size_t bytes) {
   const auto begin = reinterpret_cast<uintptr_t>(address);
   const std::lock_guard lock(mutex_);
-  // Of those that begin no later, the nearest first; more than a few back would cost more than a new one.
+  // Look back over a few regions that begin at or before the address. A longer search would cost more than a new
+  // registration.
   auto found = by_address_.upper_bound(begin);
   for (int steps = 0; steps < 8 && found != by_address_.begin(); ++steps) {
     --found;

@@ -1,3 +1,5 @@
+// Opens libibverbs and looks up its functions. A missing library or function gives a text, not an error, because RDMA
+// is optional. Functions that only newer versions have are optional, too.
 #include "dma/rdma/verbs.hpp"
 
 namespace ark::rdma {
@@ -46,8 +48,8 @@ std::shared_ptr<const Verbs> Verbs::load(const std::string& path, std::string& w
     why_not = name + " has no " + missing + ": install rdma-core 28 or newer";
     return nullptr;
   }
-  // Memory that is registered must stay where it is when this process forks (a DataLoader's workers); on kernels from
-  // 5.12 on this changes nothing. It fails once something is registered, by others, who have decided then.
+  // Registered memory must not move when this process forks (a DataLoader's workers). Kernels since 5.12 ensure that
+  // anyway. The call fails if another library has registered memory before; then that library has decided.
   if (verbs->fork_init) verbs->fork_init();
   return verbs;
 }

@@ -1,3 +1,5 @@
+// Adapts RDMA messages to the carrier interface, and runs the agreement: gather all offers through the store, decide,
+// exchange trial messages with the data peers, and gather the outcomes.
 #include "process_group/carriers/rdma_carrier.hpp"
 
 #include "shm/store_gather.hpp"
@@ -6,9 +8,9 @@ namespace ark {
 
 namespace {
 
-constexpr auto kForTrying = std::chrono::seconds(30);      // the network, with all ranks there
-constexpr int kTrialTag = -1;                              // users' and collectives' are not negative
-constexpr auto kForWhatWasSent = std::chrono::seconds(5);  // to arrive, before this rank leaves
+constexpr auto kForTrying = std::chrono::seconds(30);      // for the trial messages, once all ranks have arrived
+constexpr int kTrialTag = -1;                              // users and collectives use no negative tags
+constexpr auto kForWhatWasSent = std::chrono::seconds(5);  // for sends to arrive before this rank leaves
 
 class RdmaMessage : public Carrier::Message {
  public:
@@ -22,7 +24,7 @@ class RdmaMessage : public Carrier::Message {
   const rdma::Messages::MessagePtr message_;
 };
 
-// Records take printable ASCII of a bounded length.
+// Records hold printable ASCII of bounded length.
 std::string printable(std::string text) {
   for (char& c : text)
     if (c < ' ' || c > '~') c = '?';
@@ -49,7 +51,7 @@ void RdmaCarrier::close(bool failed) {
 
 namespace {
 
-// Why the peers cannot be reached; empty: they can.
+// Returns why the peers cannot be reached; empty if they can.
 std::string try_peers(rdma::Messages& messages, const RdmaQuestion& question) {
   const auto deadline =
       rdma::Messages::Clock::now() + std::min<std::chrono::milliseconds>(kForTrying, question.timeout);
@@ -126,7 +128,7 @@ RdmaAgreement agree_on_rdma(const RdmaQuestion& question, KeyValueStore& store,
   const std::string text = decision.reason + "; here " + engine->device()->text();
   auto messages = std::make_shared<rdma::Messages>(std::move(engine), own_store(), std::move(setup));
   const std::string trouble = printable(try_peers(*messages, question));
-  // Never empty: not every store takes that.
+  // Never empty, because some stores reject empty values.
   const std::string told = (trouble.empty() ? "+" : "-") + trouble;
   const auto outcomes = gather("/outcome", {told.begin(), told.end()});
   std::string failed;

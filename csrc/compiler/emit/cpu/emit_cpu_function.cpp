@@ -1,4 +1,4 @@
-// Writing of lines, pointers and literals behind emit_cpu_function.hpp.
+// Writes lines, pointers and literals of a function. See emit_cpu_function.hpp for the contract of each.
 #include "compiler/emit/cpu/emit_cpu_function.hpp"
 
 #include <algorithm>
@@ -139,7 +139,7 @@ std::string FunctionWriter::body() const {
       std::string element = cpp_type(operand.type);
       if (hinted) element = formatted("Hinted<{}, Cache::{}>", element, name_of(*caches_[one].begin()));
       const Push pushed = polled == polled_.end() ? Push{} : polled->second;
-      // Where buffers of packets lie, and those of each rank, are multiples of 16 bytes.
+      // Buffers of packets, and each rank's part of one, start at multiples of 16 bytes.
       const bool aligned = polled != polled_.end() && operand.offset * size_of(operand.type) * 2 % 16 == 0;
       const std::string ranks = pushed.ranks > 0 ? formatted(", {}, {}", pushed.ranks, pushed.apart) : "";
       if (polled != polled_.end()) element = formatted("Packet<{}{}>", element, ranks);

@@ -1,4 +1,4 @@
-// Regions against sets of bytes, on random views.
+// Compares regions with sets of bytes, on random views.
 #include "compiler/graph/box.hpp"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ class RandomViews {
   explicit RandomViews(uint64_t seed) : random_(seed) {}
   int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(random_); }
 
-  // A view of a dense tensor: permuted, sliced with steps, expanded, flipped; or with any strides at all.
+  // A view of a dense tensor (permuted, sliced with steps, expanded, flipped), or one with arbitrary strides.
   Value view() {
     Value value;
     value.buffer = 0;
@@ -30,7 +30,7 @@ class RandomViews {
       value.offset += first * stride;
       value.shape.push_back((pick(first, length - 1) - first) / step + 1);
       value.strides.push_back(stride * step);
-      if (pick(1, 8) == 1) value.strides.back() = pick(0, 7);  // expanded, or what as_strided allows
+      if (pick(1, 8) == 1) value.strides.back() = pick(0, 7);  // expanded, or anything that as_strided allows
       stride *= length;
     }
     if (dims > 0 && pick(1, 6) == 1) {
@@ -113,7 +113,7 @@ TEST(RegionTest, OfATileHasTheBytesOfItsIndices) {
     const int64_t length = value.shape[access.axis];
     Stage stage;
     const int64_t times = views.pick(1, 3);
-    const bool finer = views.pick(0, 1) == 1;  // tiles of several indices, or of parts of one
+    const bool finer = views.pick(0, 1) == 1;  // tiles of several indices, or parts of one index
     stage.extent = finer ? length * times : length;
     const int64_t begin = views.pick(0, static_cast<int>(stage.extent) - 1);
     const int64_t end = views.pick(static_cast<int>(begin) + 1, static_cast<int>(stage.extent));
@@ -185,10 +185,10 @@ TEST(RegionTest, CoversOnlyWhatItHas) {
     of += truly;
     covered += said;
   }
-  EXPECT_GT(covered, of * 3 / 4) << of;  // it may say no, but not all too often
+  EXPECT_GT(covered, of * 3 / 4) << of;  // it may say no, but not too often
 }
 
-// Seven dimensions of which none fits another: more than a region holds, so it says too much, never too little.
+// Seven dimensions that cannot be merged exceed what a region holds. It must then cover too much, never too little.
 TEST(RegionTest, OfTooManyDimensionsIsLargerAndSaysSo) {
   Value value;
   value.buffer = 0;

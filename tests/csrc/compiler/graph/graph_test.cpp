@@ -1,4 +1,4 @@
-// Graphs refuse what is wrong, in the words of who made it; types, the pointwise table.
+// Tests that graphs refuse wrong input and name its origin. Also tests types and the table of pointwise operators.
 #include "compiler/graph/graph.hpp"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace ark::compiler {
 namespace {
 
-// What the error says, or nothing.
+// Returns the error's text, or an empty string.
 std::string message_of(const std::function<void()>& act) {
   try {
     act();
@@ -44,7 +44,7 @@ TEST(Pointwise, TableHasEachNameOnce) {
   for (const PointwiseOp& op : pointwise_ops()) {
     EXPECT_TRUE(names.insert(op.name).second) << op.name;
     EXPECT_EQ(find_pointwise(op.name), &op);
-    // The interpreter knows every one.
+    // The interpreter must know every operator.
     EXPECT_NO_THROW(apply(op.name, std::vector<double>(static_cast<size_t>(op.operands), 1.0), false)) << op.name;
   }
   EXPECT_EQ(find_pointwise("sum"), nullptr);
@@ -73,7 +73,7 @@ TEST(Graphs, RefuseBuffersAndValuesThatCannotBe) {
   Value far = builder.at(x);
   far.buffer = 9;
   expect_refused("buffer 9 of 1", [&] { builder.graph.add_value(far); });
-  EXPECT_NO_THROW(builder.view(x, {6}, {-1}, 5));  // backwards, inside
+  EXPECT_NO_THROW(builder.view(x, {6}, {-1}, 5));  // reversed, within bounds
   EXPECT_EQ(builder.graph.inputs(), 1);
   EXPECT_EQ(builder.graph.outputs(), 0);
 }
@@ -173,7 +173,7 @@ TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
   GraphBuilder early = builder;
   early.copy_out(whole);
   expect_refused("before all of it is written", [&] { early.graph.check(); });
-  // Odd and even rows of the rest make it whole.
+  // Writing the odd and the even rows of the rest completes it.
   builder.into(builder.slice(whole, 0, 4, 8, 2), "copy", {builder.slice(x, 0, 0, 2)});
   GraphBuilder odd = builder;
   odd.copy_out(odd.transpose(whole));
@@ -181,7 +181,7 @@ TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
   builder.into(builder.slice(whole, 0, 5, 8, 2), "copy", {builder.slice(x, 0, 2, 4)});
   builder.copy_out(builder.transpose(whole));
   EXPECT_NO_THROW(builder.graph.check());
-  // A result of the call has no contents either.
+  // A result of the call has no content either.
   const int result = builder.output({3});
   builder.copy_out(result);
   expect_refused("before all of it is written", [&] { builder.graph.check(); });

@@ -1,4 +1,4 @@
-// Plans as people read them: JSON and the drawing.
+// Tests the readable forms of a plan: JSON and the drawing.
 #include <gtest/gtest.h>
 
 #include <string>
