@@ -28,6 +28,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+THIRD_PARTY = ROOT / "third_party"
 os.chdir(ROOT)
 SUPPORT = runpy.run_path(str(ROOT / "ark_torch" / "_support.py"))
 
@@ -85,13 +86,16 @@ def make_build_command() -> type:
                 folders = [*rest.get("include_dirs", ()), *self.compiler.include_dirs]
                 flags = [*self.compiler.compiler_so[1:], *(f"-I{folder}" for folder in folders), *extra_postargs]
                 torch_headers = PrecompiledHeaders(Path(output_dir) / "torch-headers.hpp", TORCH_HEADERS, flags)
-                headers = PrecompiledHeaders(Path(output_dir) / "standard-headers.hpp", STANDARD_HEADERS, flags)
+                # Not for what knows torch, whose headers bring a {fmt} of another version.
+                third_party = f"-I{THIRD_PARTY}"
+                standard = Path(output_dir) / "standard-headers.hpp"
+                headers = PrecompiledHeaders(standard, STANDARD_HEADERS, [*flags, third_party])
                 group = [source for source in sources if source.startswith(KNOW_TORCH)]
                 planner = [source for source in sources if source.startswith(PLANNER) and source not in group]
                 core = [source for source in sources if source not in {*group, *planner, *BINDINGS}]
 
                 def compile_core() -> list:
-                    on_headers = headers.wait()
+                    on_headers = [third_party, *headers.wait()]
                     objects = compile_part(core, "core", *on_headers)
                     objects += compile_part(planner, "planner", "-O1", *on_headers)
                     keep_archive(objects, Path(output_dir) / "libark_core.a")
@@ -169,7 +173,7 @@ def unit_of(files: list, folder: Path) -> str:
 TORCH_HEADERS = ("torch/csrc/distributed/c10d/Backend.hpp", "torch/csrc/distributed/c10d/Store.hpp")
 STANDARD_HEADERS = (
     *("algorithm", "atomic", "chrono", "cstdint", "cstring", "fstream", "functional", "map", "memory", "mutex"),
-    *("optional", "set", "span", "sstream", "string", "thread", "utility", "variant", "vector"),
+    *("optional", "set", "span", "sstream", "string", "thread", "utility", "variant", "vector", "fmt/base.h"),
 )
 
 
@@ -188,7 +192,8 @@ class PrecompiledHeaders:
             return
         text = "".join(f"#include <{name}>\n" for name in names)
         # ccache identifies the result by this text instead of its content, which it must be told to do.
-        identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text])
+        vendored = [path.read_text() for name in names if (path := THIRD_PARTY / name).exists()]
+        identity = "\n".join([torch.__version__, version.strip().splitlines()[-1], *flags, text, *vendored])
         identity = identity.replace(str(ROOT), ".")
         self.identity, self.identity_file = identity, Path(f"{self.result}.sum")
         os.environ.setdefault("CCACHE_SLOPPINESS", "pch_defines,time_macros")

@@ -6,6 +6,8 @@
 #include <random>
 #include <set>
 
+#include "graph_builder.hpp"
+
 namespace ark::compiler {
 namespace {
 
@@ -78,6 +80,7 @@ std::set<int64_t> bytes_of(const Box& region) {
 }
 
 TEST(RegionTest, HasTheBytesOfTheView) {
+  int twice = 0, said = 0;  // views that have a byte more than once, and of which that is said
   for (uint64_t seed = 1; seed <= 20000; ++seed) {
     const Value value = RandomViews(seed).view();
     const Box region = box_of(value);
@@ -85,7 +88,14 @@ TEST(RegionTest, HasTheBytesOfTheView) {
     ASSERT_EQ(bytes_of(region), expected) << seed;
     ASSERT_EQ(region.offset, *expected.begin()) << seed;
     ASSERT_EQ(region.end(), *expected.rbegin() + 1) << seed;
+    const bool once = static_cast<int64_t>(expected.size()) == value.elements() * size_of(value.type);
+    ASSERT_TRUE(once || overlaps_itself(value)) << seed;
+    twice += once ? 0 : 1;
+    said += overlaps_itself(value) ? 1 : 0;
   }
+  EXPECT_GT(twice, 200);
+  EXPECT_GE(said, twice);
+  EXPECT_LT(said, 1000);  // it may say so where it is not, but seldom
 }
 
 TEST(RegionTest, OfATileHasTheBytesOfItsIndices) {
@@ -130,6 +140,30 @@ TEST(RegionTest, OverlapsExactlyWhereAByteIsShared) {
   }
   EXPECT_GT(shared, 3000);
   EXPECT_GT(apart_though_mixed, 1000);
+}
+
+TEST(RegionTest, TellsPartsOfTensorsApart) {
+  GraphBuilder builder;
+  const int x = builder.input({3, 4, 8});
+  const auto apart = [&](int a, int b) { return !overlap(builder.at(a), builder.at(b)); };
+  for (int dim : {0, 1, 2}) {
+    EXPECT_TRUE(apart(builder.slice(x, dim, 0, 1), builder.slice(x, dim, 1, 3))) << dim;
+    EXPECT_FALSE(apart(builder.slice(x, dim, 0, 2), builder.slice(x, dim, 1, 3))) << dim;
+  }
+  EXPECT_TRUE(apart(builder.slice(x, 2, 0, 8, 2), builder.slice(x, 2, 1, 8, 2)));
+  EXPECT_TRUE(apart(builder.transpose(builder.slice(x, 2, 0, 4)), builder.slice(x, 2, 4, 8)));
+  EXPECT_TRUE(apart(x, builder.input({3, 4, 8})));
+  EXPECT_TRUE(apart(x, builder.literal(1)));
+}
+
+// Every second element against every fourth of those between: more rows than are looked at one by one.
+TEST(RegionTest, ManyRowsAreToldApartByResidues) {
+  GraphBuilder builder;
+  const int x = builder.input({100000});
+  const Value even = builder.at(builder.slice(x, 0, 0, 100000, 2)), odd = builder.at(builder.slice(x, 0, 1, 100000, 4));
+  EXPECT_FALSE(overlap(even, odd));
+  EXPECT_TRUE(overlap(even, builder.at(builder.slice(x, 0, 2, 100000, 4))));
+  EXPECT_TRUE(overlap(odd, builder.at(builder.slice(x, 0, 1, 100000, 3))));
 }
 
 TEST(RegionTest, CoversOnlyWhatItHas) {

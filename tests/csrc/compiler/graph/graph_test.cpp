@@ -1,15 +1,12 @@
-// Tests that graphs refuse wrong input and name its origin. Also tests types, the table of pointwise operators and the
-// overlap of views.
+// Tests that graphs refuse wrong input and name its origin. Also tests types and the table of pointwise operators.
 #include "compiler/graph/graph.hpp"
 
 #include <gtest/gtest.h>
 
 #include <functional>
 #include <limits>
-#include <random>
 #include <set>
 
-#include "compiler/graph/footprint.hpp"
 #include "compiler/verify/interpreter.hpp"
 #include "graph_builder.hpp"
 #include "util/error.hpp"
@@ -188,63 +185,6 @@ TEST(Graphs, RefuseWhatIsReadBeforeItIsWritten) {
   const int result = builder.output({3});
   builder.copy_out(result);
   expect_refused("before all of it is written", [&] { builder.graph.check(); });
-}
-
-// Compares with all bytes of small random views: never a wrong no, and a wrong yes only in hard cases.
-TEST(Overlap, IsNeverMissed) {
-  std::mt19937 random(11);
-  int disjoint = 0, told = 0;
-  for (int round = 0; round < 20000; ++round) {
-    Value values[2];
-    std::set<int64_t> bytes[2];
-    for (int i = 0; i < 2; ++i) {
-      Value& value = values[i];
-      value.buffer = 0;
-      value.type = random() % 2 == 0 ? ScalarType::f32 : ScalarType::bf16;
-      value.offset = 40 + static_cast<int64_t>(random() % 24);
-      const size_t rank = random() % 4;
-      static const int64_t strides[] = {1, 2, 3, 4, 6, 8, 12, 24, -1, -4, 0};
-      for (size_t d = 0; d < rank; ++d) {
-        value.shape.push_back(1 + static_cast<int64_t>(random() % 4));
-        value.strides.push_back(strides[random() % 11]);
-      }
-      each_index(value.shape, [&](const Shape& index) {
-        for (int byte = 0; byte < size_of(value.type); ++byte) bytes[i].insert(byte_of(value, index) + byte);
-      });
-      std::set<int64_t> by_runs;
-      for (const auto& [begin, end] : runs(footprint(value))) {
-        for (int64_t byte = begin; byte < end; ++byte) by_runs.insert(byte);
-      }
-      ASSERT_EQ(by_runs, bytes[i]);
-      int64_t elements = 1;
-      for (int64_t size : value.shape) elements *= size;
-      if (!overlaps_itself(value)) {
-        ASSERT_EQ(static_cast<int64_t>(bytes[i].size()), elements * size_of(value.type));
-      }
-    }
-    bool meet = false;
-    for (int64_t byte : bytes[0]) meet = meet || bytes[1].count(byte) > 0;
-    if (meet) {
-      ASSERT_TRUE(may_overlap(values[0], values[1])) << round;
-    } else {
-      ++disjoint;
-      told += may_overlap(values[0], values[1]) ? 0 : 1;
-    }
-  }
-  EXPECT_GT(told, disjoint * 3 / 4) << told << " of " << disjoint;
-}
-
-TEST(Overlap, TellsPartsOfTensorsApart) {
-  GraphBuilder builder;
-  const int x = builder.input({3, 4, 8});
-  const auto apart = [&](int a, int b) { return !may_overlap(builder.at(a), builder.at(b)); };
-  for (int dim : {0, 1, 2}) {
-    EXPECT_TRUE(apart(builder.slice(x, dim, 0, 1), builder.slice(x, dim, 1, 3))) << dim;
-    EXPECT_FALSE(apart(builder.slice(x, dim, 0, 2), builder.slice(x, dim, 1, 3))) << dim;
-  }
-  EXPECT_TRUE(apart(builder.slice(x, 2, 0, 8, 2), builder.slice(x, 2, 1, 8, 2)));
-  EXPECT_TRUE(apart(builder.transpose(builder.slice(x, 2, 0, 4)), builder.slice(x, 2, 4, 8)));
-  EXPECT_TRUE(apart(x, builder.input({3, 4, 8})));
 }
 
 }  // namespace
