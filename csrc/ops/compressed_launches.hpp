@@ -22,6 +22,10 @@ inline device::CodeParams code_params(const Coding& coding) {
   params.ranks = 1;
   return params;
 }
+inline void write_to(device::CodeParams& params, const Result& result) {
+  params.output = result.elements.mutable_data_ptr();
+  params.nonfinite = reinterpret_cast<long long*>(result.nonfinite);
+}
 inline const char* encode_entry(const at::Tensor* residual) {
   return residual == nullptr ? "compressed_encode" : "compressed_encode_fed";
 }
