@@ -1,4 +1,5 @@
-// Checks, agreement between ranks, and the exchange.
+// The entry points of compressed collectives: check the arguments, agree on them between ranks, then quantise, exchange
+// records and decode. CPU and GPU differ only in the steps, which compressed_cpu.cpp and compressed_cuda.cpp have.
 #include "ops/compressed.hpp"
 
 #include <ATen/core/LegacyTypeDispatch.h>

@@ -1,4 +1,5 @@
-// Implements compressed_launches.hpp.
+// Groups pieces into launches by kernel, and distributes buckets over blocks. Blocks that wait for peers must all be
+// resident at once, also on a shared GPU, so their number is limited and each may get more buckets.
 #include "ops/compressed_launches.hpp"
 
 #include <algorithm>

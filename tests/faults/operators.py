@@ -1,4 +1,4 @@
-"""Faults of csrc/ops, of what compresses collectives, and of what finds fused operators."""
+"""Faults of csrc/ops, of compressed collectives, and of the search for fused operators."""
 
 from faults.fault import fault
 

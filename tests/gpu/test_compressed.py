@@ -1,6 +1,7 @@
-"""Compressed collectives on CUDA tensors: the bits of the CPU path, which tests/distributed compares with an oracle.
+"""Compressed collectives on CUDA tensors have the bits of the CPU path, which tests/distributed compares with an
+oracle.
 
-Every type, width, format and rounding; buckets of a warp and of a block; odd sizes and places; residuals; graphs.
+Every type, width, format and rounding; buckets of a warp and of a block; odd sizes and offsets; residuals; graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ark_torch.distributed import compressed_all_reduce
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# numel, bits and bucket of each segment; a bucket beyond 512 takes a block.
+# numel, bits and bucket of each segment. A bucket above 512 uses a block.
 LAYOUTS: dict[str, list[tuple[int, int, int]]] = {
     "nothing": [(0, 4, 512)],
     "no segment": [],
@@ -50,7 +51,7 @@ def _lists(layout: list[tuple[int, int, int]]) -> tuple[list[int], ...]:
 
 
 def _with_residual(name: str, x: Tensor, owed: Tensor | None, *arguments: Any) -> list[Tensor]:
-    """The operator's result, and the residual that it leaves."""
+    """Returns the operator's result and its new residual."""
     owed = None if owed is None else owed.clone()
     result = getattr(torch.ops.ark, name)(x, owed, *arguments)
     return [result] if owed is None else [result, owed]
@@ -69,7 +70,7 @@ def _quantiser(rank: Rank) -> None:
             same(torch.ops.ark.quantize(x.to(device), bits, bucket, format, rounding, seed), codes, what)
             back = torch.ops.ark.dequantize(codes, numel, dtype, bits, bucket, format)
             same(torch.ops.ark.dequantize(codes.to(device), numel, dtype, bits, bucket, format), back, what)
-        # Where the tensor begins decides how it is read, and nothing else.
+        # The start of the tensor decides how it is read, and must change nothing else.
         x = _drawn(2001, dtype, seed)
         for offset in (1, 3, 8):
             part, there = x[offset:], x.to(device)[offset:]
@@ -82,7 +83,7 @@ def test_the_quantiser_alone() -> None:
 
 
 def _special(rank: Rank) -> None:
-    """NaN, infinities, zeros of both signs, subnormal numbers, a range that no float32 holds."""
+    """NaN, infinities, both zeros, subnormal numbers, and a range that overflows float32."""
     device = start(rank)
     tiny = torch.arange(600) * 1e-41
     large = torch.linspace(-3e38, 3e38, 600)
@@ -139,7 +140,7 @@ def test_collectives() -> None:
 
 
 def _rounds(rank: Rank) -> None:
-    """More than the memory that ranks share for it: round by round, the same bits and owners."""
+    """Larger than the shared memory for it: several rounds, the same bits and owners."""
     device = start(rank)
     group = dist.group.WORLD.group_name
     layout = [(34_000_001, 8, 512), (5000, 0, 128), (100_000, 3, 4096)]
@@ -173,7 +174,7 @@ def test_every_rank_has_the_same() -> None:
 
 
 def _captured(rank: Rank) -> None:
-    """Replays read what is there by then, residual included."""
+    """Replays use the current values, including the residual."""
     device = start(rank)
     me = rank.rank
     group = dist.group.WORLD.group_name
@@ -181,7 +182,7 @@ def _captured(rank: Rank) -> None:
     count = sum(segment[0] for segment in layout)
     arguments = (*_lists(layout), "uniform", "stochastic", 5, "avg", group)
     x, residual = torch.zeros(count, device=device, dtype=torch.bfloat16), torch.zeros(count, device=device)
-    torch.ops.ark.compressed_all_reduce(x, residual, *arguments)  # ranks compare, kernels are compiled
+    torch.ops.ark.compressed_all_reduce(x, residual, *arguments)  # ranks compare arguments, kernels are compiled
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="relaxed"):
@@ -277,7 +278,7 @@ def test_a_replay_notes_nan() -> None:
 
 
 def _streams(rank: Rank) -> None:
-    """On the current stream, behind what that holds; the host waits for nothing."""
+    """On the current stream, after its earlier work. The host does not wait."""
     device = start(rank)
     side = torch.cuda.Stream(device)
     x = torch.zeros(100_000, device=device)

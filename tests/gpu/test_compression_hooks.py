@@ -1,4 +1,4 @@
-"""The compression hook and fsdp() on GPUs: nothing is lost, streams are in order, NaN is told a step later."""
+"""The compression hook and fsdp() on GPUs: nothing is lost, streams are in order, NaN is reported a step later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _conserved(what: str, model: nn.Module, state: compression.State, device: to
         model(_batch(step, dist.get_rank(), device)).square().mean().backward()
         exact = _exact(step, device)
         for name, parameter in model.named_parameters():
-            # Read at once: DDP's stream has to wait for the hook's.
+            # Read at once: DDP's stream must wait for the hook's.
             got = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             pair = sums.setdefault(name.removeprefix("module."), [0, 0])
             pair[0], pair[1] = pair[0] + got, pair[1] + exact[name.removeprefix("module.")]

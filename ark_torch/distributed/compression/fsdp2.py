@@ -87,6 +87,12 @@ def fsdp(module: nn.Module, state: State | None = None, *, parameters: int | Non
     return state
 
 
+def states_of(module: FSDPModule) -> list[State]:
+    """The states that fsdp() gave this module's exchanges."""
+    comms = [getattr(group, "_reduce_scatter_comm", None) for group in _parameter_groups(module)]
+    return [comm._flat.state for comm in comms if isinstance(comm, _ReduceScatter)]
+
+
 def _parameter_groups(module: FSDPModule) -> list[Any]:
     held: Any = module._get_fsdp_state()
     several = getattr(held, "_fsdp_param_groups", None)  # 2.12 and later
