@@ -35,7 +35,7 @@ FAULTS = (
     ),
     fault(
         "fuse.residues",
-        "csrc/compiler/graph/footprint.cpp",
+        "csrc/compiler/graph/box.cpp",
         "  return high <= modulus;",
         "  return true;",
         "views that overlap are taken to be apart",
@@ -192,8 +192,8 @@ FAULTS = (
     fault(
         "loop.wrong_worker",
         "csrc/compiler/runtime/step_failure.cpp",
-        'throw Error(ErrorKind::timeout,\n                  "worker " + std::to_string(failure.worker)',
-        'throw Error(ErrorKind::timeout,\n                  "worker " + std::to_string(failure.task)',
+        'formatted("worker {} waited longer than {} ms before {} for {}: {}", failure.worker,',
+        'formatted("worker {} waited longer than {} ms before {} for {}: {}", failure.task,',
         "the error of a loop that waited too long names another worker",
         "compiler/runtime.cpu_loop_test:*Deadline*",
         "compiler/runtime.cpu_steps_test",

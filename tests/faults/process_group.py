@@ -138,8 +138,8 @@ FAULTS = (
     fault(
         "region.overlapping_arguments",
         "csrc/compiler/region/region_inputs.cpp",
-        "      if (may_overlap(one, two)) return true;",
-        "      if (may_overlap(one, two)) return false;",
+        "      if (overlap(one.bytes, two.bytes)) return true;",
+        "      if (overlap(one.bytes, two.bytes)) return false;",
         "a region writes one argument through another",
         "tests/compile/test_in_place.py -k overlap",
         "tests/compile/test_in_place.py",
