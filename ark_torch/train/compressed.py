@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ark_torch.distributed.compression import State, exchange
-from ark_torch.distributed.compression.state import COMPRESSED_DTYPES
+from ark_torch.distributed.compression.plan import plan_of_bucket
 
 
 class CompressedSums:
@@ -41,7 +41,8 @@ class CompressedSums:
             state.bytes_sent, state.bytes_exact = before
 
     def count_replay(self, steps: int) -> None:
-        """Adds what a replay of so many steps sends to the state's counters."""
+        """After a replay of so many steps: adds what it sends to the counters, and reports NaN of earlier replays."""
+        self._state.watch.look(self._state.group.rank())
         self._state.bytes_sent += steps * self._each_step[0]
         self._state.bytes_exact += steps * self._each_step[1]
 
@@ -49,12 +50,12 @@ class CompressedSums:
         """Averages the bucket, which holds these parameters' gradients one after the other. Returns false, with nothing
         done, if the bucket is exact as a whole."""
         state = self._state
-        if not self._compresses or flat.dtype not in COMPRESSED_DTYPES:
+        if not self._compresses:
             return False
-        layers = [state.layers.of(parameter) for parameter in parameters]
-        widths = [state.width(layer) for layer in layers]
-        segments = exchange.segments_of(widths, [layer.numel for layer in layers], state.bucket)
-        if segments.exact:
+        plan = plan_of_bucket(state, parameters, flat)
+        if plan.exact:
             return False
-        flat.copy_(exchange.all_reduce(state, flat, layers, segments))
+        if plan.slot is not None:
+            state.watch.look(state.group.rank(), plan.slot)
+        flat.copy_(exchange.all_reduce(state, flat, plan))
         return True

@@ -57,7 +57,7 @@ def test_explained(tmp_path: Any) -> None:
 
 def test_an_access_says_when_it_is_read_again() -> None:
     report = ark_torch.explain(small(), torch.randn(2, 64), ark_options={"choose": "ark"}, target="sm_90a")
-    plan = json.loads(report.regions[0].target_plan[0])
+    plan = json.loads(report.regions[0].target_plan)
     stages = plan["stages"]
     weights = [a for stage in stages for a in stage["accesses"] if a["operand"] == "weight"]
     total = sum(stage["bytes"] for stage in stages)

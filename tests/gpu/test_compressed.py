@@ -203,6 +203,80 @@ def test_in_a_graph() -> None:
     run(_captured)
 
 
+NOTHING = 2**63 - 1
+
+
+def _word() -> Tensor:
+    return torch.full((1,), NOTHING).pin_memory()
+
+
+def _first(result: Tensor) -> int:
+    bad = (~result.isfinite()).nonzero().flatten().tolist()
+    return bad[0] if bad else NOTHING
+
+
+def _nonfinite(rank: Rank) -> None:
+    """The smallest index of a NaN or infinity, in buckets of a warp and of a block, coded and exact."""
+    device = start(rank)
+    group = dist.group.WORLD.group_name
+    layout = [(300, 0, 128), (5001, 4, 512), (9001, 8, 4096), (4097, 0, 4096), (77, 3, 128)]
+    count = sum(segment[0] for segment in layout)
+    arguments = (*_lists(layout), "uniform", "nearest", 0, "sum", group)
+    places = (None, 0, 299, 301, 5300, 5301, 14_301, 14_302, count - 78, count - 77, count - 1)
+    for number, (place, bad) in enumerate(product(places, (torch.nan, torch.inf, -torch.inf))):
+        for operator, rows in (("compressed_all_reduce", 1), ("compressed_reduce_scatter", rank.world_size)):
+            what = f"{operator} {place} {bad}"
+            x = _drawn(rows * count, DTYPES[number % 3], 10 * number + rank.rank).to(device)
+            if place is not None and rank.rank == rank.world_size - 1:
+                x.view(rows, count)[:, place] = bad
+            word = _word()
+            result = getattr(torch.ops.ark, operator)(x, None, *arguments, nonfinite=word)
+            torch.cuda.synchronize()
+            assert word.item() == _first(result), what
+            assert (word.item() == NOTHING) == (place is None), what
+    # Finite numbers that float16 cannot add up; what a slot holds already stays if it is smaller.
+    x = torch.ones(3000, device=device, dtype=torch.float16)
+    x[1234], x[2999] = 60000.0, -60000.0
+    one = ([3000], [0], [512], "uniform", "nearest", 0, "sum", group)
+    for before in (NOTHING, 2000, 17):
+        word = _word()
+        word[0] = before
+        result = torch.ops.ark.compressed_all_reduce(x, None, *one, nonfinite=word)
+        torch.cuda.synchronize()
+        assert word.item() == min(before, 1234 if rank.world_size > 1 else NOTHING)
+        assert result[1234].isinf() == (rank.world_size > 1)
+
+
+def test_the_first_nan_or_infinity_is_noted() -> None:
+    run(_nonfinite)
+
+
+def _nonfinite_in_a_graph(rank: Rank) -> None:
+    """Replays note it in the slot that was captured."""
+    device = start(rank)
+    group = dist.group.WORLD.group_name
+    arguments = (*_lists([(70_001, 4, 512), (300, 0, 128)]), "uniform", "nearest", 5, "avg", group)
+    x, word = torch.zeros(70_301, device=device), _word()
+    torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        out = torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
+    for place in (None, 70_100, 9, None):
+        x.zero_()
+        if place is not None and rank.rank == 0:
+            x[place] = torch.nan
+        word[0] = NOTHING
+        graph.replay()
+        torch.cuda.synchronize()
+        assert word.item() == _first(out) and (word.item() == NOTHING) == (place is None), place
+    dist.barrier()
+
+
+def test_a_replay_notes_nan() -> None:
+    run(_nonfinite_in_a_graph)
+
+
 def _streams(rank: Rank) -> None:
     """On the current stream, after its earlier work. The host does not wait."""
     device = start(rank)
@@ -233,6 +307,9 @@ def _bad(rank: Rank) -> None:
     arguments = ([1000], [4], [512], "uniform", "nearest", 0, "sum", group)
     with pytest.raises(ValueError, match="residual is on cpu and input on cuda"):
         torch.ops.ark.compressed_all_reduce(x, torch.zeros(1000), *arguments)
+    for word in (torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64, device=device)):
+        with pytest.raises(ValueError, match=r"nonfinite is on .*pin_memory=True"):
+            torch.ops.ark.compressed_all_reduce(x, None, *arguments, nonfinite=word)
     if rank.world_size > 1:
         with pytest.raises(dist.DistBackendError, match=r"another bits than rank 0 \(8, 4\)" if WORLD == 2 else "bits"):
             compressed_all_reduce(x, bits=8 if rank.rank == 1 else 4, bucket=256)
