@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from support.compression import Heard
 from support.groups import ark_only
 from support.launcher import run_ranks
 from support.rank import Rank
-from torch import Tensor
+from torch import Tensor, nn
 
-from ark_torch.distributed.compression import watch
+from ark_torch.distributed import compression
+from ark_torch.distributed.compression import ddp, watch
 from ark_torch.distributed.compression.layers import Layer
 
 pytestmark = [ark_only]
@@ -164,3 +166,76 @@ def _schema(rank: Rank) -> None:
 
 def test_schema() -> None:
     run_ranks(_schema, 1)
+
+
+class _OnDevice(Tensor):
+    """A CPU tensor that passes for a CUDA tensor, so that the hook goes that way; operators see the CPU tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    is_cuda = True  # type: ignore[assignment]
+
+
+class _Stream:
+    """Streams in name only."""
+
+    current: Any = None
+
+    def wait_stream(self, other: Any) -> None:
+        assert other is not self
+
+
+class _Bucket:
+    def __init__(self, index: int, last: int, parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+        self._index, self._last, self._parameters = index, last, parameters
+        self._data = torch.cat([gradient.flatten() for gradient in gradients]).as_subclass(_OnDevice)
+
+    def buffer(self) -> Tensor:
+        return self._data
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return self._index == self._last
+
+
+def _hooked(rank: Rank) -> None:
+    """The hook as on CUDA tells a step later, by name, once."""
+    torch.set_num_threads(1)
+    rank.init()
+    heard = Heard()
+    model = nn.ModuleDict({name: nn.Linear(40, 40) for name in ("first", "second")})
+    state = compression.State(module=model, skip_zeros=False)
+    streams = [_Stream(), _Stream()]
+    _Stream.current = streams[0]
+    future = torch.futures.Future
+    with (
+        mock.patch.object(watch, "_pinned_word", _word),
+        mock.patch.object(ddp, "_stream_of", lambda device: streams[1]),
+        mock.patch.object(torch.futures, "Future", lambda devices: future()),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),
+        mock.patch.object(torch.cuda, "current_stream", lambda device: _Stream.current),
+        mock.patch.object(torch.cuda, "set_stream", lambda stream: setattr(_Stream, "current", stream)),
+    ):
+        told = []
+        for step, bad in enumerate(("", "second.weight", "second.weight", "first.bias", "")):
+            buckets = [list(model[name].named_parameters()) for name in ("first", "second")]
+            for number, (prefix, named) in enumerate(zip(model, buckets, strict=True)):
+                gradients = [
+                    torch.full_like(p, torch.nan if f"{prefix}.{name}" == bad and rank.rank == 1 else step + 1.0)
+                    for name, p in named
+                ]
+                bucket = _Bucket(number, 1, [p for _, p in named], gradients)
+                got = compression.hook(state, bucket).wait()  # type: ignore[arg-type]
+                assert got.isfinite().all() == (not bad.startswith(prefix)), (step, prefix)
+                assert _Stream.current is streams[0]
+            told.append(len(heard.of("NaN or Inf in the gradient of an earlier step")))
+    assert told == [0, 0, 1, 1, 2], heard.lines
+    assert len(heard.of("of second.weight [40, 40]")) == len(heard.of("of first.bias [40]")) == 1, heard.lines
+
+
+def test_the_hook_tells_a_step_later() -> None:
+    run_ranks(_hooked, 2)

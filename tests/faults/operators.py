@@ -65,6 +65,14 @@ FAULTS = (
         "tests/distributed/test_compression_plan.py",
     ),
     fault(
+        "operators.slots_never_read",
+        COMPRESSION + "ddp.py",
+        "    if bucket.index() == 0:\n        state.watch.look(state.group.rank())\n",
+        "",
+        "a NaN on a GPU is never told",
+        "tests/distributed/test_compression_watch.py",
+    ),
+    fault(
         "operators.nonfinite_of_the_last",
         OPS + "compressed_cpu.cpp",
         "  if (bad.numel() != 0) *result.nonfinite = std::min(*result.nonfinite, bad.const_data_ptr<int64_t>()[0]);\n",
