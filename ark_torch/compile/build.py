@@ -57,10 +57,13 @@ class Builder:
         report: GraphReport,
         launcher: Launcher | None = None,
         device: torch.device = CPU,
+        whole: Lowering | None = None,
     ) -> None:
+        """`whole`: the only piece as it was lowered already, still without results."""
         self._module, self._pieces, self._mutated = graph_module, pieces, mutated
         self._options, self._report, self._launcher = options, report, launcher
         self._device = device
+        self._whole = whole
         self._given = frozenset(given)
         self._static = static_inputs(graph_module)
         self._threads = workers.count(options.threads, device)
@@ -82,8 +85,11 @@ class Builder:
         for number, piece in enumerate(self._pieces):
             if piece.ark:
                 with self._falling_back(number), unset_fake_temporarily():
-                    lowering = Lowering(self._static, self._mutated, self._device)
-                    lowering.run(piece.nodes, self._results(number))
+                    lowering, self._whole = self._whole, None
+                    if lowering is None:
+                        lowering = Lowering(self._static, self._mutated, self._device)
+                        lowering.lower_all(piece.nodes)
+                    lowering.finish(self._results(number))
                     self._lowered[number] = lowering
 
     def compile_regions(self, stopped: Callable[[], bool] = lambda: False) -> None:

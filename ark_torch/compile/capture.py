@@ -31,9 +31,9 @@ from ark_torch.compile import (
     products,
     regions,
 )
-from ark_torch.compile.build import Builder, Launcher, NotOneRegion
+from ark_torch.compile.build import Builder, Launcher, NotOneRegion, static_inputs
 from ark_torch.compile.eager_values import Eager
-from ark_torch.compile.lowering import CPU, reason_against
+from ark_torch.compile.lowering import CPU, lower_whole, reason_against
 from ark_torch.compile.operators import convolutions
 from ark_torch.compile.operators.contractions import skips_positions
 from ark_torch.compile.options import Options
@@ -254,7 +254,10 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
     mutated = {root for node in needed for root in analysis.written_roots(node)}
     # views are computed on meta tensors, which need no fake mode and would be slow in one
     with unset_fake_temporarily():
-        reasons = {node: reason for node in needed if (reason := reason_against(node, mutated, device)) is not None}
+        whole = lower_whole(list(needed), static_inputs(graph_module), mutated, device)
+        reasons: dict[Node, str] = {}
+        if whole is None:
+            reasons = {node: why for node in needed if (why := reason_against(node, mutated, device)) is not None}
         if options.nan == "exact":
             reasons.update((node, SKIPS) for node in needed if skips_positions(node))
         if options.fallback and launcher is None and device.type == "cpu":
@@ -271,7 +274,9 @@ def cut(graph_module: GraphModule, options: Options, report: GraphReport, launch
         raise WholeGraph(_nothing(report.fallbacks, given))
     if launcher is not None:
         _check_one_region(pieces, report.fallbacks)
-    return Builder(graph_module, pieces, given, mutated, options, report, launcher, device)
+    if len(pieces) > 1:
+        whole = None
+    return Builder(graph_module, pieces, given, mutated, options, report, launcher, device, whole)
 
 
 def _check_one_region(pieces: Sequence[regions.Piece], fallbacks: Sequence[Fallback]) -> None:

@@ -2,8 +2,10 @@
 
 A lowering is a function of (Lowering, node) that returns the node's Operand (or several, for several results),
 registered with @lowers(overload, ...). It raises Unsupported with the reason if it cannot. The same function decides
-whether a node is supported: `reason_against` runs it on a throw-away Lowering that takes every argument as an input, so
-the decision always matches. Views are not lowered: `operand` computes their positions (views.py).
+whether a node is supported, so the decision always matches: a graph that `lower_whole` lowers as one region is
+supported, and is not lowered again. Only for a graph that has to be cut, `reason_against` runs the function of each
+node on a throw-away Lowering that takes every argument as an input. Views are not lowered: `operand` computes their
+positions (views.py).
 """
 
 from __future__ import annotations
@@ -116,11 +118,14 @@ class Lowering:
 
     # ---- The walk
 
-    def run(self, nodes: Sequence[Node], results: Sequence[Node]) -> None:
-        """Lowers a region's nodes in order; `results` are the roots that others need."""
+    def lower_all(self, nodes: Sequence[Node]) -> None:
+        """Lowers a region's nodes in order."""
         self._members = frozenset(nodes)
         for node in nodes:
             self.lower(node)
+
+    def finish(self, results: Sequence[Node]) -> None:
+        """`results`: the roots that others need."""
         for root in results:
             self._declare(root)
         self.graph.drop_unread()
@@ -134,6 +139,12 @@ class Lowering:
             check_tensor(result, self.device)
         self._origin = analysis.origin_of(node)
         self._operands[node] = rule(self, node)
+
+    def check_results(self, node: Node) -> None:
+        """Raises Unsupported if someone reads a result that the node's lowering does not make."""
+        for user in node.users:
+            if analysis.is_getitem(user) and (user.users or isinstance(self._operands[node], Strided)):
+                self.operand(user)
 
     def _declare(self, root: Node) -> None:
         operand = self.operand(root)
@@ -353,17 +364,36 @@ def _results(node: Node) -> list[torch.Tensor]:
     return [t for i, t in enumerate(value) if i in read and isinstance(t, torch.Tensor)]
 
 
-def reason_against(node: Node, mutated: Iterable[Node] = (), device: torch.device = CPU) -> str | None:
-    """Why a node cannot be lowered; None if it can."""
-    from ark_torch.compile import operators  # registers the rules
+def register_rules() -> None:
+    from ark_torch.compile import operators
 
     del operators
+
+
+def lower_whole(
+    nodes: Sequence[Node], parameters: Iterable[Node], mutated: Iterable[Node], device: torch.device
+) -> Lowering | None:
+    """All nodes as one region, still without results; None if one of them cannot be lowered, in no matter what way."""
+    register_rules()
+    if any(rule_of(node.target) is None for node in nodes):
+        return None
+    whole = Lowering(parameters, mutated, device)
+    try:
+        whole.lower_all(nodes)
+        for node in nodes:
+            whole.check_results(node)
+    except Exception:  # `reason_against` says which node it is and why
+        return None
+    return whole
+
+
+def reason_against(node: Node, mutated: Iterable[Node] = (), device: torch.device = CPU) -> str | None:
+    """Why a node cannot be lowered; None if it can."""
+    register_rules()
     try:
         trial = Lowering(mutated=mutated, device=device)
         trial.lower(node)
-        for user in node.users:
-            if analysis.is_getitem(user) and (user.users or isinstance(trial._operands[node], Strided)):
-                trial.operand(user)
+        trial.check_results(node)
     except Unsupported as reason:
         return str(reason)
     except Exception as error:  # a defect of ark: this operator falls back, not the graph

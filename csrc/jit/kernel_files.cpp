@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <span>
 
+#include "util/json_reader.hpp"
 #include "util/json_writer.hpp"
 #include "util/sha256.hpp"
 #include "util/unique_fd.hpp"
@@ -105,21 +106,13 @@ bool write_file(int folder, const std::string& name, const void* data, size_t by
   return false;
 }
 
-std::string string_member(const std::string& json, const std::string& name) {
-  const std::string start = "\"" + name + "\":\"";
-  const size_t at = json.find(start);
-  if (at == std::string::npos) return {};
-  const size_t begin = at + start.size(), end = json.find('"', begin);
-  return end == std::string::npos ? std::string() : json.substr(begin, end - begin);
-}
-
 bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin, Language language) {
   const auto meta = read_file(folder, key + ".meta.json", owner);
   const auto bytes = read_file(folder, key + binary_suffix(language), owner);
   if (!meta || !bytes || bytes->empty()) return false;
   const std::span<const uint8_t> data(reinterpret_cast<const uint8_t*>(bytes->data()), bytes->size());
-  if (string_member(*meta, "key") != key || string_member(*meta, hash_member(language)) != sha256_hex(data))
-    return false;
+  const std::optional<JsonObject> stored = JsonObject::parse(*meta);
+  if (!stored || stored->text("key") != key || stored->text(hash_member(language)) != sha256_hex(data)) return false;
   cubin.assign(data.begin(), data.end());
   return true;
 }

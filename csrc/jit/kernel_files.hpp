@@ -26,9 +26,6 @@ enum class FileOwner : uint8_t {
 
 std::optional<std::string> read_file(int folder, const std::string& name, FileOwner owner);
 
-// The text of a string member in JSON that we wrote (none of it needs escapes); empty if missing.
-std::string string_member(const std::string& json, const std::string& name);
-
 // Returns false if the kernel is missing or differs in any way from what was stored.
 bool load_kernel(int folder, const std::string& key, FileOwner owner, std::vector<uint8_t>& cubin,
                  Language language = Language::cuda);

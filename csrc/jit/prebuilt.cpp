@@ -9,6 +9,7 @@
 
 #include "jit/kernel_files.hpp"
 #include "util/error.hpp"
+#include "util/json_reader.hpp"
 
 namespace ark::jit {
 
@@ -30,7 +31,8 @@ Source prebuilt_source(const std::string& stub, const std::string& arch) {
 PrebuiltKernels::PrebuiltKernels(const std::string& folder, int driver_version) : folder_fd_(open_folder(folder)) {
   if (!folder_fd_) return;
   const auto index = read_file(folder_fd_.get(), "index.json", FileOwner::anyone);
-  if (index) compiler_ = string_member(*index, "compiler");
+  const auto members = index ? JsonObject::parse(*index) : std::nullopt;
+  if (members) compiler_ = members->text("compiler").value_or("");
   const size_t space = compiler_.find(' ');
   const int major = space == std::string::npos ? 0 : std::atoi(compiler_.c_str() + space);
   if (major == 0 || (driver_version > 0 && major > driver_version / 1000)) folder_fd_.reset();

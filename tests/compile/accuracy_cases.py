@@ -30,7 +30,7 @@ from accuracy_inputs import (
     whole,
     wide,
 )
-from accuracy_products import convolutions, products
+from accuracy_products import averages, convolutions, products
 
 from ark_torch.compile.operators import loop
 
@@ -151,5 +151,5 @@ def reductions() -> Iterator[Case]:
 def cases(dtype: torch.dtype) -> list[Case]:
     """Returns all cases. A pointwise operator gets one layout in turn: all use the same function of 16 lanes."""
     pointwise = [group[i % len(group)] for i, group in enumerate([*functions(), *arithmetic()])]
-    every = (*pointwise, *reductions(), *products(), *indexed(), *moving(), *convolutions())
+    every = (*pointwise, *reductions(), *products(), *indexed(), *moving(), *convolutions(), *averages())
     return [one for one in every if dtype in one.dtypes]

@@ -39,6 +39,12 @@ def products() -> Iterator[Case]:
     yield case(aten._embedding_bag.default, "sum", *offsets, call=first(aten._embedding_bag.default))
 
 
+def averages() -> Iterator[Case]:
+    average = aten.avg_pool2d.default
+    yield case(average, "square", normal(2, 5, 12, 8), call=bound(average, [2, 2]))
+    yield case(average, "overlapping", normal(3, 17, 11), call=bound(average, [3, 4], [2, 1]))
+
+
 def convolutions() -> Iterator[Case]:
     convolution = aten.convolution.default
     wide = bound(convolution, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)

@@ -56,6 +56,9 @@ POINTWISE: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] =
     "mul_bool": (torch.mul, lambda: (x(9, dtype=torch.bool), x(9, dtype=torch.bool))),
     "mul_bool_int": (torch.mul, lambda: (x(9, dtype=torch.bool), x(9, dtype=i64))),
     "div": (torch.div, lambda: (x(4, 5), positive(5))),
+    "avg_pool2d": (lambda a: F.avg_pool2d(a, 2), lambda: (x(2, 3, 8, 6),)),
+    "avg_pool2d_overlapping": (lambda a: F.avg_pool2d(a, (3, 2), (2, 1)), lambda: (x(3, 9, 5, dtype=bf16),)),
+    "avg_pool2d_of_a_view": (lambda a: F.avg_pool2d(a.mT * 2, 2), lambda: (x(2, 3, 8, 6),)),
     "div_int": (torch.div, lambda: (x(4, 5, dtype=i64), x(5, dtype=i64).abs() + 1)),
     "div_floor": (lambda a, b: torch.div(a, b, rounding_mode="floor"), lambda: (x(4, 5) * 9, positive(5))),
     "div_trunc": (lambda a, b: torch.div(a, b, rounding_mode="trunc"), lambda: (x(4, 5) * 9, positive(5))),
@@ -304,3 +307,13 @@ def test_kernel_alone(name: str, compiled: Any) -> None:
     call, report = compiled(function, fallback=False, minimum=1)
     compare(call(*arguments), function(*arguments), name)
     assert report.regions, report
+
+
+@pytest.mark.parametrize("extra", [{"padding": 1}, {"ceil_mode": True}, {"divisor_override": 3}, {"kernel_size": 5}])
+def test_what_no_average_of_views_is_falls_back(extra: dict[str, Any], compiled: Any) -> None:
+    arguments = {"kernel_size": 3, **extra}
+    call, report = compiled(lambda a: F.avg_pool2d(a + 1, **arguments) * 2, minimum=1)
+    a = x(2, 3, 11, 12)
+    torch.testing.assert_close(call(a), F.avg_pool2d(a + 1, **arguments) * 2)
+    [fallback] = report.graphs[0].fallbacks
+    assert "an average" in fallback.reason, fallback.reason

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from ark_torch.compile import analysis, in_place, regions
+from ark_torch.compile.lowering import Lowering
 
 pytestmark = pytest.mark.quick
 aten = torch.ops.aten
@@ -148,3 +151,24 @@ def test_update_is_restored_only_where_nobody_sees() -> None:
         wanted = run(graph, None, inputs)
         assert in_place.restore(graph) == restored
         assert all(torch.equal(a, b) for a, b in zip(run(graph, None, inputs), wanted, strict=True))
+
+
+def test_a_graph_of_one_region_is_lowered_once(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What finds out that all its nodes are supported is the region. Only a graph that is cut is lowered in trials."""
+    lowered: Counter[fx.Node] = Counter()
+    lower = Lowering.lower
+
+    def count(self: Lowering, node: fx.Node) -> None:
+        lowered.update([node])
+        lower(self, node)
+
+    monkeypatch.setattr(Lowering, "lower", count)
+    x = torch.randn(3, 5)
+    call, _ = compiled(lambda x: torch.softmax(x * 2, -1).sum(0), fallback=False, minimum=1)
+    torch.testing.assert_close(call(x), torch.softmax(x * 2, -1).sum(0))
+    assert lowered and set(lowered.values()) == {1}
+    lowered.clear()
+    call, report = compiled(lambda x: torch.logcumsumexp(x * 2, 0) + 1, minimum=1)
+    torch.testing.assert_close(call(x), torch.logcumsumexp(x * 2, 0) + 1)
+    assert [piece.runs_on for piece in report.graphs[0].pieces].count("ark") == 2
+    assert set(lowered.values()) == {1, 2}

@@ -77,6 +77,7 @@ BOTH = [
     for folder in ("ark_torch/kernels", "benchmarks", "tests")
     for pattern in ("*.py", "*.[ch]pp", "*.cuh")
 ]
+VENDORED = [("third_party", pattern) for pattern in ("*.h", "*.hpp", "*.cc", "LICENSE*")]
 
 
 def test_sdist_without_pytorch_holds_all_sources(source: Path, sdist: Path) -> None:
@@ -84,7 +85,13 @@ def test_sdist_without_pytorch_holds_all_sources(source: Path, sdist: Path) -> N
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = {
         str(path.relative_to(source))
-        for folder, pattern in (("csrc", "*.[ch]pp"), ("ark_torch", "*.py"), ("build_backend", "*.py"), *BOTH)
+        for folder, pattern in (
+            ("csrc", "*.[ch]pp"),
+            ("ark_torch", "*.py"),
+            ("build_backend", "*.py"),
+            *VENDORED,
+            *BOTH,
+        )
         for path in (source / folder).rglob(pattern)
     }
     assert len(wanted) > 40

@@ -1,7 +1,6 @@
 // Reads and writes the file of measured costs, and measures if there is none that fits. See costs.hpp.
 #include "compiler/runtime/costs.hpp"
 
-#include <charconv>
 #include <cmath>
 #include <ctime>
 #include <fstream>
@@ -9,6 +8,7 @@
 
 #include "compiler/runtime/measure.hpp"
 #include "util/error.hpp"
+#include "util/json_reader.hpp"
 #include "util/json_writer.hpp"
 #include "util/sha256.hpp"
 
@@ -58,27 +58,16 @@ std::string text_of(const Target& target, const std::string& key) {
   return json.take() + "\n";
 }
 
-std::optional<double> number_member(const std::string& json, const std::string& name) {
-  const std::string start = "\"" + name + "\":";
-  const size_t at = json.find(start);
-  if (at == std::string::npos) return std::nullopt;
-  const char *begin = json.data() + at + start.size(), *end = json.data() + json.size();
-  double value = 0;
-  const auto [stop, error] = std::from_chars(begin, end, value);
-  // A separator follows each number; without one the number was truncated.
-  if (error != std::errc() || stop == end || (*stop != ',' && *stop != '}')) return std::nullopt;
-  return value;
-}
-
 // Reads a file's figures if it is complete and they are plausible.
 std::optional<Target> read(const std::string& text, const std::string& key, Target target) {
-  if (jit::string_member(text, "schema") != "ark_costs" || jit::string_member(text, "key") != key) return std::nullopt;
+  const std::optional<JsonObject> stored = JsonObject::parse(text);
+  if (!stored || stored->text("schema") != "ark_costs" || stored->text("key") != key) return std::nullopt;
   for (const Figure& one : kFigures) {
-    const std::optional<double> value = number_member(text, one.name);
+    const std::optional<double> value = stored->number(one.name);
     if (!value || !std::isfinite(*value) || *value < 1e-3 || *value > 1e9) return std::nullopt;
     target.*one.member = *value;
   }
-  target.costs = "measured " + jit::string_member(text, "measured");
+  target.costs = "measured " + stored->text("measured").value_or("");
   return target;
 }
 

@@ -3,7 +3,6 @@
 #include "compiler/graph/stage_queries.hpp"
 
 #include <algorithm>
-#include <type_traits>
 #include <variant>
 
 #include "compiler/passes/kv_append.hpp"
@@ -86,13 +85,13 @@ void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) 
   for (const Stage* const one : programs)
     for (const RowProgram::Instruction& instruction : std::get<RowProgram>(one->body).code)
       if (instruction.kind == RowProgram::Instruction::Kind::store) writer.keep(writer.value(instruction.value).buffer);
-  emit_attention(writer, *attention_of(stage), [&] {
+  emit(writer, *attention_of(stage), [&] {
     constexpr int kThreadsOfRow = 64;
     for (size_t i = 0; i < programs.size(); ++i) {
       writer.open("");
       writer.turn_to(*programs[i]);
       writer.begin_with(i == 0 ? 0 : loop::kThreads - static_cast<int>(programs.size() - i) * kThreadsOfRow);
-      emit_rows(writer, std::get<RowProgram>(programs[i]->body));
+      emit(writer, std::get<RowProgram>(programs[i]->body));
       writer.close();
     }
   });
@@ -100,25 +99,7 @@ void StageFunctions::write_appended(FunctionWriter& writer, const Stage& stage) 
 
 void StageFunctions::write(FunctionWriter& writer, const Stage& stage) {
   if (!stage.tail.empty() && attention_of(stage) != nullptr) return write_appended(writer, stage);
-  std::visit(
-      [&](const auto& body) {
-        using Body = std::decay_t<decltype(body)>;
-        if constexpr (std::is_same_v<Body, RowProgram>) emit_rows(writer, body);
-        if constexpr (std::is_same_v<Body, MatmulStage>) emit_matmul(writer, body);
-        if constexpr (std::is_same_v<Body, ProductsStage>) emit_products(writer, body);
-        if constexpr (std::is_same_v<Body, AttentionStage>) emit_attention(writer, body);
-        if constexpr (std::is_same_v<Body, CombineStage>) emit_combine(writer, body);
-        if constexpr (std::is_same_v<Body, GatherStage>) emit_gather(writer, body);
-        if constexpr (std::is_same_v<Body, ScatterStage>) emit_scatter(writer, body);
-        if constexpr (std::is_same_v<Body, SelectStage>) emit_select(writer, body);
-        if constexpr (std::is_same_v<Body, ScanStage>) emit_scan(writer, body);
-        if constexpr (std::is_same_v<Body, BagStage>) emit_bag(writer, body);
-        if constexpr (std::is_same_v<Body, ExpertsStage>) emit_experts(writer, body);
-        if constexpr (std::is_same_v<Body, CheckStage>) emit_check(writer, body);
-        if constexpr (std::is_same_v<Body, CollectiveStage>) emit_collective(writer, body);
-        if constexpr (std::is_same_v<Body, StopStage>) emit_stop(writer, body);
-      },
-      stage.body);
+  std::visit([&](const auto& body) { emit(writer, body); }, stage.body);
   for (const Stage& next : stage.tail) {
     if (code_ == Code::cpu) writer.refuse("a task that does more than one stage");
     writer.line("sync();");

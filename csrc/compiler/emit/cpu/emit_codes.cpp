@@ -1,5 +1,5 @@
 // Products with quantized weights, as calls of the device libraries: kernels/cpu/dequant.hpp, or
-// kernels/cuda/loop/dequant.cuh through emit_products(), which takes one product or several.
+// kernels/cuda/loop/dequant.cuh through emit() of a ProductsStage, which takes one product or several.
 #include <algorithm>
 #include <string>
 
@@ -35,7 +35,7 @@ void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul) {
     return value >= 0 ? to.pointer(value, false) : formatted("static_cast<const {}*>(nullptr)", otherwise);
   };
   if (to.cuda() && matmul.codes.block != 0) to.refuse("its columns lie in blocks");
-  if (to.cuda()) return emit_products(to, {{matmul}});
+  if (to.cuda()) return emit(to, ProductsStage{{matmul}});
   to.line("constexpr Product s{};", product_shape(to, matmul));
   to.line("constexpr Codes q{};", codes_text(to, matmul));
   const std::string bias = given(matmul.bias, "NoBias"), out = to.pointer(matmul.out, true),

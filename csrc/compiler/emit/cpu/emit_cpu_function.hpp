@@ -134,26 +134,26 @@ std::string cpp_lanes(const Value& literal);
 // "i0 * 64 + i1 * 2"; "0" if all strides are.
 std::string cpp_offset(const std::vector<std::string>& indices, const std::vector<int64_t>& strides);
 
-void emit_rows(FunctionWriter& to, const RowProgram& program);
-void emit_matmul(FunctionWriter& to, const MatmulStage& matmul);
+void emit(FunctionWriter& to, const RowProgram& program);
+void emit(FunctionWriter& to, const MatmulStage& matmul);
 // "{.depth = 64, ...}": the product's strides, for the kernels of all targets.
 std::string product_shape(FunctionWriter& to, const MatmulStage& matmul);
 // A product with quantized weights.
 void emit_dequant_matmul(FunctionWriter& to, const MatmulStage& matmul);
 // One of several such products, as an argument of dequant_products().
 std::string dequant_share(FunctionWriter& to, const MatmulStage& matmul, size_t number);
-void emit_products(FunctionWriter& to, const ProductsStage& stage);
+void emit(FunctionWriter& to, const ProductsStage& stage);
 // `make`: writes the code that makes the queries and the appended position for one KV head, tile [begin, end).
-void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});
-void emit_combine(FunctionWriter& to, const CombineStage& combine);
-void emit_gather(FunctionWriter& to, const GatherStage& gather);
-void emit_scatter(FunctionWriter& to, const ScatterStage& scatter);
-void emit_select(FunctionWriter& to, const SelectStage& select);
-void emit_scan(FunctionWriter& to, const ScanStage& scan);
-void emit_bag(FunctionWriter& to, const BagStage& bag);
-void emit_experts(FunctionWriter& to, const ExpertsStage& experts);
-void emit_check(FunctionWriter& to, const CheckStage& check);
-void emit_collective(FunctionWriter& to, const CollectiveStage& collective);
-void emit_stop(FunctionWriter& to, const StopStage& stop);
+void emit(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make = {});
+void emit(FunctionWriter& to, const CombineStage& combine);
+void emit(FunctionWriter& to, const GatherStage& gather);
+void emit(FunctionWriter& to, const ScatterStage& scatter);
+void emit(FunctionWriter& to, const SelectStage& select);
+void emit(FunctionWriter& to, const ScanStage& scan);
+void emit(FunctionWriter& to, const BagStage& bag);
+void emit(FunctionWriter& to, const ExpertsStage& experts);
+void emit(FunctionWriter& to, const CheckStage& check);
+void emit(FunctionWriter& to, const CollectiveStage& collective);
+void emit(FunctionWriter& to, const StopStage& stop);
 
 }  // namespace ark::compiler

@@ -17,7 +17,7 @@ std::string length_of_run(const FunctionWriter& to, int64_t run, bool cut) {
 
 }  // namespace
 
-void emit_gather(FunctionWriter& to, const GatherStage& gather) {
+void emit(FunctionWriter& to, const GatherStage& gather) {
   const Value &table = to.value(gather.table), &out = to.value(gather.out);
   if (table.type != out.type) to.refuse("it gathers into another type");
   for (const int index : gather.indices) check_index(to, to.value(index));
@@ -58,7 +58,7 @@ void emit_gather(FunctionWriter& to, const GatherStage& gather) {
   nest.close();
 }
 
-void emit_scatter(FunctionWriter& to, const ScatterStage& scatter) {
+void emit(FunctionWriter& to, const ScatterStage& scatter) {
   const Value &base = to.value(scatter.base), &index = to.value(scatter.index), &source = to.value(scatter.source);
   if (base.type != source.type) to.refuse("it scatters into another type");
   check_index(to, index);

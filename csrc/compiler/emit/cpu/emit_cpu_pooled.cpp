@@ -32,7 +32,7 @@ struct RowsAlong {
 
 }  // namespace
 
-void emit_select(FunctionWriter& to, const SelectStage& select) {
+void emit(FunctionWriter& to, const SelectStage& select) {
   if (to.cuda()) return emit_cuda_select(to, select);
   const Value &input = to.value(select.input), &out = to.value(select.out);
   const auto dim = static_cast<size_t>(select.dim);
@@ -43,7 +43,7 @@ void emit_select(FunctionWriter& to, const SelectStage& select) {
   rows.nest.close();
 }
 
-void emit_scan(FunctionWriter& to, const ScanStage& scan) {
+void emit(FunctionWriter& to, const ScanStage& scan) {
   const Value &input = to.value(scan.input), &out = to.value(scan.out);
   if (is_floating(input.type) != is_floating(out.type)) to.refuse("it adds up into another kind of numbers");
   if (to.cuda()) return emit_cuda_scan(to, scan);
@@ -54,7 +54,7 @@ void emit_scan(FunctionWriter& to, const ScanStage& scan) {
   rows.nest.close();
 }
 
-void emit_bag(FunctionWriter& to, const BagStage& bag) {
+void emit(FunctionWriter& to, const BagStage& bag) {
   const Value &table = to.value(bag.table), &index = to.value(bag.index), &offsets = to.value(bag.offsets),
               &out = to.value(bag.out);
   const int axis = to.axis_of(bag.out, true);
@@ -82,12 +82,12 @@ void emit_bag(FunctionWriter& to, const BagStage& bag) {
           index_at, offsets_at, weights, out_at, part);
 }
 
-void emit_check(FunctionWriter& to, const CheckStage& check) {
+void emit(FunctionWriter& to, const CheckStage& check) {
   const std::string out = to.pointer(check.out, true), condition = to.pointer(check.condition, false);
   to.line("check_holds(context, {}, {});", condition, out);
 }
 
-void emit_experts(FunctionWriter& to, const ExpertsStage& experts) {
+void emit(FunctionWriter& to, const ExpertsStage& experts) {
   const Value &a = to.value(experts.a), &table = to.value(experts.table), &index = to.value(experts.index),
               &out = to.value(experts.out);
   const size_t lead = out.shape.size() - 1;

@@ -211,7 +211,7 @@ void RowEmitter::column_instruction(int i, const std::set<int>& keep) {
     to_.line("store({}, {}, lanes);", kept(i), RowExpressions::name(i));
 }
 
-void emit_rows(FunctionWriter& to, const RowProgram& program) {
+void emit(FunctionWriter& to, const RowProgram& program) {
   RowEmitter(to, program).emit();
 }
 

@@ -102,7 +102,7 @@ void define_finish(FunctionWriter& to, const MatmulStage& matmul) {
 
 }  // namespace
 
-void emit_matmul(FunctionWriter& to, const MatmulStage& matmul) {
+void emit(FunctionWriter& to, const MatmulStage& matmul) {
   if (matmul.codes.bits != 0) return emit_dequant_matmul(to, matmul);
   const Value &a = to.value(matmul.a), &b = to.value(matmul.b), &out = to.value(matmul.out);
   for (const int one : {matmul.a, matmul.b, matmul.out})
@@ -188,13 +188,13 @@ void emit_exchange(FunctionWriter& to, const CollectiveStage& collective, const 
 
 }  // namespace
 
-void emit_collective(FunctionWriter& to, const CollectiveStage& collective) {
+void emit(FunctionWriter& to, const CollectiveStage& collective) {
   const std::string input = to.pointer(collective.input, false), output = to.pointer(collective.output, true);
   if (to.cuda()) return emit_exchange(to, collective, input, output);
   to.line("collective(context, {}, {}, {});", to.stage().node, input, output);
 }
 
-void emit_stop(FunctionWriter& to, const StopStage& stop) {
+void emit(FunctionWriter& to, const StopStage& stop) {
   to.line("if (load_one({}) != 0) *{}.stop = true;", to.pointer(stop.value, false), to.cuda() ? "worker()" : "context");
 }
 

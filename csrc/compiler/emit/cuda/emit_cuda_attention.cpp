@@ -65,7 +65,7 @@ void emit_added(FunctionWriter& to, const AttentionStage& attention, const std::
 
 }  // namespace
 
-void emit_attention(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make) {
+void emit(FunctionWriter& to, const AttentionStage& attention, const std::function<void()>& make) {
   const Value &q = to.value(attention.q), &k = to.value(attention.k), &v = to.value(attention.v),
               &out = to.value(attention.out);
   for (const Value* one : {&q, &k, &v, &out}) {
@@ -147,7 +147,7 @@ void emit_attention(FunctionWriter& to, const AttentionStage& attention, const s
   nest.close();
 }
 
-void emit_combine(FunctionWriter& to, const CombineStage& combine) {
+void emit(FunctionWriter& to, const CombineStage& combine) {
   if (!to.cuda()) to.refuse("parts of an attention");
   const Value &sums = to.value(combine.sums), &states = to.value(combine.states), &out = to.value(combine.out);
   const int axis = to.axis_of(combine.out, true);

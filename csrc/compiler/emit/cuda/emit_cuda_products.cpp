@@ -6,7 +6,7 @@
 
 namespace ark::compiler {
 
-void emit_products(FunctionWriter& to, const ProductsStage& stage) {
+void emit(FunctionWriter& to, const ProductsStage& stage) {
   if (!to.cuda()) to.refuse("products that share their rows");
   const MatmulStage& first = stage.products.at(0);
   if (first.codes.bits != 0) {
