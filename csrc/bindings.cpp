@@ -264,6 +264,33 @@ void bind_jit(py::module_& m) {
 
 }  // namespace
 
+// PyTorch's own since 2.14; the same here for older minors.
+void bind_windows([[maybe_unused]] py::module_& m) {
+#ifndef C10D_BACKEND_HAS_WINDOW
+  using ark::BaseWindow;
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::enum_<ark::WindowAccessType>(m, "WindowAccessType")
+      .value("UNIFIED", ark::WindowAccessType::UNIFIED)
+      .value("SEPARATE", ark::WindowAccessType::SEPARATE);
+  py::class_<ark::WindowAttr>(m, "WindowAttr").def_readonly("access_type", &ark::WindowAttr::access_type);
+  py::class_<ark::WindowOptions>(m, "WindowOptions")
+      .def(py::init<>())
+      .def_readwrite("timeout", &ark::WindowOptions::timeout);
+  for (const char* name : {"PutOptions", "SignalOptions", "WaitSignalOptions"}) m.attr(name) = m.attr("WindowOptions");
+  const ark::WindowOptions none;
+  py::class_<BaseWindow, Shared<BaseWindow>>(m, "Window")
+      .def("tensor_register", &BaseWindow::tensor_register, py::arg("tensor"), py::arg("owning") = true, Release())
+      .def("tensor_deregister", &BaseWindow::tensor_deregister, Release())
+      .def("put", &BaseWindow::put, py::arg("tensor"), py::arg("dst_rank"), py::arg("target_offset_nelems"),
+           py::arg("async_op"), py::arg("opts") = none, Release())
+      .def("map_remote_tensor", &BaseWindow::map_remote_tensor, py::arg("rank"), Release())
+      .def("signal", &BaseWindow::signal, py::arg("peer_rank"), py::arg("async_op"), py::arg("opts") = none, Release())
+      .def("wait_signal", &BaseWindow::wait_signal, py::arg("peer_rank"), py::arg("async_op"), py::arg("opts") = none,
+           Release())
+      .def("get_attr", &BaseWindow::get_attr, py::arg("peer_rank"));
+#endif
+}
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "ark_torch's C++ library. Use it through torch.distributed and ark_torch, not directly.";
   // The base classes are bound by torch.
@@ -350,6 +377,9 @@ PYBIND11_MODULE(_C, m) {
                              "Why ark carries CUDA tensors through memory of the host; empty: it does not.")
       .def_property_readonly("cuda_registered_bytes", &ProcessGroupArk::cuda_registered_bytes,
                              "Bytes of this rank's tensors and pools that are registered with the group.")
+      .def_property_readonly("supports_window", &ProcessGroupArk::supportsWindow)
+      .def("new_window", &ProcessGroupArk::new_window, py::arg("tensor") = py::none(),
+           py::call_guard<py::gil_scoped_release>())
       .def("_register_memory", &ProcessGroupArk::register_memory, py::call_guard<py::gil_scoped_release>())
       .def("_deregister_memory", &ProcessGroupArk::deregister_memory, py::call_guard<py::gil_scoped_release>())
       .def("_register_pool", &ProcessGroupArk::register_pool, py::call_guard<py::gil_scoped_release>())
@@ -415,5 +445,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("_default_dispatch", [] { return from_rules(ark::DispatchTable::defaults()); });
   m.def("_reduce_isa", [] { return std::string(ark::reduce_isa()); });
   bind_jit(m);
+  bind_windows(m);
   ark::bind_plan(m);
 }

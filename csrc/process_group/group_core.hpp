@@ -14,6 +14,8 @@
 #include <string>
 
 #include "collectives/cpu/shm_communicator.hpp"
+#include "collectives/node_plan.hpp"
+#include "collectives/rma/rma_window.hpp"
 #include "health/flight/flight_record.hpp"
 #include "process_group/executor.hpp"
 #include "process_group/timeout_extension.hpp"
@@ -60,6 +62,12 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   void remove_abort_hook(int64_t id);
   void run_abort_hooks();
 
+  // Of the ranks that this one shares memory with.
+  GroupHealth& health() { return shm ? shm->health() : *node_health; }
+  // A window whose tensor is registered: peers may write to it as long as the group lives, or until it is closed.
+  void keep(std::shared_ptr<RmaWindow> window);
+  void forget(const std::shared_ptr<RmaWindow>& window);
+
   void abort(const std::string& why);
   // Waits for what was issued (bounded, on the device by a time of its own), says goodbye to the peers, stops the
   // threads. Idempotent.
@@ -77,6 +85,11 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::unique_ptr<Communicator> communicator;
   ShmCommunicator* shm = nullptr;             // communicator, when it is that
   c10::intrusive_ptr<c10d::Backend> carrier;  // what carries the group otherwise
+  // Of a group over several nodes: where its ranks are, its node's health, and RDMA or why there is none.
+  std::optional<NodePlan> plan;
+  GroupHealth* node_health = nullptr;
+  std::shared_ptr<rdma::Messages> rdma;
+  std::string no_rdma;
   std::shared_ptr<Executor> executor = std::make_shared<Executor>();
   std::atomic<uint64_t> sequence{0};  // collectives issued
   std::atomic<uint64_t> p2p_sequence{0};
@@ -95,6 +108,9 @@ class GroupCore : public std::enable_shared_from_this<GroupCore> {
   std::mutex cuda_mutex_;
   std::optional<Error> device_failure_;  // under cuda_mutex_
   std::shared_ptr<CudaGroup> cuda_;      // after the communicator: it uses that one's health, and goes first
+
+  std::mutex windows_mutex_;
+  std::vector<std::shared_ptr<RmaWindow>> windows_;  // under windows_mutex_
 
   std::mutex hooks_mutex_;
   std::condition_variable hooks_changed_;

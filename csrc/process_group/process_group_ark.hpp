@@ -32,6 +32,7 @@
 #include "process_group/comms_record.hpp"
 #include "process_group/cuda/cuda_streams.hpp"
 #include "process_group/group_core.hpp"
+#include "process_group/rma/window_interface.hpp"
 #include "process_group/tensors.hpp"
 #include "process_group/torch_version.hpp"
 #include "process_group/translate.hpp"
@@ -178,6 +179,16 @@ class ProcessGroupArk : public c10d::Backend {
   bool register_pool(const PoolId& pool, c10::Device device, const Segments& segments);
   void deregister_pool(const PoolId& pool);
 
+  // One-sided windows on CPU tensors (rma/windows.cpp), PyTorch's interface since 2.14. Collective, as is registering.
+  bool supportsWindow() const ARK_OVERRIDE_SINCE_2_14;
+  c10::intrusive_ptr<BaseWindow> new_window(const std::optional<at::Tensor>& tensor = std::nullopt)
+      ARK_OVERRIDE_SINCE_2_14;
+  // For the window: `offer` throws what this rank's tensor lacks.
+  std::shared_ptr<RmaWindow> open_window(const std::function<RmaWindow::Memory()>& offer);
+  void close_window(const std::shared_ptr<RmaWindow>& window);
+  bool shares_windows() const;  // with other ranks, so that a tensor must lie in memory that they can map
+  const std::shared_ptr<GroupCore>& core() const { return core_; }
+
   // A launch of a compiled region that holds collectives of this group, on the current stream: one of the group's
   // operations, numbered, recorded and kept in their order. False, and nothing done: something else than ark carries
   // CUDA tensors of this group.
@@ -289,6 +300,10 @@ class ProcessGroupArk : public c10d::Backend {
   std::optional<Error> registration_failure_;
   bool told_of_registration_ = false;
   std::atomic<bool> told_of_engines_{false};
+  std::mutex windowing_;  // one window is opened or closed at a time; what follows
+  std::shared_ptr<MemoryMeeting> window_meeting_;
+  std::optional<Error> window_failure_;
+  uint32_t windows_ = 0;
   struct RegisteredPool {
     std::set<char*> known;
     std::vector<uint32_t> ids;

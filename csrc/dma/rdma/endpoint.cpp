@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint32_t kOfferMagic = 0x4f'4b'52'41;     // "ARKO" in memory
 constexpr uint32_t kEndpointMagic = 0x45'4b'52'41;  // "ARKE"
-constexpr uint32_t kVersion = 1;                    // of both and of what goes over the connection
+constexpr uint32_t kVersion = 2;                    // of both and of what goes over the connection
 constexpr char kOffer[] = "RDMA offer", kEndpoint[] = "RDMA handle record";
 constexpr uint32_t kMost24 = (1u << 24) - 1;
 constexpr uint32_t kMostSlots = 1 << 10, kMostSlotBytes = 1 << 20;

@@ -23,7 +23,15 @@ bool erase_from(Queue& queue, const Value& value) {
 }  // namespace
 
 bool Message::wait_until(Clock::time_point deadline) {
-  return of_->wait_until(*state_, deadline);
+  return of_->wait_until(*state_, deadline, true);
+}
+
+bool Message::wait_a_while(Clock::time_point until) {
+  return of_->wait_until(*state_, until, false);
+}
+
+bool Message::done() const {
+  return of_->done(*state_);
 }
 
 void Message::abort() {
@@ -166,6 +174,7 @@ void Messages::pump(Peer& peer) {
     if (!put_slot(peer, peer.controls.front(), nullptr)) return;
     peer.controls.pop_front();
   }
+  if (!pump_one_sided(peer)) return;
   while (!peer.small_sends.empty()) {
     MessageState& message = *peer.small_sends.front();
     const Header header{Header::small, message.tag, message.index, message.bytes, 0, 0, 0};
@@ -202,7 +211,8 @@ void Messages::begin_large(Peer& peer, const State& message, const Header& targe
 // Whether something that this rank has begun may need what the peer sends.
 bool Messages::awaits(const Peer& peer) const {
   const auto waits = [](const auto& one) { return !one.second.empty(); };
-  return !peer.receives.empty() || !peer.large_sends.empty() || std::any_of(any_.begin(), any_.end(), waits);
+  return !peer.receives.empty() || !peer.large_sends.empty() || peer.signal_waits > 0 ||
+         std::any_of(any_.begin(), any_.end(), waits);
 }
 
 // What has arrived, as far as there is room for it. all: the connection has ended, and no more than its slots can come.
@@ -239,7 +249,7 @@ bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
   Header header;
   if (bytes < sizeof header || bytes > setup_.shape.slot_bytes) return false;
   std::memcpy(&header, slot, sizeof header);
-  if (header.kind < Header::small || header.kind > Header::goodbye) return false;
+  if (header.kind < Header::small || header.kind > Header::signal) return false;
   if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : 0)) return false;
   deliver(rank, peer, header, slot + sizeof header);
   return true;
@@ -282,6 +292,11 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
       return finish(*message);
     }
     case Header::goodbye: return leave(rank, peer);
+    case Header::signal: {
+      if (windows_.contains(header.tag)) ++peer.signals[header.tag];
+      something_.notify_all();
+      return;
+    }
   }
 }
 
@@ -323,6 +338,7 @@ void Messages::fail_peer(Peer& peer, const Error& why) {
     messages.clear();
   };
   end_all(peer.small_sends);
+  end_all(peer.one_sided);
   end_all(peer.moving);
   end_map(peer.large_sends);
   end_map(peer.receives);
@@ -357,7 +373,8 @@ void Messages::changed(int rank) {
 
 // Of a small send that is late and still here.
 void Messages::refuse_full(const MessageState& message) {
-  if (!message.sends || message.bytes > most_small() || !peers_[message.peer].channel) return;
+  const bool takes_a_slot = message.kind != MessageState::Kind::put && message.bytes <= most_small();
+  if (!message.sends || !takes_a_slot || !peers_[message.peer].channel) return;
   throw error(ErrorKind::timeout, message.peer,
               "rank " + std::to_string(message.peer) + " takes no more messages: its " +
                   std::to_string(setup_.shape.slots) + " slots are full, as when it has " +
@@ -366,14 +383,19 @@ void Messages::refuse_full(const MessageState& message) {
                   " is stopped, slow, or does not receive what is sent to it.");
 }
 
-bool Messages::wait_until(MessageState& message, Clock::time_point deadline) {
+bool Messages::done(const MessageState& message) const {
+  const std::lock_guard lock(mutex_);
+  return message.stage == MessageState::Stage::done || message.stage == MessageState::Stage::failed;
+}
+
+bool Messages::wait_until(MessageState& message, Clock::time_point deadline, bool tells_why) {
   using Stage = MessageState::Stage;
   std::unique_lock lock(mutex_);
   const auto ended = [&] { return message.stage == Stage::done || message.stage == Stage::failed; };
   while (!ended()) {
     const auto now = Clock::now();
     if (now >= deadline) {
-      refuse_full(message);
+      if (tells_why) refuse_full(message);
       return false;
     }
     if (something_.wait_until(lock, std::min(deadline, now + setup_.probe), ended)) break;
@@ -399,6 +421,7 @@ void Messages::give_up(const State& message) {
   bool at_work = message->stage == Stage::moving;
   if (message->sends) {
     erase_from(peer.small_sends, message);
+    erase_from(peer.one_sided, message);
     peer.large_sends.erase(place);
   } else {
     peer.receives.erase(place);

@@ -16,6 +16,9 @@
 // store and looks for the peer's, while the message waits. Who waits for a peer that stays silent sends it an empty
 // write now and then, which fails when it is gone. A peer that closes says so, and what is still awaited of it ends.
 //
+// One-sided: a put writes into memory whose address and key the peer has told, a signal behind it is counted there, by
+// window. Both go in the order of their calls (messages_one_sided.cpp).
+//
 // A message that is given up while the NIC may write to or read from its memory takes its connection with it: nothing
 // is touched any more once abort() or the destructor has returned. Thread-safe. Locks: the engine's, then ours, then a
 // channel's.
@@ -27,6 +30,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -46,6 +50,10 @@ struct MessageState {
   const int32_t tag;
   void* const data;
   const size_t bytes;
+  enum class Kind { message, put, signal };
+  const Kind kind = Kind::message;
+  const uint64_t to = 0;  // put: the peer's address and key
+  const uint32_t key = 0;
   Stage stage = Stage::waiting;
   uint64_t index = 0;   // among those of its tag
   uint64_t number = 0;  // of the channel's request that moves it
@@ -62,7 +70,10 @@ class Message {
   ~Message() { abort(); }
   // False at the deadline. Throws what the message failed with.
   bool wait_until(Clock::time_point deadline);
-  void abort();  // from any thread
+  // The same without words about a peer that takes nothing: who waits in steps looks at other things in between.
+  bool wait_a_while(Clock::time_point until);
+  bool done() const;  // or failed
+  void abort();       // from any thread
   int source() const { return state_->peer; }
 
  private:
@@ -93,6 +104,18 @@ class Messages : public std::enable_shared_from_this<Messages> {
   MessagePtr receive(int peer, int32_t tag, void* data, size_t bytes);
   MessagePtr receive_any(int32_t tag, void* data, size_t bytes);
 
+  // Signals of a window count from here on, and its peers, which call it too, are connected.
+  void open_window(int32_t window, const std::vector<int>& peers);
+  void close_window(int32_t window);
+  // The peer's memory at `to` is registered by it (key). Done: it is there.
+  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, uint32_t key);
+  // Comes behind what was put before. Done: the NIC has it.
+  MessagePtr signal(int peer, int32_t window);
+  uint64_t signals(int peer, int32_t window) const;  // that have come, since the window was opened
+  // Until so many have come; false at the deadline. Throws what the connection failed with.
+  bool wait_signals(int peer, int32_t window, uint64_t count, Clock::time_point deadline);
+  Registrations& memory() { return engine_->memory(); }
+
   void abort(const Error& error);                  // all that waits, and all that begins later, ends with it
   void close(std::chrono::milliseconds patience);  // what was sent arrives first, where it can; idempotent
 
@@ -108,7 +131,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   using Place = std::pair<int32_t, uint64_t>;  // tag and index
   // What stands at the beginning of a slot.
   struct Header {
-    enum Kind : uint32_t { small = 1, announcement = 2, written = 3, goodbye = 4 };
+    enum Kind : uint32_t { small = 1, announcement = 2, written = 3, goodbye = 4, signal = 5 };
     uint32_t kind;
     int32_t tag;
     uint64_t index, bytes, address;
@@ -122,6 +145,9 @@ class Messages : public std::enable_shared_from_this<Messages> {
     std::map<int32_t, uint64_t> sent, received;  // messages begun, by tag
     std::deque<Header> controls;                 // to be written into the inbox, and before ...
     std::deque<State> small_sends;               // ... these
+    std::deque<State> one_sided;                 // puts and signals that have not begun
+    std::map<int32_t, uint64_t> signals;         // that have come, by window
+    int signal_waits = 0;                        // threads that wait for one
     std::map<Place, State> large_sends, receives;
     std::map<Place, Header> announced;  // of receives whose sends have not begun
     std::map<Place, std::vector<std::byte>> aside;
@@ -131,13 +157,16 @@ class Messages : public std::enable_shared_from_this<Messages> {
     size_t kept() const { return aside.size() + announced.size(); }
   };
 
-  bool wait_until(MessageState& message, Clock::time_point deadline);
+  bool wait_until(MessageState& message, Clock::time_point deadline, bool tells_why);
+  bool done(const MessageState& message) const;
   void refuse_full(const MessageState& message);
   void give_up(const State& message);
 
   // Under mutex_.
   Peer& peer_of(int rank);
   State begin(bool sends, int peer, bool any, int32_t tag, void* data, size_t bytes);
+  MessagePtr begin_one_sided(const State& message);
+  bool pump_one_sided(Peer& peer);
   void announce(Peer& peer, const State& message);
   bool put_slot(Peer& peer, const Header& header, const void* data);
   void pump(Peer& peer);
@@ -166,6 +195,7 @@ class Messages : public std::enable_shared_from_this<Messages> {
   std::condition_variable something_, wanted_;
   std::map<int, Peer> peers_;
   std::map<int32_t, std::deque<State>> any_;  // receives from anyone, by tag
+  std::set<int32_t> windows_;
   std::deque<int> to_connect_;
   std::optional<Error> failure_;
   bool closing_ = false;

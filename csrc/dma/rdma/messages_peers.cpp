@@ -44,7 +44,7 @@ void Messages::close(std::chrono::milliseconds patience) {
       return std::all_of(peers_.begin(), peers_.end(), [](const auto& one) {
         const Peer& peer = one.second;
         return !peer.channel || peer.failure ||
-               (peer.controls.empty() && peer.small_sends.empty() && peer.moving.empty());
+               (peer.controls.empty() && peer.small_sends.empty() && peer.one_sided.empty() && peer.moving.empty());
       });
     });
   }

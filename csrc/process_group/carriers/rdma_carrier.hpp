@@ -22,14 +22,15 @@ class RdmaCarrier : public Carrier {
   MessagePtr receive(int peer, int tag, void* data, size_t bytes) override;
   MessagePtr receive_any(int tag, void* data, size_t bytes) override;
   void close(bool failed) override;
+  const std::shared_ptr<rdma::Messages>& messages() const { return messages_; }
 
  private:
   const std::shared_ptr<rdma::Messages> messages_;
 };
 
 struct RdmaAgreement {
-  std::shared_ptr<Carrier> carrier;  // null: not by RDMA
-  std::string reason;                // for people: by what, or why not
+  std::shared_ptr<RdmaCarrier> carrier;  // null: not by RDMA
+  std::string reason;                    // for people: by what, or why not
 };
 
 struct RdmaQuestion {

@@ -80,8 +80,8 @@ TEST(RdmaRecordsTest, OutOfRangeIsRejected) {
   rejects([](Endpoint& one) { one.slot_bytes = 1 << 21; }, "slots of");
   rejects([](Endpoint& one) { one.inbox = UINT64_MAX - 100; }, "inbox");
   auto bytes = endpoint().encode();
-  bytes[4] = 2;
-  EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "version is 2, not 1"));
+  bytes[4] = 3;
+  EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "version is 3, not 2"));
   bytes.pop_back();
   EXPECT_TRUE(has(refusal([&] { Endpoint::decode(bytes); }), "127 bytes where 128 belong"));
   Offer lies = offer(0, 2);
