@@ -18,7 +18,7 @@
 #include "collectives/cuda/cuda_dispatch.hpp"
 #include "collectives/cuda/stubs.hpp"
 #include "cuda/driver.hpp"
-#include "dma/rdma/device.hpp"
+#include "dma/rdma/engine.hpp"
 #include "dma/rdma/status.hpp"
 #include "jit/compiler.hpp"
 #include "jit/prebuilt.hpp"
@@ -145,7 +145,9 @@ void bind_rdma(py::module_& m) {
     try {
       for (const auto& port : rdma::ports_of(*verbs, wanted))
         ports.emplace_back(port.device + " port " + std::to_string(port.port), port.trouble);
-      chosen = rdma::Device::open(verbs, wanted)->text();
+      std::string left_out;
+      for (const auto& rail : rdma::Engine::rails_of(wanted, left_out))
+        chosen += (chosen.empty() ? "" : "\n") + rail->device()->text();
     } catch (const ark::Error& error) {
       reason = error.message() + (error.context().remedy.empty() ? "" : ". " + error.context().remedy);
     }
@@ -366,6 +368,8 @@ PYBIND11_MODULE(_C, m) {
           "plan", &ProcessGroupArk::plan,
           "Which ranks share memory: \"2 nodes (2 + 2 ranks), 2 rails, ..., gloo between them\"; empty where "
           "all do.")
+      .def_property_readonly("rdma_trouble", &ProcessGroupArk::rdma_trouble,
+                             "Why NICs of this rank are not used any more, or not with all peers; empty: all are.")
       .def_property_readonly("messages_between_nodes", &ProcessGroupArk::messages_between_nodes,
                              "How many messages this rank has sent to other nodes in collectives.")
       .def_property_readonly(

@@ -158,6 +158,7 @@ class ProcessGroupArk : public c10d::Backend {
 
   // "2 nodes (2 + 2 ranks), 2 rails, gloo between them"; empty where all ranks share memory.
   const std::string& plan() const { return plan_; }
+  std::string rdma_trouble() const { return core_->rdma ? core_->rdma->trouble() : ""; }
   uint64_t messages_between_nodes() const;  // that this rank has sent in collectives
   bool shares_memory() const { return core_->shm != nullptr; }
   // Who moves CUDA tensors: "ark", a carrier's name, or "" before the first operation on any.

@@ -280,6 +280,37 @@ def test_mixed_mtus_take_the_least(env: Env, control: verbs.Control) -> None:
     assert "MTU 1024 (the least: rank 1; rank 0 has 4096)" in said, said
 
 
+def _striped(rank: Rank) -> tuple[str, list[str]]:
+    said = _sizes(rank, TWO, (4, 2_000_001))[1]
+    rank.report("running")
+    rank.wait_for("go")
+    for _ in range(3):
+        x = torch.ones(2_000_001)
+        dist.all_reduce(x)
+        assert x.unique().tolist() == [4.0]
+    return backend_of(dist.group.WORLD).rdma_trouble, said
+
+
+@pytest.mark.parametrize("fault", ["none", "link", "port"])
+def test_two_nics_a_rank(env: Env, control: verbs.Control, fault: str) -> None:
+    """Large collectives along both; one whose link goes, or that is down from the start, is left out and named."""
+    control.set(port_down_1=int(fault == "port"))
+    with Job(_striped, 4, env=env | {"ARK_RDMA_DEVICE": "all"}) as job:
+        job.wait_all("running", timeout=60)
+        control.set(link_down_1=int(fault == "link"))
+        for r in range(4):
+            job.go(r, "go")
+        values = job.values(60)
+    said = "\n".join(values[0][1])
+    if fault == "port":
+        assert "left out here: no RDMA device can be used: pretend1: its port 1 is down" in said, said
+    else:
+        assert "RoCE, MTU 4096, 2 rails; here pretend0 port 1" in said and " and pretend1 port 1" in said, said
+    for rank, (trouble, _) in enumerate(values):
+        words = f"pretend1 is not used with rank {(rank + 2) % 4}: " if fault == "link" else ""
+        assert (words in trouble) if words else trouble == "", trouble
+
+
 def _falls_back(rank: Rank) -> tuple[str, list[str]]:
     if rank.rank == 1:
         os.environ["ARK_RDMA_DEVICE"] = "nothing"

@@ -71,7 +71,7 @@ RmaWindow::Transfer RmaWindow::put(const OperationContext& context, int peer, ui
       std::memmove(neighbours_[local].data + offset * there.item, from, bytes);
       return nullptr;
     }
-    Transfer transfer = setup_.messages->put(peer, from, bytes, there.address + offset * there.item, there.key);
+    Transfer transfer = setup_.messages->put(peer, from, bytes, there.address + offset * there.item, there.keys);
     // Kept here, too: a transfer that goes before its end would take the connection with it.
     const std::lock_guard lock(mutex_);
     if (pending_.size() >= kReap) std::erase_if(pending_, [](const Pending& one) { return one.transfer->done(); });

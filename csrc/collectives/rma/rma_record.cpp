@@ -25,7 +25,7 @@ std::vector<uint8_t> RmaRecord::encode() const {
   out.number(item);
   out.number(type);
   out.number(address);
-  out.number(key);
+  for (const uint32_t key : keys) out.number(key);
   std::string printable = reason.substr(0, kMaxReasonBytes);
   for (char& c : printable)
     if (c < ' ' || c > '~') c = '?';
@@ -45,7 +45,7 @@ RmaRecord RmaRecord::decode(std::span<const uint8_t> bytes) {
   record.item = in.number<uint32_t>();
   record.type = in.number<uint32_t>();
   record.address = in.number<uint64_t>();
-  record.key = in.number<uint32_t>();
+  for (uint32_t& key : record.keys) key = in.number<uint32_t>();
   record.reason = in.text("reason", kMaxReasonBytes);
   in.finish();
   if (record.size == 0 || record.size > kMaxRanks) wire::reject(kRecord, "group size " + std::to_string(record.size));

@@ -2,10 +2,13 @@
 // nothing, as shm/handle.hpp's.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
+
+#include "dma/rdma/options.hpp"
 
 namespace ark {
 
@@ -16,10 +19,10 @@ struct RmaRecord {
   uint32_t rank = 0, size = 0;
   uint32_t window = 0;  // its number in the group
   uint64_t elements = 0;
-  uint32_t item = 1, type = 0;  // bytes of an element; its type
-  uint64_t address = 0;         // for RDMA; 0: not registered
-  uint32_t key = 0;
-  std::string reason;  // why there is no window; empty: there is
+  uint32_t item = 1, type = 0;                    // bytes of an element; its type
+  uint64_t address = 0;                           // for RDMA; 0: not registered
+  std::array<uint32_t, rdma::kMostRails> keys{};  // by rail
+  std::string reason;                             // why there is no window; empty: there is
 
   std::vector<uint8_t> encode() const;
   // Error(invalid_argument) that names the field and its value.

@@ -81,14 +81,13 @@ void RmaWindow::share(const std::function<Memory()>& offer) {
     mine.data = own_.data;
     mine.signals = std::make_shared<SharedMemory>(
         SharedMemory::create("ark-window-signals", static_cast<size_t>(ranks) * sizeof(protocol::Counter)));
-    if (setup_.messages && own_.elements > 0)
-      registered_ = setup_.messages->memory().hold(own_.data, own_.elements * own_.item);
+    if (setup_.messages && own_.elements > 0) registered_ = setup_.messages->hold(own_.data, own_.elements * own_.item);
     RmaRecord& record = records_[setup_.rank];
     record.elements = own_.elements;
     record.item = own_.item;
     record.type = own_.type;
     record.address = registered_ ? reinterpret_cast<uint64_t>(own_.data) : 0;
-    record.key = registered_ ? registered_.remote_key() : 0;
+    record.keys = registered_.remote_keys();
   };
   if (ranks == 1) return prepare();
   MemoryMeeting& meeting = *setup_.meeting;

@@ -102,7 +102,7 @@ class RmaWindow {
   Memory own_;
   std::vector<RmaRecord> records_;     // by rank
   std::vector<Neighbour> neighbours_;  // by place in the node
-  rdma::Registrations::Use registered_;
+  rdma::Held registered_;
   bool opened_ = false;  // at setup_.messages
   std::atomic<bool> closed_{false};
   std::vector<std::atomic<uint64_t>> expected_;  // signals, by rank

@@ -34,6 +34,10 @@ struct PortInfo {
 // All ports of all devices, each with what would be chosen there; nothing is kept open.
 std::vector<PortInfo> ports_of(const Verbs& verbs, const Options& options);
 
+// The devices that options.device names ("a,b"; "all": all there are). Error(invalid_argument) for one that is not
+// there, Error(system) where there is none at all.
+std::vector<std::string> wanted_devices(const Verbs& verbs, const Options& options);
+
 // As "10.77.0.1" or "fe80:0:...".
 std::string text_of(const ibv_gid& gid);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "dma/rdma/options.hpp"
 #include "shm/handle.hpp"
 #include "shm/wire.hpp"
 
@@ -37,6 +38,7 @@ std::vector<uint8_t> Offer::encode() const {
   out.number(static_cast<uint32_t>(wish));
   out.number(static_cast<uint32_t>(usable));
   out.number(static_cast<uint32_t>(ethernet));
+  out.number(rails);
   out.number(mtu);
   out.number(mtu_asked);
   out.text(device, kMaxDeviceBytes);
@@ -52,6 +54,7 @@ Offer Offer::decode(std::span<const uint8_t> bytes) {
   offer.rank = in.number<uint32_t>();
   offer.size = in.number<uint32_t>();
   const uint32_t wish = in.number<uint32_t>(), usable = in.number<uint32_t>(), ethernet = in.number<uint32_t>();
+  offer.rails = in.number<uint32_t>();
   offer.mtu = in.number<uint32_t>();
   offer.mtu_asked = in.number<uint32_t>();
   offer.device = in.text("device", kMaxDeviceBytes);
@@ -66,6 +69,8 @@ Offer Offer::decode(std::span<const uint8_t> bytes) {
   offer.ethernet = ethernet == 1;
   if (offer.usable ? !is_mtu(offer.mtu) : offer.mtu != 0)
     wire::reject(kOffer, "MTU is " + std::to_string(offer.mtu) + " bytes");
+  if (offer.usable ? offer.rails == 0 || offer.rails > kMostRails : offer.rails != 0)
+    wire::reject(kOffer, std::to_string(offer.rails) + " rails");
   if (offer.mtu_asked != 0 && !is_mtu(offer.mtu_asked))
     wire::reject(kOffer, "asks for an MTU of " + std::to_string(offer.mtu_asked) + " bytes");
   if (offer.usable != !offer.device.empty() || offer.usable == !offer.reason.empty())
@@ -137,6 +142,15 @@ Decision decide(const std::vector<Offer>& offers, int rank) {
                        " has " + std::to_string(offer.mtu) + ")";
     break;
   }
+  const auto fewest =
+      std::min_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) { return a.rails < b.rails; });
+  const auto most =
+      std::max_element(offers.begin(), offers.end(), [](const Offer& a, const Offer& b) { return a.rails < b.rails; });
+  decision.rails = static_cast<int>(fewest->rails);
+  if (most->rails > 1) decision.reason += ", " + std::to_string(fewest->rails) + " rails";
+  if (most->rails > fewest->rails)
+    decision.reason += " (the least: rank " + std::to_string(fewest->rank) + "; rank " + std::to_string(most->rank) +
+                       " has " + std::to_string(most->rails) + ")";
   return decision;
 }
 

@@ -25,9 +25,10 @@ struct Offer {
   Wish wish = Wish::automatic;
   bool usable = false;
   bool ethernet = false;   // RoCE; else InfiniBand
-  uint32_t mtu = 0;        // bytes, of the port
+  uint32_t rails = 0;      // devices that it could use together; 0 unless usable
+  uint32_t mtu = 0;        // bytes, of the port (the least of several)
   uint32_t mtu_asked = 0;  // 0: any
-  std::string device;      // empty unless usable
+  std::string device;      // the first's; empty unless usable
   std::string reason;      // why it is not usable
 
   std::vector<uint8_t> encode() const;
@@ -40,6 +41,7 @@ struct Offer {
 struct Decision {
   bool rdma = false;
   int mtu = 0;         // bytes, where rdma
+  int rails = 1;       // of every rank
   std::string reason;  // for people: why, or why not
 };
 // Error(invalid_argument) where RDMA was asked for and cannot be.

@@ -38,8 +38,8 @@ void Message::abort() {
   of_->give_up(state_);
 }
 
-Messages::Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup)
-    : engine_(std::move(engine)), store_(std::move(store)), setup_(std::move(setup)) {}
+Messages::Messages(std::vector<std::shared_ptr<Engine>> rails, std::unique_ptr<KeyValueStore> store, Setup setup)
+    : engines_(std::move(rails)), store_(std::move(store)), setup_(std::move(setup)) {}
 
 Messages::~Messages() {
   close(std::chrono::milliseconds(0));
@@ -82,7 +82,7 @@ Messages::MessagePtr Messages::send(int rank, int32_t tag, const void* data, siz
     const Place place{tag, message->index};
     peer.large_sends[place] = message;
     if (const auto found = peer.announced.find(place); found != peer.announced.end()) {
-      const Header target = found->second;
+      const Control target = found->second;
       peer.announced.erase(found);
       begin_large(peer, message, target);
     }
@@ -142,25 +142,30 @@ Messages::MessagePtr Messages::receive_any(int32_t tag, void* data, size_t bytes
 // Registered here, on the thread that receives: memory that the system does not register is its error.
 void Messages::announce(Peer& peer, const State& message) {
   try {
-    message->use = engine_->memory().hold(message->data, message->bytes);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped);
   } catch (const Error& refused) {
     peer.receives.erase({message->tag, message->index});
     return fail(*message, refused.at(setup_.rank, "rdma receive"));
   }
-  peer.controls.push_back({Header::announcement, message->tag, message->index, message->bytes,
-                           reinterpret_cast<uint64_t>(message->data), message->use.remote_key(), 0});
+  const Keys keys = message->held.remote_keys();
+  Control control{{Header::announcement, message->tag, message->index, message->bytes,
+                   reinterpret_cast<uint64_t>(message->data), keys[0], 0}};
+  std::copy(keys.begin() + 1, keys.end(), control.words.begin());
+  peer.controls.push_back(control);
   pump(peer);
 }
 
 // False: no slot is free yet; completions bring us back here.
-bool Messages::put_slot(Peer& peer, const Header& header, const void* data) {
+bool Messages::put_slot(Peer& peer, const Control& control, const void* data) {
+  const Header& header = control.header;
   Channel& channel = *peer.channel;
   uint64_t& last_use = peer.slot_numbers[peer.slots_sent % peer.slot_numbers.size()];
   if (!channel.done(last_use)) return false;
   std::byte* slot = channel.outbox(peer.slots_sent);
   std::memcpy(slot, &header, sizeof header);
-  const size_t bytes = header.kind == Header::small ? header.bytes : 0;
-  if (bytes > 0) std::memcpy(slot + sizeof header, data, bytes);
+  const bool small = header.kind == Header::small;
+  const size_t bytes = small ? header.bytes : words_bytes();
+  if (bytes > 0) std::memcpy(slot + sizeof header, small ? data : control.words.data(), bytes);
   last_use =
       channel.put_with_signal(slot, channel.outbox_key(), sizeof header + bytes, channel.remote_slot(peer.slots_sent),
                               channel.remote_key(), static_cast<uint32_t>(sizeof header + bytes));
@@ -171,40 +176,39 @@ bool Messages::put_slot(Peer& peer, const Header& header, const void* data) {
 void Messages::pump(Peer& peer) {
   if (!peer.channel || peer.failure) return;
   while (!peer.controls.empty()) {
-    if (!put_slot(peer, peer.controls.front(), nullptr)) return;
+    if (!put_slot(peer, peer.controls.front())) return;
     peer.controls.pop_front();
   }
   if (!pump_one_sided(peer)) return;
   while (!peer.small_sends.empty()) {
     MessageState& message = *peer.small_sends.front();
-    const Header header{Header::small, message.tag, message.index, message.bytes, 0, 0, 0};
-    if (!put_slot(peer, header, message.data)) return;
+    if (!put_slot(peer, {{Header::small, message.tag, message.index, message.bytes, 0, 0, 0}}, message.data)) return;
     finish(message);  // it has been copied
     peer.small_sends.pop_front();
   }
 }
 
 // The bytes, and behind them the word that they are there: RC keeps the order.
-void Messages::begin_large(Peer& peer, const State& message, const Header& target) {
+void Messages::begin_large(Peer& peer, const State& message, const Control& target) {
   const Place place{message->tag, message->index};
   peer.large_sends.erase(place);
-  if (target.bytes != message->bytes) {
+  if (target.header.bytes != message->bytes) {
     fail(*message, error(ErrorKind::mismatch, message->peer,
                          "this rank sends " + std::to_string(message->bytes) + " bytes to rank " +
-                             std::to_string(message->peer) + ", which expects " + std::to_string(target.bytes),
+                             std::to_string(message->peer) + ", which expects " + std::to_string(target.header.bytes),
                          "Give both ends the same size."));
     return;
   }
   try {
-    message->use = engine_->memory().hold(message->data, message->bytes);
+    message->held = hold(message->data, message->bytes, message->bytes >= setup_.least_striped);
   } catch (const Error& refused) {
     return fail(*message, refused.at(setup_.rank, "rdma send"));
   }
-  message->number =
-      peer.channel->put(message->data, message->use.local_key(), message->bytes, target.address, target.key);
-  message->stage = MessageState::Stage::moving;
-  peer.moving.push_back(message);
-  peer.controls.push_back({Header::written, message->tag, message->index, message->bytes, 0, 0, 0});
+  message->to = target.header.address;
+  message->keys[0] = target.header.key;
+  std::copy(target.words.begin(), target.words.end(), message->keys.begin() + 1);
+  begin_parts(peer, message);
+  peer.controls.push_back(with_counts(peer, {Header::written, message->tag, message->index, message->bytes, 0, 0, 0}));
   pump(peer);
 }
 
@@ -249,8 +253,8 @@ bool Messages::take_slot(int rank, Peer& peer, uint32_t bytes) {
   Header header;
   if (bytes < sizeof header || bytes > setup_.shape.slot_bytes) return false;
   std::memcpy(&header, slot, sizeof header);
-  if (header.kind < Header::small || header.kind > Header::signal) return false;
-  if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : 0)) return false;
+  if (header.kind < Header::small || header.kind > Header::rail_moved) return false;
+  if (bytes != sizeof header + (header.kind == Header::small ? header.bytes : words_bytes())) return false;
   deliver(rank, peer, header, slot + sizeof header);
   return true;
 }
@@ -277,27 +281,52 @@ void Messages::deliver(int rank, Peer& peer, const Header& header, const std::by
       return;
     }
     case Header::announcement: {
+      Control target{header};
+      std::memcpy(target.words.data(), data, words_bytes());
       if (const auto found = peer.large_sends.find(place); found != peer.large_sends.end()) {
         const State message = found->second;
-        return begin_large(peer, message, header);
+        return begin_large(peer, message, target);
       }
       // Of a send that was given up, or is small and will find the receive too large: nothing to write.
-      if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = header;
+      if (header.index >= peer.sent[header.tag] && may_keep(rank, peer)) peer.announced[place] = target;
       return;
     }
-    case Header::written: {
-      if (receive == peer.receives.end() || receive->second->bytes != header.bytes) return;
-      const State message = receive->second;
-      peer.receives.erase(receive);
-      return finish(*message);
+    case Header::rail_down:
+    case Header::rail_moved: {
+      const auto rail = static_cast<size_t>(header.tag);
+      if (rail == 0 || rail > peer.rails.size()) return;
+      Rail& one = peer.rails[rail - 1];
+      if (header.kind == Header::rail_moved) {
+        one.peer_moved = true;
+        return land(rank, peer);
+      }
+      one.peer_down = true;
+      rail_failed(peer, header.tag, "rank " + std::to_string(rank) + " closed its end");
+      return move_rail(peer, header.tag);
     }
-    case Header::goodbye: return leave(rank, peer);
-    case Header::signal: {
-      if (windows_.contains(header.tag)) ++peer.signals[header.tag];
-      something_.notify_all();
-      return;
+    default: {  // what may have to wait for another rail
+      Control control{header};
+      std::memcpy(control.words.data(), data, words_bytes());
+      if (!peer.landing.empty() && !may_keep(rank, peer)) return;
+      peer.landing.push_back(control);
+      return land(rank, peer);
     }
   }
+}
+
+// What the peer told behind bytes of its, now that they are here.
+void Messages::arrive(int rank, Peer& peer, const Header& header) {
+  if (header.kind == Header::goodbye) return leave(rank, peer);
+  if (header.kind == Header::signal) {
+    if (windows_.contains(header.tag)) ++peer.signals[header.tag];
+    something_.notify_all();
+    return;
+  }
+  const auto receive = peer.receives.find({header.tag, header.index});
+  if (receive == peer.receives.end() || receive->second->bytes != header.bytes) return;
+  const State message = receive->second;
+  peer.receives.erase(receive);
+  finish(*message);
 }
 
 void Messages::fill(MessageState& message, int rank, const std::byte* data, size_t bytes) {
@@ -314,21 +343,21 @@ void Messages::fill(MessageState& message, int rank, const std::byte* data, size
 
 void Messages::finish(MessageState& message) {
   message.stage = MessageState::Stage::done;
-  message.use.reset();
+  message.held.reset();
   something_.notify_all();
 }
 
 void Messages::fail(MessageState& message, const Error& error) {
   message.stage = MessageState::Stage::failed;
   message.error = error;
-  message.use.reset();
+  message.held.reset();
   something_.notify_all();
 }
 
 // The channel's error state first: from there on nothing is written to, or read from, the memory of its messages.
 void Messages::fail_peer(Peer& peer, const Error& why) {
   if (!peer.failure) peer.failure = why;
-  if (peer.channel) peer.channel->fail(*peer.failure);
+  for (const auto& channel : channels_of(peer)) channel->fail(*peer.failure);
   const auto end_all = [&](auto&& messages) {
     for (auto& one : messages) fail(*one, *peer.failure);
     messages.clear();
@@ -343,6 +372,7 @@ void Messages::fail_peer(Peer& peer, const Error& why) {
   end_map(peer.large_sends);
   end_map(peer.receives);
   peer.controls.clear();
+  peer.landing.clear();
   something_.notify_all();
 }
 
@@ -353,13 +383,17 @@ void Messages::leave(int rank, Peer& peer) {
                         "Let all ranks call the same collectives before they destroy the process group."));
 }
 
-void Messages::changed(int rank) {
+void Messages::changed(int rank, int rail) {
   const std::lock_guard lock(mutex_);
   Peer& peer = peers_[rank];
   if (!peer.channel) return;  // it is still connecting, and looks here once more afterwards
   const std::shared_ptr<Channel> channel = peer.channel;
-  take_slots(rank, peer);
-  while (!peer.moving.empty() && channel->done(peer.moving.front()->number)) {
+  if (rail > 0) {
+    take_rail(rank, peer, rail);
+  } else {
+    take_slots(rank, peer);
+  }
+  while (!peer.moving.empty() && all_parts_done(peer, *peer.moving.front())) {
     finish(*peer.moving.front());
     peer.moving.pop_front();
   }
@@ -426,7 +460,8 @@ void Messages::give_up(const State& message) {
   } else {
     peer.receives.erase(place);
     // Announced memory may be written to any time, unless the announcement is still here.
-    const auto same = [&](const Header& one) {
+    const auto same = [&](const Control& waiting) {
+      const Header& one = waiting.header;
       return one.kind == Header::announcement && one.tag == message->tag && one.index == message->index;
     };
     const auto waiting = std::find_if(peer.controls.begin(), peer.controls.end(), same);
@@ -442,9 +477,10 @@ void Messages::give_up(const State& message) {
                         "a message between this rank and rank " + std::to_string(message->peer) +
                             " was given up while it was under way, and the connection with it",
                         "Destroy the process group on every rank (or restart the job) before going on."));
-  const auto channel = peer.channel;
+  const auto channels = channels_of(peer);
   lock.unlock();
-  channel->drain(Clock::now() + kForFlushes);
+  const auto deadline = Clock::now() + kForFlushes;
+  for (const auto& channel : channels) channel->drain(deadline);
 }
 
 }  // namespace ark::rdma

@@ -19,11 +19,18 @@
 // One-sided: a put writes into memory whose address and key the peer has told, a signal behind it is counted there, by
 // window. Both go in the order of their calls (messages_one_sided.cpp).
 //
+// With several NICs (rails) a pair of ranks has a connection on each. All goes by the first, but for parts of large
+// messages and puts, each of which ends with a signal on its rail; the word that a message is there says how many of
+// those the peer must have heard, since rails keep no order between them. A rail is used once both sides have heard
+// each other on it. One that fails is left out: both ends close theirs, then its parts are written once more by the
+// first (messages_rails.cpp). The first rail's failure is the connection's.
+//
 // A message that is given up while the NIC may write to or read from its memory takes its connection with it: nothing
 // is touched any more once abort() or the destructor has returned. Thread-safe. Locks: the engine's, then ours, then a
 // channel's.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -41,8 +48,30 @@ namespace ark::rdma {
 
 class Messages;
 
+// Memory as it is registered with every rail, and the keys by which a peer may write to it.
+using Keys = std::array<uint32_t, kMostRails>;
+struct Held {
+  std::array<Registrations::Use, kMostRails> rails;
+  Keys remote_keys() const {
+    Keys keys{};
+    for (size_t i = 0; i < rails.size(); ++i) keys[i] = rails[i] ? rails[i].remote_key() : 0;
+    return keys;
+  }
+  void reset() {
+    for (auto& use : rails) use.reset();
+  }
+  explicit operator bool() const { return static_cast<bool>(rails[0]); }
+};
+
 // What a message is to the thread that carries it.
 struct MessageState {
+  // A write of it that is under way.
+  struct Part {
+    int rail;
+    const void* from;
+    size_t bytes;
+    uint64_t to, number;  // of the channel's request
+  };
   enum class Stage { waiting, moving, done, failed };
   const bool sends;
   int peer;  // of a receive from anyone: the sender, once it has come
@@ -52,12 +81,12 @@ struct MessageState {
   const size_t bytes;
   enum class Kind { message, put, signal };
   const Kind kind = Kind::message;
-  const uint64_t to = 0;  // put: the peer's address and key
-  const uint32_t key = 0;
+  uint64_t to = 0;  // the peer's address and keys
+  Keys keys{};
   Stage stage = Stage::waiting;
-  uint64_t index = 0;   // among those of its tag
-  uint64_t number = 0;  // of the channel's request that moves it
-  Registrations::Use use;
+  uint64_t index = 0;  // among those of its tag
+  std::vector<Part> parts;
+  Held held;
   std::optional<Error> error;
 };
 
@@ -94,9 +123,13 @@ class Messages : public std::enable_shared_from_this<Messages> {
     std::chrono::milliseconds probe{500};        // of waiting, before a silent peer is asked
     size_t most_kept = 1024;                     // unexpected messages of a peer; each of a slot's bytes at most
     Channel::Shape shape;
+    size_t least_striped = 256 << 10;  // bytes of a message that goes along all rails
   };
   static constexpr size_t kWhereAwaited = 16;
-  Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup);
+  // One engine a rail; as many on every rank.
+  Messages(std::vector<std::shared_ptr<Engine>> rails, std::unique_ptr<KeyValueStore> store, Setup setup);
+  Messages(std::shared_ptr<Engine> engine, std::unique_ptr<KeyValueStore> store, Setup setup)
+      : Messages(std::vector{std::move(engine)}, std::move(store), std::move(setup)) {}
   ~Messages();
 
   // The memory stays as it is (of a receive: is nobody else's) until the message has been waited for or given up.
@@ -107,14 +140,15 @@ class Messages : public std::enable_shared_from_this<Messages> {
   // Signals of a window count from here on, and its peers, which call it too, are connected.
   void open_window(int32_t window, const std::vector<int>& peers);
   void close_window(int32_t window);
-  // The peer's memory at `to` is registered by it (key). Done: it is there.
-  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, uint32_t key);
+  // The peer's memory at `to` is registered by it (keys). Done: it is there.
+  MessagePtr put(int peer, const void* data, size_t bytes, uint64_t to, const Keys& keys);
   // Comes behind what was put before. Done: the NIC has it.
   MessagePtr signal(int peer, int32_t window);
   uint64_t signals(int peer, int32_t window) const;  // that have come, since the window was opened
   // Until so many have come; false at the deadline. Throws what the connection failed with.
   bool wait_signals(int peer, int32_t window, uint64_t count, Clock::time_point deadline);
-  Registrations& memory() { return engine_->memory(); }
+  // With every rail, or with the first alone. Error(system) where one refuses.
+  Held hold(const void* data, size_t bytes, bool every_rail = true);
 
   void abort(const Error& error);                  // all that waits, and all that begins later, ends with it
   void close(std::chrono::milliseconds patience);  // what was sent arrives first, where it can; idempotent
@@ -122,8 +156,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   size_t most_small() const { return setup_.shape.slot_bytes - sizeof(Header); }  // bytes that go through the inbox
   int connections() const;
   size_t kept(int peer) const;  // unexpected messages of it
-  std::optional<Channel::Counts> counts(int peer) const;
-  const std::string& device() const { return engine_->device()->port().device; }
+  std::optional<Channel::Counts> counts(int peer, int rail = 0) const;
+  int rails() const { return static_cast<int>(engines_.size()); }
+  std::string device() const;  // its name; of several rails: all names
+  // Why rails are not used any more, or not by all peers; empty: all are.
+  std::string trouble() const;
 
  private:
   friend class Message;
@@ -131,30 +168,55 @@ class Messages : public std::enable_shared_from_this<Messages> {
   using Place = std::pair<int32_t, uint64_t>;  // tag and index
   // What stands at the beginning of a slot.
   struct Header {
-    enum Kind : uint32_t { small = 1, announcement = 2, written = 3, goodbye = 4, signal = 5 };
+    enum Kind : uint32_t {
+      small = 1,
+      announcement = 2,
+      written = 3,
+      goodbye = 4,
+      signal = 5,
+      rail_down = 6,
+      rail_moved = 7
+    };
     uint32_t kind;
     int32_t tag;
     uint64_t index, bytes, address;
     uint32_t key, reserved;
   };
   static_assert(sizeof(Header) == 40);
+  // With what stands behind it where there are several rails: an announcement's further keys; else how many signals
+  // have been sent on each further rail before.
+  struct Control {
+    Header header;
+    std::array<uint32_t, kMostRails - 1> words{};
+  };
+  // A further one of a peer's.
+  struct Rail {
+    std::shared_ptr<Channel> channel;
+    uint32_t sent = 0, arrived = 0;          // signals of parts
+    bool proven = false;                     // the peer was heard on it
+    bool down = false, peer_down = false;    // the end here, and there, is closed
+    bool moved = false, peer_moved = false;  // what was on it goes, or has come, by the first
+    std::string trouble;
+  };
   struct Peer {
     std::shared_ptr<Channel> channel;  // once connected
     bool wanted = false, left = false;
     std::optional<Error> failure;
     std::map<int32_t, uint64_t> sent, received;  // messages begun, by tag
-    std::deque<Header> controls;                 // to be written into the inbox, and before ...
+    std::vector<Rail> rails;                     // the second and further ones
+    std::deque<Control> controls;                // to be written into the inbox, and before ...
     std::deque<State> small_sends;               // ... these
     std::deque<State> one_sided;                 // puts and signals that have not begun
     std::map<int32_t, uint64_t> signals;         // that have come, by window
     int signal_waits = 0;                        // threads that wait for one
     std::map<Place, State> large_sends, receives;
-    std::map<Place, Header> announced;  // of receives whose sends have not begun
+    std::map<Place, Control> announced;  // of receives whose sends have not begun
     std::map<Place, std::vector<std::byte>> aside;
+    std::deque<Control> landing;         // words of what may be under way on another rail, in their order
     std::deque<State> moving;            // large sends whose bytes are under way
     std::vector<uint64_t> slot_numbers;  // by slot of the outbox: the request that used it last
     uint64_t slots_sent = 0, slots_taken = 0;
-    size_t kept() const { return aside.size() + announced.size(); }
+    size_t kept() const { return aside.size() + announced.size() + landing.size(); }
   };
 
   bool wait_until(MessageState& message, Clock::time_point deadline, bool tells_why);
@@ -168,9 +230,20 @@ class Messages : public std::enable_shared_from_this<Messages> {
   MessagePtr begin_one_sided(const State& message);
   bool pump_one_sided(Peer& peer);
   void announce(Peer& peer, const State& message);
-  bool put_slot(Peer& peer, const Header& header, const void* data);
+  bool put_slot(Peer& peer, const Control& control, const void* data = nullptr);
   void pump(Peer& peer);
-  void begin_large(Peer& peer, const State& message, const Header& target);
+  void begin_large(Peer& peer, const State& message, const Control& target);
+  void begin_parts(Peer& peer, const State& message);
+  bool all_parts_done(const Peer& peer, const MessageState& message) const;
+  size_t words_bytes() const { return (engines_.size() - 1) * sizeof(uint32_t); }
+  Control with_counts(const Peer& peer, const Header& header) const;
+  bool landed(const Peer& peer, const Control& control) const;
+  void land(int rank, Peer& peer);
+  void arrive(int rank, Peer& peer, const Header& header);
+  void take_rail(int rank, Peer& peer, int rail);
+  void rail_failed(Peer& peer, int rail, const std::string& why);
+  void move_rail(Peer& peer, int rail);
+  std::vector<std::shared_ptr<Channel>> channels_of(const Peer& peer) const;
   bool awaits(const Peer& peer) const;
   void take_slots(int rank, Peer& peer, bool all = false);
   bool take_slot(int rank, Peer& peer, uint32_t bytes);
@@ -183,11 +256,11 @@ class Messages : public std::enable_shared_from_this<Messages> {
   void leave(int rank, Peer& peer);
   Error error(ErrorKind kind, int peer, const std::string& what, const std::string& remedy) const;
 
-  void changed(int rank);  // on the engine's thread
-  void connect_peers();    // the connecting thread
+  void changed(int rank, int rail);  // on the engine's thread
+  void connect_peers();              // the connecting thread
   std::string key(int from, int to) const;
 
-  const std::shared_ptr<Engine> engine_;
+  const std::vector<std::shared_ptr<Engine>> engines_;
   const std::unique_ptr<KeyValueStore> store_;  // the connecting thread's
   const Setup setup_;
 

@@ -20,7 +20,7 @@ void Messages::close_window(int32_t window) {
   for (auto& [rank, peer] : peers_) peer.signals.erase(window);
 }
 
-Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, uint32_t key) {
+Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uint64_t to, const Keys& keys) {
   const State message(new MessageState{.sends = true,
                                        .peer = rank,
                                        .any = false,
@@ -29,8 +29,9 @@ Messages::MessagePtr Messages::put(int rank, const void* data, size_t bytes, uin
                                        .bytes = bytes,
                                        .kind = MessageState::Kind::put,
                                        .to = to,
-                                       .key = key});
-  message->use = engine_->memory().hold(data, bytes);  // on the caller's thread: what is refused is its error
+                                       .keys = keys});
+  message->held =
+      hold(data, bytes, bytes >= setup_.least_striped);  // on the caller's thread: what is refused is its error
   return begin_one_sided(message);
 }
 
@@ -61,12 +62,9 @@ bool Messages::pump_one_sided(Peer& peer) {
   while (!peer.one_sided.empty()) {
     const State message = peer.one_sided.front();
     if (message->kind == MessageState::Kind::put) {
-      message->number =
-          peer.channel->put(message->data, message->use.local_key(), message->bytes, message->to, message->key);
-      message->stage = MessageState::Stage::moving;
-      peer.moving.push_back(message);
+      begin_parts(peer, message);
     } else {
-      if (!put_slot(peer, {Header::signal, message->tag, 0, 0, 0, 0, 0}, nullptr)) return false;
+      if (!put_slot(peer, with_counts(peer, {Header::signal, message->tag, 0, 0, 0, 0, 0}))) return false;
       finish(*message);
     }
     peer.one_sided.pop_front();

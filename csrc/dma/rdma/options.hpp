@@ -5,9 +5,11 @@
 
 namespace ark::rdma {
 
+constexpr int kMostRails = 8;  // NICs of a rank
+
 struct Options {
   std::string library;    // libibverbs; empty: the system's
-  std::string device;     // its name; empty: the first with an active port
+  std::string device;     // its name; empty: the first with an active port. A rail each: names with commas, or "all"
   int port = 0;           // 0: the first that is active
   int gid_index = -1;     // -1: RoCE v2 with an IPv4 address, else what comes nearest
   int mtu = 0;            // bytes; 0: the least that any rank's port has

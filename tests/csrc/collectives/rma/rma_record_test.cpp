@@ -17,7 +17,7 @@ RmaRecord record() {
   one.item = 4;
   one.type = 6;
   one.address = 0x7f00'1234'5000;
-  one.key = 0x1234;
+  one.keys = {0x1234, 0, 7};
   return one;
 }
 

@@ -76,6 +76,7 @@ struct Region {
 
 struct Context {
   ark::ibv_context base{};
+  int number = 0;  // of the device
   std::mutex mutex;
   std::map<uint32_t, Pair*> pairs;
   std::map<uint32_t, Region*> regions;

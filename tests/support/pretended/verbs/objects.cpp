@@ -193,6 +193,8 @@ const char* ibv_get_device_name(ibv_device* device) {
 ibv_context* ibv_open_device(ibv_device* device) {
   auto* context = new Context;
   context->base.device = device;
+  context->number = reinterpret_cast<Device*>(device)->number;
+  context->next_key += 8 * context->number;  // no device takes another's keys
   context->base.ops.poll_cq = poll_cq;
   context->base.ops.req_notify_cq = req_notify_cq;
   context->base.ops.post_send = post_send;
@@ -241,7 +243,8 @@ int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attributes
   if (port != 1) return EINVAL;
   const int device = reinterpret_cast<Device*>(context->device)->number;
   std::memset(attributes, 0, offsetof(ibv_port_attr, flags));
-  attributes->state = pretend_control()->port_down.load() ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
+  const bool down = pretend_control()->port_down.load() || (device == 1 && pretend_control()->port_down_1.load());
+  attributes->state = down ? IBV_PORT_DOWN : IBV_PORT_ACTIVE;
   attributes->max_mtu = IBV_MTU_4096;
   attributes->active_mtu = device == 1 && pretend_control()->small_mtu.load() ? IBV_MTU_1024 : IBV_MTU_4096;
   attributes->gid_tbl_len = 8;

@@ -39,7 +39,9 @@ Sent send_packet(Pair& pair, Packet packet, const std::byte* payload) {
   ++pretend_counts()->packets;
   const Control& control = *pretend_control();
   const uint32_t loss = control.loss.load(std::memory_order_relaxed);
-  if (control.link_down.load(std::memory_order_relaxed) || (loss > 0 && context.random() % 10000 < loss)) {
+  const bool down = control.link_down.load(std::memory_order_relaxed) ||
+                    (context.number == 1 && control.link_down_1.load(std::memory_order_relaxed));
+  if (down || (loss > 0 && context.random() % 10000 < loss)) {
     ++pretend_counts()->lost;
     return Sent::yes;
   }
@@ -289,6 +291,7 @@ int post_send(ibv_qp* base, ibv_send_wr* requests, ibv_send_wr** bad) {
     uint32_t wrong = pretend_control()->wrong_keys.load();
     if (wrong > 0 && send.bytes > 0 && pretend_control()->wrong_keys.compare_exchange_strong(wrong, wrong - 1))
       send.request.wr.rdma.rkey ^= 0x5a5a00;
+    pretend_counts()->bytes_of[context.number] += send.bytes;
     send.first = pair.end;
     send.last = pair.end + (send.bytes == 0 ? 0 : (send.bytes - 1) / kPacketBytes);
     pair.end = send.last + 1;
